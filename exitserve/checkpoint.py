@@ -1,0 +1,130 @@
+"""The `multi_exit` block in a checkpoint's `config.json`: read, check, write.
+
+The checkpoint stays an ordinary Hugging Face directory: plain transformers and plain vLLM
+ignore the block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitserve.errors import ExitServeError
+
+BLOCK = "multi_exit"
+VERSION = 1
+CRITERIA = ("max_prob",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiExit:
+    """What a checkpoint says about its exits."""
+
+    exit_layers: tuple[int, ...]
+    """Depths at which an exit check may be made, ascending, each in 1..L-1."""
+    objective: str = "aligned"
+    """How the exits were trained; for the reader."""
+    criterion: str = "max_prob"
+    """The confidence criterion the thresholds are meant for."""
+    calibration: dict[str, Any] | None = None
+    """Thresholds with their provenance, where the checkpoint was calibrated."""
+
+    def validate(self, num_layers: int) -> None:
+        """Raises `ExitServeError` unless the block fits a decoder of `num_layers` layers."""
+        check_exit_layers(self.exit_layers, num_layers)
+        if self.criterion not in CRITERIA:
+            allowed = ", ".join(CRITERIA)
+            raise ExitServeError(f"criterion {self.criterion!r} is unknown; allowed: {allowed}.")
+
+
+def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Returns the exit layers as a tuple if they ascend within 1..L-1.
+
+    Raises:
+        ExitServeError: a layer is no integer, out of range, repeated, or out of order.
+    """
+    for layer in exit_layers:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise ExitServeError(f"exit layer {layer!r} is not a whole number.")
+        if not 1 <= layer < num_layers:
+            raise ExitServeError(
+                f"exit layer {layer} is out of range: the model has {num_layers} layers, "
+                f"so exit layers lie in 1..{num_layers - 1}."
+            )
+    if list(exit_layers) != sorted(set(exit_layers)):
+        raise ExitServeError(
+            f"exit layers {list(exit_layers)} must ascend without repeats; "
+            f"write {sorted(set(exit_layers))}."
+        )
+    return tuple(exit_layers)
+
+
+def read_config(model_dir: Path | str) -> dict[str, Any]:
+    """Reads a checkpoint's `config.json`.
+
+    Raises:
+        ExitServeError: the directory or the file is missing, or the file is no JSON object.
+    """
+    directory = Path(model_dir)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise ExitServeError(
+            f"no model directory at '{directory}'; give a Hugging Face checkpoint directory."
+        )
+    if not path.is_file():
+        raise ExitServeError(f"'{directory}' has no config.json, so it is no checkpoint.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ExitServeError(f"'{path}' is not valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ExitServeError(f"'{path}' must hold a JSON object.")
+    return config
+
+
+def parse_multi_exit(config: dict[str, Any]) -> MultiExit | None:
+    """Returns the block of a loaded config, or None where there is none.
+
+    Raises:
+        ExitServeError: the block is of another version or malformed.
+    """
+    block = config.get(BLOCK)
+    if block is None:
+        return None
+    if not isinstance(block, dict) or block.get("version") != VERSION:
+        found = block.get("version") if isinstance(block, dict) else block
+        raise ExitServeError(
+            f"the {BLOCK} block is of version {found!r}; this release reads version {VERSION}."
+        )
+    layers = block.get("exit_layers")
+    if not isinstance(layers, list):
+        raise ExitServeError(f"{BLOCK}.exit_layers must be a list of layers, not {layers!r}.")
+    return MultiExit(
+        exit_layers=tuple(layers),
+        objective=str(block.get("objective", "aligned")),
+        criterion=str(block.get("criterion", "max_prob")),
+        calibration=block.get("calibration"),
+    )
+
+
+def read_multi_exit(model_dir: Path | str) -> MultiExit | None:
+    """Reads the block from a checkpoint directory; None where the checkpoint has none."""
+    return parse_multi_exit(read_config(model_dir))
+
+
+def write_multi_exit(model_dir: Path | str, block: MultiExit) -> None:
+    """Puts the block into the checkpoint's `config.json`, replacing an earlier one."""
+    config = read_config(model_dir)
+    config[BLOCK] = {
+        "version": VERSION,
+        "exit_layers": list(block.exit_layers),
+        "objective": block.objective,
+        "criterion": block.criterion,
+    }
+    if block.calibration is not None:
+        config[BLOCK]["calibration"] = block.calibration
+    text = json.dumps(config, indent=2) + "\n"
+    (Path(model_dir) / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,76 @@
+"""The parts of a Hugging Face decoder that multi-exit code needs, for every supported family.
+
+Shapes: B rows, T tokens, D hidden, V vocabulary. `hidden[l]` is the residual stream after l
+layers, *un-normed*. Hugging Face's own `hidden_states[-1]` is already normed, the others are
+not; hooks on the layers give the same thing at every depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from exitserve.errors import ExitServeError
+
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """A causal LM taken apart: its layers, final norm and LM head."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module
+
+    @property
+    def num_layers(self) -> int:
+        """L, the full depth."""
+        return len(self.layers)
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """Final norm, then LM head: un-normed `hidden` [..., D] to raw logits [..., V]."""
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def decoder_parts(model: Any) -> DecoderParts:
+    """Takes a causal LM of a supported family apart (Llama, Mistral, Qwen2, Qwen3, GPT-2).
+
+    Raises:
+        ExitServeError: the model is of another family.
+    """
+    family = model.config.model_type
+    if family not in FAMILIES:
+        raise ExitServeError(
+            f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    if family == "gpt2":
+        return DecoderParts(model.transformer.h, model.transformer.ln_f, model.lm_head)
+    return DecoderParts(model.model.layers, model.model.norm, model.lm_head)
+
+
+@contextmanager
+def capture_hidden(parts: DecoderParts, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collects `hidden[l]` [B, T, D] (un-normed, with gradient) for each l of `layers`.
+
+    The dictionary fills during a forward pass made inside the context.
+    """
+    captured: dict[int, Tensor] = {}
+
+    def hook_for(layer: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [parts.layers[layer - 1].register_forward_hook(hook_for(layer)) for layer in layers]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

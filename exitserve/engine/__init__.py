@@ -1,0 +1,1 @@
+"""Early exit inside vLLM: the segmented model, per-request rows, propagation, hooks."""

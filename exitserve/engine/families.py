@@ -1,0 +1,16 @@
+"""One small class per architecture: vLLM's own model with exits."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+
+from exitserve.engine.segments import MultiExitMixin
+
+
+class MultiExitLlamaForCausalLM(MultiExitMixin, LlamaForCausalLM):  # type: ignore[misc]
+    """Llama with exits."""
+
+
+class MultiExitMistralForCausalLM(MultiExitMixin, MistralForCausalLM):  # type: ignore[misc]
+    """Mistral with exits."""

@@ -1,0 +1,105 @@
+"""How an engine with exits is started: the vLLM options that select our parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exitserve.checkpoint import parse_multi_exit, read_config
+from exitserve.engine.options import KEY, make_rules
+from exitserve.engine.plugin import ARCHITECTURES
+from exitserve.errors import ExitServeError
+from exitserve.policy import ExitRules
+
+DEFAULT_CPU_CACHE_GIB = "1"
+
+
+def served_architecture(model_dir: Path | str) -> str:
+    """The class of ours that serves the checkpoint.
+
+    Raises:
+        ExitServeError: the directory is no checkpoint, or of an unsupported architecture.
+    """
+    config = read_config(model_dir)
+    names = config.get("architectures") or ["none named"]
+    if names[0] not in ARCHITECTURES:
+        raise ExitServeError(
+            f"architecture {names[0]} of '{model_dir}' is not supported with exits; "
+            f"supported: {', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[names[0]]
+
+
+def check_rules(model_dir: Path | str, options: Mapping[str, Any]) -> ExitRules:
+    """Checks the checkpoint's exits and server options before anything slow starts."""
+    config = read_config(model_dir)
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        raise ExitServeError(f"config.json of '{model_dir}' names no num_hidden_layers.")
+    block = parse_multi_exit(config)
+    return make_rules(num_layers, block.exit_layers if block else (), dict(options))
+
+
+def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM engine arguments that serve `model_dir` with exits.
+
+    Args:
+        model_dir: the checkpoint.
+        options: server defaults, see `exitserve.engine.options.OPTIONS`; None means not given.
+
+    Raises:
+        ExitServeError: the checkpoint or an option does not fit.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    architecture = served_architecture(model_dir)
+    check_rules(model_dir, given)
+    return {
+        "hf_overrides": {"architectures": [architecture]},
+        "logits_processors": ["exitserve.engine.rows:RowsProcessor"],
+        "worker_extension_cls": "exitserve.engine.worker_extension.ExitWorkerExtension",
+        "scheduler_cls": "exitserve.engine.scheduler.ExitScheduler",
+        "additional_config": {KEY: given},
+    }
+
+
+def prepare_environment() -> None:
+    """Sets what vLLM reads from the environment, where the user has not."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", DEFAULT_CPU_CACHE_GIB)
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    plugins = os.environ.get("VLLM_PLUGINS")
+    # Naming a plugin in VLLM_PLUGINS turns that variable into an allow list.
+    names = plugins.split(",") if plugins else []
+    if "exitserve" not in names:
+        os.environ["VLLM_PLUGINS"] = ",".join([*names, "exitserve"])
+
+
+def start_engine(model_dir: Path | str, *, exits: Mapping[str, Any] | None = None, **llm: Any) -> Any:
+    """Starts an in-process `vllm.LLM` with exits.
+
+    Args:
+        model_dir: the checkpoint.
+        exits: server defaults, see `exitserve.engine.options.OPTIONS`.
+        llm: any argument of `vllm.LLM`.
+
+    Returns:
+        The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` may
+        be a string there, the key for `take_traces`.
+    """
+    arguments = engine_options(model_dir, exits or {})
+    prepare_environment()
+    from vllm import LLM
+
+    from exitserve.engine.rows import RowsProcessor
+
+    RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY])
+    engine = LLM(model=str(model_dir), **arguments, **llm)
+    engine.collective_rpc("exit_attach")
+    return engine
+
+
+def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
+    """Depth per generated token of the requests traced under `key`, by request id."""
+    traces: dict[str, list[int]] = engine.collective_rpc("exit_take_traces", args=(key,))[0]
+    return traces

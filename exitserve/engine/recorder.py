@@ -1,0 +1,66 @@
+"""What happened to tokens: counts by depth, checks, and per-request traces."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+MAX_TRACES = 4096
+"""Traces kept for collection; the oldest go first, so abandoned streams cost no memory."""
+
+
+class Recorder:
+    """Counts of one engine since its start, kept where the forward pass runs."""
+
+    def __init__(self, num_layers: int, exit_layers: tuple[int, ...]) -> None:
+        self.num_layers = num_layers
+        self.exit_layers = exit_layers
+        self.tokens_by_depth = [0] * (num_layers + 1)
+        self.checks = dict.fromkeys(exit_layers, 0)
+        self.passed = dict.fromkeys(exit_layers, 0)
+        self.frozen_tokens = 0
+        self.involuntary_stays = 0
+        self.request_ids: Callable[[], list[str]] | None = None
+        self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
+
+    def checked(self, layer: int, checks: int, passed: int) -> None:
+        """Counts one exit check over `checks` tokens of which `passed` exited."""
+        self.checks[layer] += checks
+        self.passed[layer] += passed
+        self.frozen_tokens += passed
+
+    def generated(self, depth: int) -> None:
+        """Counts one generated token that stopped at `depth`."""
+        self.tokens_by_depth[depth] += 1
+
+    def trace(self, key: str, row: int, index: int, depth: int) -> None:
+        """Keeps the depth of generated token `index` of the request in batch row `row`."""
+        request_id = self.request_ids()[row] if self.request_ids else ""
+        if key not in self._traces:
+            self._traces[key] = {}
+            if len(self._traces) > MAX_TRACES:
+                self._traces.popitem(last=False)
+        self._traces[key].setdefault(request_id, {})[index] = depth
+
+    def take_traces(self, key: str) -> dict[str, list[int]]:
+        """Removes and returns the traces kept under `key`: request id to depth per token."""
+        kept = self._traces.pop(key, {})
+        return {
+            request_id: [depths[index] for index in sorted(depths)]
+            for request_id, depths in kept.items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """All counts, as plain JSON-ready values."""
+        return {
+            "num_layers": self.num_layers,
+            "exit_layers": list(self.exit_layers),
+            "tokens_by_depth": {
+                depth: count for depth, count in enumerate(self.tokens_by_depth) if depth
+            },
+            "checks": dict(self.checks),
+            "passed": dict(self.passed),
+            "frozen_tokens": self.frozen_tokens,
+            "involuntary_stays": self.involuntary_stays,
+        }

@@ -1,0 +1,36 @@
+"""Prefix-cache isolation, at the one door every request passes.
+
+Keys and values propagated by an early exit are approximations. A request's exit policy goes into
+the salt of its block hashes, so cached blocks serve requests of the same policy only, whichever
+HTTP route or Python call the request came from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from exitserve.engine.options import rules_from
+
+
+class ExitScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are untyped to mypy
+    """vLLM's scheduler with exit policies in block hashes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exit_rules = rules_from(self.vllm_config)
+
+    def add_request(self, request: Any) -> None:
+        """Salts the request's block hashes with its policy, then schedules it."""
+        params = request.sampling_params
+        if params is not None and request.request_id not in self.requests:
+            policy = self._exit_rules.policy_or_off(
+                params.extra_args, structured=params.structured_outputs is not None
+            )
+            if (salt := policy.cache_salt()) is not None:
+                own = request.cache_salt
+                request.cache_salt = salt if own is None else f"{own}|{salt}"
+                request.block_hashes.clear()
+                request.update_block_hashes()
+        super().add_request(request)

@@ -1,0 +1,32 @@
+"""What the API process may ask of the worker, through vLLM's `collective_rpc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exitserve.engine.compat import check_version, request_ids
+from exitserve.engine.recorder import Recorder
+from exitserve.engine.rows import rows_of
+
+
+class ExitWorkerExtension:
+    """Mixed into vLLM's worker by `worker_extension_cls`."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def exit_attach(self) -> None:
+        """Lets the recorder see request ids; called once, after start-up."""
+        check_version()
+        self._exit_recorder().request_ids = request_ids(self.model_runner)
+
+    def exit_stats(self) -> dict[str, Any]:
+        """Counts since start."""
+        return self._exit_recorder().snapshot()
+
+    def exit_take_traces(self, key: str) -> dict[str, list[int]]:
+        """Depth of each generated token of the requests traced under `key`."""
+        return self._exit_recorder().take_traces(key)
+
+    def _exit_recorder(self) -> Recorder:
+        return rows_of(self.vllm_config).recorder

@@ -1,0 +1,19 @@
+"""The one exception type that users may see, and the helper that suggests a fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ExitServeError(ValueError):
+    """A user's mistake: the message names the bad value, what is allowed, and a fix.
+
+    The command line prints the message as one line and exits with 2; the server answers 400.
+    """
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Returns `" Did you mean 'x'?"` for the allowed word closest to `name`, else `""`."""
+    match = difflib.get_close_matches(name, list(allowed), n=1)
+    return f" Did you mean {match[0]!r}?" if match else ""

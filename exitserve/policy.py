@@ -1,0 +1,170 @@
+"""Who may exit, and where: one request's rule, and how a server turns fields into rules.
+
+Knows no vLLM and no tensors, so the oracle, the engine and the server share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from exitserve.errors import ExitServeError, nearest
+
+Mode = Literal["off", "confidence", "fixed"]
+
+NEVER = math.inf
+"""A threshold no confidence passes."""
+ALWAYS = -1.0
+"""A threshold every confidence passes."""
+
+FIELDS = {
+    "exit_threshold": "a token exits where its confidence is above this number (1 or more: never)",
+    "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
+    "exit_trace": "true: the response tells the depth at which each token stopped",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitPolicy:
+    """One request's rule. Build it with `off`, `confidence` or `fixed`."""
+
+    mode: Mode = "off"
+    threshold: float = NEVER
+    eos_threshold: float = NEVER
+    exit_layer: int | None = None
+
+    @classmethod
+    def off(cls) -> ExitPolicy:
+        """Full depth for every token."""
+        return cls()
+
+    @classmethod
+    def confidence(cls, threshold: float, eos_threshold: float | None = None) -> ExitPolicy:
+        """Exit at the first exit layer whose confidence is above `threshold`.
+
+        An end-of-sequence token ends the answer, so leaving early on it does the most damage:
+        it needs more than `eos_threshold`, by default half way between `threshold` and 1.
+        A threshold of 1 or more is full depth.
+        """
+        if threshold >= 1.0:
+            return cls.off()
+        if eos_threshold is None:
+            eos_threshold = (1.0 + threshold) / 2.0
+        return cls(
+            mode="confidence",
+            threshold=threshold,
+            eos_threshold=max(threshold, eos_threshold),
+        )
+
+    @classmethod
+    def fixed(cls, exit_layer: int) -> ExitPolicy:
+        """Every decode token exits at `exit_layer`, end of sequence included."""
+        return cls(mode="fixed", exit_layer=exit_layer)
+
+    def thresholds_at(self, layer: int) -> tuple[float, float]:
+        """The thresholds (any token, end of sequence) that apply after `layer` layers."""
+        if self.mode == "confidence":
+            return self.threshold, self.eos_threshold
+        if self.mode == "fixed" and layer == self.exit_layer:
+            return ALWAYS, ALWAYS
+        return NEVER, NEVER
+
+    def cache_salt(self) -> str | None:
+        """Names the policy in prefix-cache hashes; None for full depth, which needs no salt.
+
+        Keys and values that an early exit propagated are approximations. Salted, they are only
+        ever read by requests of the same policy.
+        """
+        if self.mode == "confidence":
+            return f"exit:confidence:{self.threshold!r}:{self.eos_threshold!r}"
+        if self.mode == "fixed":
+            return f"exit:fixed:{self.exit_layer}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRules:
+    """What one served model allows, and what a request gets that asks for nothing."""
+
+    num_layers: int
+    exit_layers: tuple[int, ...]
+    default: ExitPolicy = ExitPolicy()
+    eos_threshold: float | None = None
+    """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
+
+    def policy_for(self, fields: Mapping[str, Any] | None, *, structured: bool = False) -> ExitPolicy:
+        """Turns a request's `exit_*` fields into its policy.
+
+        Args:
+            fields: the request's extra arguments; those not named `exit_*` are ignored.
+            structured: the request constrains its output by a grammar; it then runs at full
+                depth unless it asks for exits itself.
+
+        Raises:
+            ExitServeError: a field is unknown, of the wrong type or out of range, or
+                `exit_threshold` and `exit_layer` are both given.
+        """
+        given = {k: v for k, v in (fields or {}).items() if k.startswith("exit_")}
+        for name in given:
+            if name not in FIELDS:
+                raise ExitServeError(
+                    f"unknown field {name!r}.{nearest(name, FIELDS)} "
+                    f"Known fields: {', '.join(FIELDS)}."
+                )
+        check_trace(given.get("exit_trace"))
+        threshold, layer = given.get("exit_threshold"), given.get("exit_layer")
+        if threshold is not None and layer is not None:
+            raise ExitServeError(
+                "exit_threshold and exit_layer exclude each other; send one of them."
+            )
+        if threshold is not None:
+            return ExitPolicy.confidence(check_threshold(threshold), self.eos_threshold)
+        if layer is not None:
+            return ExitPolicy.fixed(self._check_layer(layer))
+        return ExitPolicy.off() if structured else self.default
+
+    def policy_or_off(self, fields: Mapping[str, Any] | None, *, structured: bool) -> ExitPolicy:
+        """`policy_for`, with full depth instead of an error.
+
+        For code behind the front door: whatever got past the checks must not stop the engine.
+        """
+        try:
+            return self.policy_for(fields, structured=structured)
+        except ExitServeError:
+            return ExitPolicy.off()
+
+    def _check_layer(self, layer: Any) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise ExitServeError(f"exit_layer must be a whole number, not {layer!r}.")
+        if layer not in self.exit_layers:
+            allowed = ", ".join(map(str, self.exit_layers)) or "none: this model has no exit layers"
+            raise ExitServeError(
+                f"exit_layer {layer} is not one of this model's exit layers ({allowed}); "
+                f"for full depth send exit_threshold 1."
+            )
+        return layer
+
+
+def check_threshold(value: Any, name: str = "exit_threshold") -> float:
+    """Returns a threshold as float.
+
+    Raises:
+        ExitServeError: `value` is no finite number above 0 (booleans are no numbers here).
+    """
+    fine = isinstance(value, int | float) and not isinstance(value, bool)
+    if not fine or not math.isfinite(value) or value <= 0:
+        raise ExitServeError(
+            f"{name} must be a finite number above 0 (1 or more: never exit), not {value!r}."
+        )
+    return float(value)
+
+
+def check_trace(value: Any) -> None:
+    """Raises `ExitServeError` unless `value` may stand in `exit_trace`.
+
+    Inside the server the field carries a key (a string) under which the trace is kept.
+    """
+    if value is not None and not isinstance(value, bool | str) and value not in (0, 1):
+        raise ExitServeError(f"exit_trace must be true or false, not {value!r}.")

@@ -1,0 +1,212 @@
+"""The oracle: frozen-row early exit over a plain Hugging Face decoder, in float32.
+
+The one semantic (docs/architecture.md): for each decode-phase token, layer by layer, the row is
+computed normally while active. At an exit layer, if its confidence passes its threshold, its
+residual-stream state is frozen. Every later layer computes its keys and values from the frozen
+state and leaves the state unchanged. Its logits are those of the exit check. Prompt tokens
+always run at full depth.
+
+Because a row's state at each layer depends only on the states of earlier tokens at that layer,
+one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
+decoding gives (`trace`). `decode` is that token-by-token loop, with a key-value cache.
+
+Shapes: T tokens, L layers, D hidden, V vocabulary. One sequence at a time (B = 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exitserve.confidence import exit_mask, max_prob
+from exitserve.decoder import DecoderParts, decoder_parts
+from exitserve.policy import ExitPolicy
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a teacher-forced frozen-row pass found for each of T input tokens."""
+
+    logits: Tensor
+    """[T, V] raw next-token logits, each from the depth its token stopped at."""
+    depth: Tensor
+    """[T] layers run, L for full depth."""
+
+    @property
+    def token(self) -> Tensor:
+        """[T] greedy next token at each position."""
+        return self.logits.argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the decode loop produced after the prompt."""
+
+    token_ids: list[int]
+    exit_layers: list[int]
+    """One depth for each generated token; the first is always L."""
+
+
+class Reference:
+    """Frozen-row forward over a causal LM of a supported family."""
+
+    def __init__(
+        self, model: Any, exit_layers: Sequence[int], eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        """Wraps `model` (float32, evaluation mode) with checks after `exit_layers`."""
+        self.model = model.eval()
+        self.parts: DecoderParts = decoder_parts(model)
+        self.exit_layers = tuple(exit_layers)
+        self.eos_token_ids = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.long)
+
+    @torch.no_grad()
+    def trace(self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy) -> Trace:
+        """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
+        rows = _FrozenRows(self, policy, decode=torch.arange(len(input_ids)) >= prompt_length)
+        with rows.hooked():
+            hidden = self._run(torch.tensor([list(input_ids)]), cache=None)
+        return rows.finish(hidden)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        policy: ExitPolicy,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Greedy decoding, one token at a time, with a key-value cache."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        step, token_ids, depths = list(prompt_ids), list[int](), list[int]()
+        while len(token_ids) < max_tokens:
+            # Only the prompt pass has no generated token behind it.
+            decode = torch.full((len(step),), bool(token_ids))
+            rows = _FrozenRows(self, policy, decode=decode)
+            with rows.hooked():
+                hidden = self._run(torch.tensor([step]), cache=cache)
+            found = rows.finish(hidden)
+            token_ids.append(int(found.token[-1]))
+            depths.append(int(found.depth[-1]))
+            if not ignore_eos and token_ids[-1] in self.eos_token_ids.tolist():
+                break
+            step = token_ids[-1:]
+        return Generation(token_ids, depths)
+
+    def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
+        """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
+        captured: list[Tensor] = []
+        handle = self.parts.layers[-1].register_forward_hook(
+            lambda _m, _a, output: captured.append(_hidden_of(output))
+        )
+        try:
+            self.model.base_model(
+                input_ids=input_ids, past_key_values=cache, use_cache=cache is not None
+            )
+        finally:
+            handle.remove()
+        return captured[0][0]
+
+
+class _FrozenRows:
+    """Freezes rows during one forward pass, by hooks around each decoder layer."""
+
+    def __init__(self, reference: Reference, policy: ExitPolicy, decode: Tensor) -> None:
+        self.ref = reference
+        self.policy = policy
+        self.decode = decode
+        num_tokens = decode.shape[0]
+        self.frozen = torch.zeros(num_tokens, dtype=torch.bool)
+        self.depth = torch.full((num_tokens,), reference.parts.num_layers)
+        self.state: Tensor | None = None
+        self.exit_logits: dict[int, Tensor] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """While active, layer outputs of frozen rows are replaced by their frozen state.
+
+        A layer computes keys and values from its input, so restoring the *output* of layer l
+        makes layer l+1 propagate from the frozen state, with no code per architecture.
+        """
+        handles = [
+            layer.register_forward_hook(self._after(depth))
+            for depth, layer in enumerate(self.ref.parts.layers, start=1)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _after(self, depth: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+            hidden = _hidden_of(output)[0]
+            if self.state is not None:
+                hidden = torch.where(self.frozen[:, None], self.state, hidden)
+            if depth in self.ref.exit_layers:
+                self._check(depth, hidden)
+            return (hidden[None], *output[1:]) if isinstance(output, tuple) else hidden[None]
+
+        return hook
+
+    def _check(self, depth: int, hidden: Tensor) -> None:
+        threshold, eos_threshold = self.policy.thresholds_at(depth)
+        rows = (self.decode & ~self.frozen).nonzero().flatten()
+        if threshold == float("inf") or not rows.numel():
+            return
+        logits = self.ref.parts.classify(hidden[rows])
+        token, confidence = max_prob(logits)
+        exits = exit_mask(
+            token,
+            confidence,
+            torch.full_like(confidence, threshold),
+            torch.full_like(confidence, eos_threshold),
+            self.ref.eos_token_ids,
+        )
+        for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
+            self.exit_logits[row] = row_logits
+        self.frozen[rows[exits]] = True
+        self.depth[rows[exits]] = depth
+        # Rows frozen earlier hold their state in `hidden` already; active rows are not read.
+        self.state = hidden
+
+    def finish(self, hidden: Tensor) -> Trace:
+        """Full-depth logits for active rows, the check's own logits for frozen ones."""
+        logits = self.ref.parts.classify(hidden)
+        for row, row_logits in self.exit_logits.items():
+            logits[row] = row_logits
+        return Trace(logits=logits, depth=self.depth)
+
+
+def _hidden_of(output: Any) -> Tensor:
+    """A decoder layer's output is its hidden state, alone or first in a tuple."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def load_reference(model_dir: str, exit_layers: Sequence[int] | None = None) -> Reference:
+    """Loads a checkpoint in float32 with the exits and end-of-sequence ids it declares."""
+    from transformers import AutoModelForCausalLM
+
+    from exitserve.checkpoint import read_multi_exit
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    if exit_layers is None:
+        block = read_multi_exit(model_dir)
+        exit_layers = block.exit_layers if block else ()
+    return Reference(model, exit_layers, eos_ids(model))
+
+
+def eos_ids(model: Any) -> list[int]:
+    """End-of-sequence ids that a model's config and generation config name."""
+    found: list[int] = []
+    for config in (model.config, model.generation_config):
+        value = getattr(config, "eos_token_id", None)
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return sorted(set(found))
