@@ -62,18 +62,16 @@ def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int,
     return tuple(exit_layers)
 
 
-def read_config(model_dir: Path | str) -> dict[str, Any]:
-    """Reads a checkpoint's `config.json`.
+def read_config(model: Path | str) -> dict[str, Any]:
+    """Reads the `config.json` of a checkpoint directory or hub id.
 
     Raises:
-        ExitServeError: the directory or the file is missing, or the file is no JSON object.
+        ExitServeError: there is no such checkpoint, or the file is no JSON object.
     """
-    directory = Path(model_dir)
+    directory = Path(model)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise ExitServeError(
-            f"no model directory at '{directory}'; give a Hugging Face checkpoint directory."
-        )
+        path = _config_from_hub(str(model))
     if not path.is_file():
         raise ExitServeError(f"'{directory}' has no config.json, so it is no checkpoint.")
     try:
@@ -83,6 +81,26 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ExitServeError(f"'{path}' must hold a JSON object.")
     return config
+
+
+def _config_from_hub(model: str) -> Path:
+    """Path of a hub model's `config.json` in the local hub cache, fetched if need be."""
+    owner, _, name = model.partition("/")
+    # A hub id is "owner/name"; a mistyped path must not wait for the network.
+    if not owner or not name or "/" in name or Path(owner).is_dir():
+        raise ExitServeError(
+            f"no model directory at '{model}'; give a Hugging Face checkpoint directory or hub id."
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HFValidationError, OSError, ValueError) as error:
+        raise ExitServeError(
+            f"no model at '{model}': it is neither a directory nor a hub id that can be fetched "
+            f"({type(error).__name__}); give a Hugging Face checkpoint directory."
+        ) from error
 
 
 def parse_multi_exit(config: dict[str, Any]) -> MultiExit | None:
@@ -110,9 +128,9 @@ def parse_multi_exit(config: dict[str, Any]) -> MultiExit | None:
     )
 
 
-def read_multi_exit(model_dir: Path | str) -> MultiExit | None:
-    """Reads the block from a checkpoint directory; None where the checkpoint has none."""
-    return parse_multi_exit(read_config(model_dir))
+def read_multi_exit(model: Path | str) -> MultiExit | None:
+    """Reads the block of a checkpoint directory or hub id; None where there is none."""
+    return parse_multi_exit(read_config(model))
 
 
 def write_multi_exit(model_dir: Path | str, block: MultiExit) -> None:

@@ -154,11 +154,12 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
         ExitServeError: `value` is no finite number above 0 (booleans are no numbers here).
     """
     fine = isinstance(value, int | float) and not isinstance(value, bool)
-    if not fine or not math.isfinite(value) or value <= 0:
+    # `value < inf` rather than math.isfinite, which overflows on huge integers.
+    if not fine or not 0 < value < math.inf:
         raise ExitServeError(
             f"{name} must be a finite number above 0 (1 or more: never exit), not {value!r}."
         )
-    return float(value)
+    return float(min(value, 1e9))
 
 
 def check_trace(value: Any) -> None:

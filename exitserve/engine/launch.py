@@ -101,5 +101,8 @@ def start_engine(model_dir: Path | str, *, exits: Mapping[str, Any] | None = Non
 
 def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
     """Depth per generated token of the requests traced under `key`, by request id."""
-    traces: dict[str, list[int]] = engine.collective_rpc("exit_take_traces", args=(key,))[0]
-    return traces
+    traces: dict[str, dict[int, int]] = engine.collective_rpc("exit_take_traces", args=(key,))[0]
+    return {
+        request_id: [depths[index] for index in sorted(depths)]
+        for request_id, depths in traces.items()
+    }

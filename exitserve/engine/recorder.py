@@ -43,13 +43,13 @@ class Recorder:
                 self._traces.popitem(last=False)
         self._traces[key].setdefault(request_id, {})[index] = depth
 
-    def take_traces(self, key: str) -> dict[str, list[int]]:
-        """Removes and returns the traces kept under `key`: request id to depth per token."""
-        kept = self._traces.pop(key, {})
-        return {
-            request_id: [depths[index] for index in sorted(depths)]
-            for request_id, depths in kept.items()
-        }
+    def take_traces(self, key: str) -> dict[str, dict[int, int]]:
+        """Removes and returns what was traced under `key` since the last call.
+
+        Returns:
+            Request id to index of a generated token to its depth.
+        """
+        return self._traces.pop(key, {})
 
     def snapshot(self) -> dict[str, Any]:
         """All counts, as plain JSON-ready values."""

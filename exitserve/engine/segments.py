@@ -31,11 +31,8 @@ from exitserve.engine.rows import StepPlan, rows_of
 logger = init_logger(__name__)
 
 
-@support_torch_compile(
-    dynamic_arg_dims={"positions": {0: "t"}, "hidden": {0: "t"}, "residual": {0: "t"}}
-)
 class Segment(nn.Module):
-    """Layers `start + 1 .. end`, compiled as one unit where vLLM compiles."""
+    """Layers `start + 1 .. end` of a decoder. `compiled_segment` makes one."""
 
     def __init__(
         self, *, vllm_config: Any, prefix: str = "", layers: list[nn.Module], start: int, end: int
@@ -45,14 +42,34 @@ class Segment(nn.Module):
         self.layers = tuple(layers[start:end])
         self.end = end
 
+
+def compiled_segment(vllm_config: Any, layers: list[nn.Module], start: int, end: int) -> Segment:
+    """A segment that is compiled as one unit where vLLM compiles.
+
+    vLLM's cache of compiled code knows a module by its forward's qualified name
+    (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
+    of its own: with a common one, a segment could be handed another's code.
+    """
+    name = f"segment_{start}_{end}"
+
     def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+        self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layers on every row."""
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
         assert residual is not None
         return hidden, residual
+
+    forward.__qualname__ = f"{name}.forward"
+    decorate = support_torch_compile(
+        dynamic_arg_dims={"positions": {0: "t"}, "hidden": {0: "t"}, "residual": {0: "t"}}
+    )
+    segment_class = decorate(type(name, (Segment,), {"forward": forward}))
+    with set_model_tag(name):
+        segment: Segment = segment_class(
+            vllm_config=vllm_config, prefix=name, layers=layers, start=start, end=end
+        )
+    return segment
 
 
 class MultiExitMixin:
@@ -70,20 +87,11 @@ class MultiExitMixin:
             refuse_unsupported(vllm_config)
         layers = list(self.model.layers)  # type: ignore[attr-defined]  # from the vLLM class
         bounds = [0, *exit_layers, len(layers)]
-        segments = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
-            with set_model_tag(f"segment_{start}_{end}"):
-                segments.append(
-                    Segment(
-                        vllm_config=vllm_config,
-                        prefix=f"{prefix}.segment_{start}_{end}",
-                        layers=layers,
-                        start=start,
-                        end=end,
-                    )
-                )
         # Held in a tuple for the reason given in Segment.
-        self._segments: tuple[Any, ...] = tuple(segments)
+        self._segments: tuple[Any, ...] = tuple(
+            compiled_segment(vllm_config, layers, start, end)
+            for start, end in zip(bounds, bounds[1:], strict=False)
+        )
         self._propagation: Propagation | None = None
         self._plan: StepPlan | None = None
 

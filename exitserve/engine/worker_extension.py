@@ -24,8 +24,8 @@ class ExitWorkerExtension:
         """Counts since start."""
         return self._exit_recorder().snapshot()
 
-    def exit_take_traces(self, key: str) -> dict[str, list[int]]:
-        """Depth of each generated token of the requests traced under `key`."""
+    def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
+        """See `Recorder.take_traces`."""
         return self._exit_recorder().take_traces(key)
 
     def _exit_recorder(self) -> Recorder:

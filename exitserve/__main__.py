@@ -1,0 +1,7 @@
+"""`python -m exitserve` is `exitserve`."""
+
+import sys
+
+from exitserve.cli import main
+
+sys.exit(main())

@@ -1,0 +1,62 @@
+"""The `exitserve` command: parse, call, exit code.
+
+Imports nothing heavy, so that `--help` answers at once; each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import entry_points
+
+from exitserve import __version__
+from exitserve.bench.command import add_command as add_bench
+from exitserve.demo import add_demo
+from exitserve.errors import ExitServeError
+from exitserve.server.launch import add_serve
+
+DESCRIPTION = """\
+Decoders that stop early: train with one aligned loss, serve on vLLM, each token at its own depth.
+
+A first tour:
+  exitserve demo                                   all of it on the bundled model
+  exitserve serve MODEL --exit-threshold 0.8       an OpenAI-compatible server
+  exitserve bench MODEL --out DIR                  side by side with plain vLLM
+  exitserve train RECIPE.yaml                      make a multi-exit model
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; other packages add commands through `exitserve.commands`."""
+    parser = argparse.ArgumentParser(
+        prog="exitserve",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"exitserve {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (add_serve, add_bench, add_demo):
+        add(subparsers)
+    for entry in sorted(entry_points(group="exitserve.commands"), key=lambda entry: entry.name):
+        entry.load()(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; 2 and one line on standard error for a user's mistake."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not getattr(args, "takes_rest", False):
+        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    args.rest = rest
+    try:
+        return int(args.run(args))
+    except ExitServeError as error:
+        print(f"exitserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""`exitserve demo`: serve the bundled model, show each token's depth, compare with plain vLLM."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from exitserve.errors import ExitServeError
+
+BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "exit-py-10m"
+"""In the repository, not in the wheel."""
+
+THRESHOLDS = (1.0, 0.7, 0.4)
+PROMPTS = (
+    "def read_lines(path):\n    with open(path",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+)
+MAX_TOKENS = 48
+PALETTE = ("bold green", "green", "yellow", "red")
+"""From the shallowest exit to full depth."""
+
+
+def add_demo(subparsers: Any) -> None:
+    """Adds the `demo` command."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="serve the bundled model, show every token's depth, compare with plain vLLM",
+        description="Starts a server on loopback, completes code at several exit thresholds, "
+        "prints each token in the colour of its depth, then runs a small benchmark against "
+        "plain vLLM. Takes a few minutes on two cores.",
+    )
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="another checkpoint")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="folder for log and report"
+    )
+    parser.set_defaults(run=demo)
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Runs the demo.
+
+    Raises:
+        ExitServeError: there is no model to show, or the server did not start.
+    """
+    from rich.console import Console
+
+    from exitserve.bench.command import BenchOptions, run_bench
+    from exitserve.server.local import LocalServer
+
+    if not args.model.is_dir():
+        raise ExitServeError(
+            f"no model at '{args.model}': the bundled model is in the repository, not in the "
+            f"wheel; clone it, or give a checkpoint with --model DIR."
+        )
+    console = Console()
+    # Eager, because for a few short completions compiling would take longer than it saves.
+    server = LocalServer(args.model, "--enforce-eager", log=args.out / "server.log")
+    with console.status(f"starting the server (log: {server.log}) ..."):
+        server.__enter__()
+    with server:
+        _show_completions(console, server.url, args.model)
+    console.rule("side by side with plain vLLM")
+    run_bench(
+        BenchOptions(
+            model=str(args.model),
+            thresholds=THRESHOLDS[1:],
+            batch_sizes=(1, 8),
+            max_tokens=MAX_TOKENS,
+            repeats=3,
+            out=args.out / "bench",
+            overwrite=True,
+        )
+    )
+    console.print(f"\nThe report: {args.out / 'bench' / 'report.md'} (plot and JSON beside it).")
+    console.print(f"Serve it yourself:  exitserve serve {args.model} --exit-threshold 0.7")
+    return 0
+
+
+def _show_completions(console: Any, url: str, model: Path) -> None:
+    """Completes each prompt at each threshold and prints the tokens by depth."""
+    import httpx
+    from openai import OpenAI
+
+    served = httpx.get(f"{url}/exitserve/stats").json()
+    depths = [*served["exit_layers"], served["num_layers"]]
+    styles = {depth: PALETTE[rank * len(PALETTE) // len(depths)] for rank, depth in enumerate(depths)}
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    for prompt in PROMPTS:
+        for threshold in THRESHOLDS:
+            answer = client.completions.create(
+                model=str(model),
+                prompt=prompt,
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                logprobs=1,
+                extra_body={"vllm_xargs": {"exit_threshold": threshold, "exit_trace": True}},
+            )
+            found = answer.model_dump()
+            choice, metrics = found["choices"][0], found["exit_metrics"]
+            rule = "full depth" if threshold >= 1 else f"exit threshold {threshold}"
+            console.rule(
+                f"{rule}: mean depth {metrics['mean_depth']:.2f}, "
+                f"depth speedup {metrics['depth_speedup']:.2f}",
+                align="left",
+            )
+            tokens = choice["logprobs"]["tokens"]
+            console.print(_coloured(prompt, tokens, choice["exit_layers"], styles))
+
+
+def _coloured(prompt: str, tokens: list[str], depths: list[int], styles: dict[int, str]) -> Any:
+    """The completion with each token in the colour of its depth, then what the colours mean."""
+    from rich.text import Text
+
+    text = Text(prompt, style="dim")
+    for token, depth in zip(tokens, depths, strict=True):
+        text.append(token, style=styles[depth])
+    text.append("\n")
+    for depth, style in styles.items():
+        text.append(f" depth {depth}: {depths.count(depth)} tokens ", style=f"reverse {style}")
+    return text

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: vLLM's own, with our routes, response fields and metrics."""

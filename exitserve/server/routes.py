@@ -1,0 +1,219 @@
+"""Our endpoint plugin: checks of the exit fields, response fields, `/exitserve/stats`, metrics.
+
+The two completion routes wrap vLLM's own handlers, so everything else about them stays vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from vllm.entrypoints.openai.chat_completion.api_router import (
+    create_chat_completion as vllm_chat_completion,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.api_router import (
+    create_completion as vllm_completion,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from exitserve.engine.options import rules_from
+from exitserve.engine.rows import RowsProcessor
+from exitserve.errors import ExitServeError
+from exitserve.server.metrics import ExitMetrics, StatsWindow
+from exitserve.server.traces import Depths, TraceFields
+
+POLL_SECONDS = 1.0
+"""How stale the counters on /metrics may be."""
+
+
+class ExitServer:
+    """What our routes need of the running server."""
+
+    def __init__(self, engine_client: Any, model_name: str) -> None:
+        self.engine = engine_client
+        self.rules = rules_from(engine_client.vllm_config)
+        self.window = StatsWindow()
+        self.metrics = ExitMetrics(get_prometheus_registry(), model_name)
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Attaches to the worker and begins to follow its counts."""
+        RowsProcessor.rules = self.rules
+        await self.engine.collective_rpc("exit_attach")
+        await self.snapshot()
+        self._poller = asyncio.create_task(self._poll())
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Asks the worker for its counts and brings the metrics up to date."""
+        snapshot: dict[str, Any] = (await self.engine.collective_rpc("exit_stats"))[0]
+        self.metrics.update(snapshot)
+        self.window.add(time.monotonic(), snapshot)
+        return snapshot
+
+    async def _poll(self) -> None:
+        while not self.engine.errored:
+            await asyncio.sleep(POLL_SECONDS)
+            # A dying engine ends the poll at the next turn; it must not end the server's loop.
+            with suppress(Exception):
+                await self.snapshot()
+
+    async def take_traces(self, key: str) -> dict[str, Depths]:
+        """What the worker recorded under `key` since the last call."""
+        traces: dict[str, Depths] = (
+            await self.engine.collective_rpc("exit_take_traces", args=(key,))
+        )[0]
+        return traces
+
+
+def _server(raw_request: Request) -> ExitServer:
+    server: ExitServer = raw_request.app.state.exitserve
+    return server
+
+
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
+    """`POST /v1/completions` with exit fields."""
+    return await _complete(vllm_completion, request, raw_request, chat=False)
+
+
+async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Any:
+    """`POST /v1/chat/completions` with exit fields."""
+    return await _complete(vllm_chat_completion, request, raw_request, chat=True)
+
+
+async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: bool) -> Any:
+    server = _server(raw_request)
+    try:
+        traced = check_fields(server, await raw_request.json(), request)
+    except ExitServeError as error:
+        return _bad_request(str(error))
+    if not traced:
+        return await handler(request, raw_request)
+    key = uuid.uuid4().hex
+    request.vllm_xargs["exit_trace"] = key
+    keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
+    fields = TraceFields(
+        lambda: server.take_traces(key),
+        samples=request.n or 1,
+        chat=chat,
+        num_layers=server.rules.num_layers,
+        keep_token_ids=keep_token_ids,
+    )
+    response = await handler(request, raw_request)
+    if isinstance(response, StreamingResponse):
+        response.body_iterator = fields.stream(response.body_iterator)
+    elif isinstance(response, JSONResponse) and response.status_code == 200:
+        return JSONResponse(await fields.response(json.loads(bytes(response.body))))
+    return response
+
+
+def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool:
+    """Checks the exit fields of a request body as sent; returns whether it asks for a trace.
+
+    The body is read as sent because vLLM's own parsing turns booleans into numbers.
+
+    Raises:
+        ExitServeError: a field is bad, stands in the wrong place, or cannot be served.
+    """
+    misplaced = sorted(name for name in body if name.startswith("exit_"))
+    if misplaced:
+        raise ExitServeError(
+            f"{misplaced[0]} must stand inside vllm_xargs: "
+            f'{{"vllm_xargs": {{"{misplaced[0]}": {json.dumps(body[misplaced[0]])}}}}}.'
+        )
+    fields = body.get("vllm_xargs") or {}
+    server.rules.policy_for(fields)
+    trace = fields.get("exit_trace")
+    if trace is not None and not isinstance(trace, bool):
+        raise ExitServeError(f"exit_trace must be true or false, not {trace!r}.")
+    if trace and getattr(request, "use_beam_search", False):
+        raise ExitServeError("exit_trace does not go with beam search; drop one of them.")
+    if trace is False:
+        del request.vllm_xargs["exit_trace"]
+    return bool(trace)
+
+
+def _bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+    return JSONResponse({"error": error}, status_code=400)
+
+
+async def stats(raw_request: Request) -> JSONResponse:
+    """`GET /exitserve/stats`: tokens by exit layer and depth speedup, since start and lately."""
+    server = _server(raw_request)
+    await server.snapshot()
+    rules = server.rules
+    return JSONResponse(
+        {
+            "num_layers": rules.num_layers,
+            "exit_layers": list(rules.exit_layers),
+            "default": {
+                "mode": rules.default.mode,
+                "exit_threshold": _finite(rules.default.threshold),
+                "eos_threshold": _finite(rules.default.eos_threshold),
+                "exit_layer": rules.default.exit_layer,
+            },
+            **server.window.report(time.monotonic()),
+        }
+    )
+
+
+def _finite(value: float) -> float | None:
+    return None if value == float("inf") else value
+
+
+class JsonRoute(APIRoute):
+    """A route that says in one line when its body is no JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wraps FastAPI's handler, whose own message for this is a list of errors."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            try:
+                json.loads(await request.body())
+            except ValueError as error:
+                return _bad_request(f"the request body is not valid JSON: {error}", param="body")
+            return await handle(request)
+
+        return checked
+
+
+class ExitServePlugin:
+    """vLLM's endpoint-plugin protocol (`vllm/plugins/endpoint_plugins/interface.py`)."""
+
+    name = "exitserve"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Puts our routes on the app; those of an existing path replace vLLM's."""
+        for path, endpoint in (
+            ("/v1/completions", create_completion),
+            ("/v1/chat/completions", create_chat_completion),
+        ):
+            app.router.add_api_route(
+                path,
+                endpoint,
+                methods=["POST"],
+                dependencies=[Depends(validate_json_request)],
+                route_class_override=JsonRoute,
+                response_model=None,
+            )
+        app.get("/exitserve/stats")(stats)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Called once the engine is up."""
+        names = args.served_model_name or [args.model]
+        state.exitserve = ExitServer(engine_client, names[0])
+        await state.exitserve.start()

@@ -1,0 +1,100 @@
+"""Checkpoints that tests share: tiny random ones, and the bundled model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Deadlines measure the machine, not the code.
+settings.register_profile(
+    "exitserve", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("exitserve")
+
+# Nothing here may wait for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+ROOT = Path(__file__).parent.parent
+BUNDLED = ROOT / "models" / "exit-py-10m"
+TINY_EXITS = (2, 4)
+VOCAB = 128
+
+MakeCheckpoint = Callable[..., Path]
+
+
+def _tokenizer() -> Any:
+    """One token per ASCII character; id 0 starts a text, id 1 ends it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "</s>": 1} | {chr(code): code for code in range(2, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Makes random checkpoints: `make_checkpoint("llama", sliding_window=32)`.
+
+    Weights are larger than usual, so that confidences of an untrained model spread out and exits
+    fire at thresholds between 0.05 and 0.5.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", *, exits: tuple[int, ...] = TINY_EXITS, **changes: Any) -> Path:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from exitserve.checkpoint import MultiExit, write_multi_exit
+
+        key = f"{family}-{exits}-{sorted(changes.items())}"
+        if key in made:
+            return made[key]
+        shape: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 256,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "initializer_range": 0.12,
+            "tie_word_embeddings": True,
+        }
+        if family == "gpt2":
+            shape |= {"n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": 256}
+            del shape["max_position_embeddings"]
+        else:
+            shape |= {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+            }
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **(shape | changes))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        directory = tmp_path_factory.mktemp(family)
+        model.save_pretrained(directory)
+        _tokenizer().save_pretrained(directory)
+        write_multi_exit(directory, MultiExit(exit_layers=exits))
+        made[key] = directory
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """The model in the repository."""
+    assert (BUNDLED / "model.safetensors").is_file(), f"the bundled model is missing: {BUNDLED}"
+    return BUNDLED

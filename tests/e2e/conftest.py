@@ -1,0 +1,77 @@
+"""Real servers over HTTP, one a session: ours and plain vLLM, on the bundled model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from exitserve.server.local import LocalServer, free_port
+
+NAME = "exit-py"
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+
+
+@pytest.fixture(scope="session")
+def server(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """Our server, full depth by default."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with LocalServer(bundled, *OPTIONS, log=log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: LocalServer) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """Plain vLLM on the same checkpoint."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 300
+    while not _healthy(url):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.5)
+    yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    process.terminate()
+    process.wait(60)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return bool(httpx.get(f"{url}/health", timeout=2).status_code == 200)
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def complete(client: OpenAI) -> Any:
+    """`complete(prompt, exit_threshold=0.5, ...)`: a greedy completion with a trace, as a dict."""
+
+    def complete(prompt: Any, max_tokens: int = 24, *, options: Any = None, **fields: Any) -> Any:
+        answer = client.completions.create(
+            model=NAME,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            **({"temperature": 0} | (options or {})),
+            extra_body={"vllm_xargs": {**fields, "exit_trace": True}},
+        )
+        return answer.model_dump()
+
+    return complete

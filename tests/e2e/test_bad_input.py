@@ -1,0 +1,100 @@
+"""Bad requests answer 400 with one clear line, and the server goes on serving."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+NAME = "exit-py"
+CONTEXT = 512
+
+
+@pytest.fixture
+def post(server):
+    def post(route: str = "completions", /, *, text: str | None = None, **body: object):
+        body = {"model": NAME, "max_tokens": 2} | body
+        if text is not None:
+            headers = {"content-type": "application/json"}
+            return httpx.post(f"{server.url}/v1/{route}", content=text, headers=headers)
+        return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
+
+    return post
+
+
+@pytest.fixture(autouse=True)
+def still_serving(post):
+    yield
+    answer = post(prompt="x", vllm_xargs={"exit_threshold": 0.5})
+    assert answer.status_code == 200, answer.text
+
+
+def _says(answer: httpx.Response, *words: str) -> None:
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("value", ["0.5", "high", -1, 0, True, False, [0.5], "NaN"])
+def test_thresholds(post, value: object) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_threshold": value}), "exit_threshold", repr(value))
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_thresholds_that_are_no_numbers(post, literal: str) -> None:
+    body = f'{{"model": "{NAME}", "prompt": "x", "vllm_xargs": {{"exit_threshold": {literal}}}}}'
+    _says(post(text=body), "exit_threshold must be a finite number above 0")
+
+
+@pytest.mark.parametrize("layer", [5, 0, 12, 99, -3])
+def test_layers(post, layer: int) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "3, 6, 9")
+
+
+@pytest.mark.parametrize("layer", ["6", 6.5, True])
+def test_layers_that_are_no_whole_numbers(post, layer: object) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), "whole number", repr(layer))
+
+
+def test_both_fields(post) -> None:
+    fields = {"exit_threshold": 0.5, "exit_layer": 6}
+    _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
+
+
+def test_unknown_fields(post) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_treshold": 0.5}), "Did you mean 'exit_threshold'?")
+
+
+def test_fields_in_the_wrong_place(post) -> None:
+    _says(post(prompt="x", exit_threshold=0.5), "vllm_xargs")
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 2.5])
+def test_traces(post, value: object) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true or false")
+
+
+def test_chat_is_checked_too(post) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    answer = post("chat/completions", messages=messages, vllm_xargs={"exit_threshold": -1})
+    _says(answer, "exit_threshold")
+
+
+def test_other_routes_of_vllm_are_checked_too(post) -> None:
+    answer = post("responses", input="x", vllm_xargs={"exit_threshold": -1})
+    _says(answer, "exit_threshold")
+
+
+def test_a_prompt_longer_than_the_context(post) -> None:
+    _says(post(prompt="x = 1\n" * CONTEXT), str(CONTEXT))
+
+
+@pytest.mark.parametrize("text", ["{", "", "not json", '{"model": }'])
+def test_malformed_json(post, text: str) -> None:
+    _says(post(text=text), "not valid JSON")
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', "3", "null"])
+def test_bodies_that_are_no_objects(post, text: str) -> None:
+    assert post(text=text).status_code == 400

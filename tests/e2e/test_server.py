@@ -1,0 +1,181 @@
+"""The server over HTTP with the official client: completions, chat, streams, traces, counts."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
+
+NAME = "exit-py"
+PROMPT = "def read_lines(path):\n    with open(path"
+LAYERS = {3, 6, 9, 12}
+
+
+@pytest.mark.parametrize("threshold", [0.4, 0.7])
+def test_a_completion_is_the_oracles(complete, bundled, threshold: float) -> None:
+    answer = complete(PROMPT, exit_threshold=threshold)
+    (choice,) = answer["choices"]
+    reference = load_reference(str(bundled))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    expected = reference.decode(tokenizer.encode(PROMPT), 24, ExitPolicy.confidence(threshold))
+    assert choice["exit_layers"] == expected.exit_layers
+    assert choice["text"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+
+
+def test_trace_and_totals_fit_together(complete) -> None:
+    answer = complete(PROMPT, exit_threshold=0.4)
+    layers = answer["choices"][0]["exit_layers"]
+    assert len(layers) == answer["usage"]["completion_tokens"]
+    assert set(layers) <= LAYERS and layers[0] == 12 and min(layers) < 12
+    assert answer["exit_metrics"] == {
+        "tokens": len(layers),
+        "mean_depth": pytest.approx(sum(layers) / len(layers)),
+        "depth_speedup": pytest.approx(12 * len(layers) / sum(layers)),
+    }
+    assert "token_ids" not in answer["choices"][0], "the client did not ask for them"
+
+
+def test_several_prompts_and_samples_get_their_own_traces(complete) -> None:
+    alone = [complete(p, exit_layer=layer) for p, layer in ((PROMPT, 6), ("import os\n", 6))]
+    both = complete([PROMPT, "import os\n"], exit_layer=6)
+    for index, one in enumerate(alone):
+        assert both["choices"][index]["exit_layers"] == one["choices"][0]["exit_layers"]
+    samples = complete(
+        [PROMPT, "x"], exit_threshold=0.4, options={"n": 3, "temperature": 0.9, "seed": 1}
+    )
+    assert [choice["index"] for choice in samples["choices"]] == list(range(6))
+    assert len({tuple(choice["exit_layers"]) for choice in samples["choices"]}) > 1
+    total = sum(len(choice["exit_layers"]) for choice in samples["choices"])
+    assert total == samples["usage"]["completion_tokens"] == samples["exit_metrics"]["tokens"]
+
+
+def test_a_stream_ends_with_the_trace(client, complete) -> None:
+    whole = complete(PROMPT, exit_threshold=0.4)
+    stream = client.completions.create(
+        model=NAME,
+        prompt=PROMPT,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"vllm_xargs": {"exit_threshold": 0.4, "exit_trace": True}},
+    )
+    chunks = [chunk.model_dump() for chunk in stream]
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert text == whole["choices"][0]["text"]
+    (layers,) = [
+        choice["exit_layers"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if "exit_layers" in choice
+    ]
+    assert layers == whole["choices"][0]["exit_layers"]
+    assert chunks[-1]["exit_metrics"] == whole["exit_metrics"]
+
+
+def test_chat_whole_and_streamed(client) -> None:
+    request = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 16,
+        "temperature": 0,
+        "extra_body": {"vllm_xargs": {"exit_threshold": 0.5, "exit_trace": True}},
+    }
+    whole = client.chat.completions.create(**request).model_dump()
+    layers = whole["choices"][0]["exit_layers"]
+    assert len(layers) == whole["usage"]["completion_tokens"]
+    chunks = [c.model_dump() for c in client.chat.completions.create(stream=True, **request)]
+    text = "".join(choice["delta"]["content"] or "" for c in chunks for choice in c["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert chunks[-1]["choices"][0]["exit_layers"] == layers
+    assert chunks[-1]["exit_metrics"] == whole["exit_metrics"]
+
+
+def test_a_stop_string_cuts_the_trace_with_the_text(complete) -> None:
+    free = complete(PROMPT, exit_threshold=0.4)
+    stop = free["choices"][0]["text"][6:9]
+    cut = complete(PROMPT, exit_threshold=0.4, options={"stop": [stop]})
+    layers = cut["choices"][0]["exit_layers"]
+    assert len(layers) == cut["usage"]["completion_tokens"] < 24
+    assert layers == free["choices"][0]["exit_layers"][: len(layers)]
+
+
+def test_without_a_trace_the_response_is_vllms(client) -> None:
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, temperature=0)
+    assert "exit_metrics" not in answer.model_dump()
+    assert "exit_layers" not in answer.model_dump()["choices"][0]
+
+
+def test_full_depth_is_plain_vllm_over_http(client, plain_client) -> None:
+    request = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 32,
+        "temperature": 0,
+        "logprobs": 2,
+    }
+    plain = plain_client.completions.create(**request).choices[0]
+    fields = {"extra_body": {"vllm_xargs": {"exit_threshold": 1}}}
+    for answer in (
+        client.completions.create(**request),
+        client.completions.create(**request, **fields),
+    ):
+        ours = answer.choices[0]
+        assert ours.text == plain.text
+        assert ours.logprobs.tokens == plain.logprobs.tokens
+        # float32 rounding, see tests/engine/test_identity.py
+        assert ours.logprobs.token_logprobs == pytest.approx(
+            plain.logprobs.token_logprobs, abs=1e-4
+        )
+
+
+def test_neighbours_change_nothing(complete) -> None:
+    fields = [{"exit_threshold": t} for t in (0.3, 0.5, 0.7, 0.9)] + [{"exit_layer": 3}] * 2
+    prompts = [PROMPT, "import os\n", "x", "class A:\n    def", "for i in range(", "return"]
+    alone = [complete(p, **f)["choices"][0] for p, f in zip(prompts, fields, strict=True)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [pool.submit(complete, p, **f) for p, f in zip(prompts, fields, strict=True)]
+        together = [job.result()["choices"][0] for job in jobs]
+    for one, other in zip(alone, together, strict=True):
+        assert (one["text"], one["exit_layers"]) == (other["text"], other["exit_layers"])
+
+
+def test_a_full_depth_turn_after_an_early_exit_conversation(complete, plain_client) -> None:
+    """Longer than a cache block, so that the conversation's blocks could be reused."""
+    opening = "def f(x):\n    return x\n\n\n" * 10
+    early = complete(opening, max_tokens=150, exit_layer=3)["choices"][0]["text"]
+    request = {"model": NAME, "prompt": opening + early, "max_tokens": 16, "temperature": 0}
+    answer = complete(opening + early, max_tokens=16, exit_threshold=1)
+    assert answer["choices"][0]["text"] == plain_client.completions.create(**request).choices[0].text
+
+
+def test_stats_and_metrics_count_what_was_served(server, complete) -> None:
+    def counts() -> dict[str, int]:
+        return httpx.get(f"{server.url}/exitserve/stats").json()["since_start"]
+
+    before = counts()
+    layers = complete(PROMPT, exit_threshold=0.4)["choices"][0]["exit_layers"]
+    after = counts()
+    assert after["tokens"] - before["tokens"] == len(layers)
+    for layer in LAYERS:
+        grown = after["tokens_by_exit_layer"].get(str(layer), 0) - before[
+            "tokens_by_exit_layer"
+        ].get(str(layer), 0)
+        assert grown == layers.count(layer)
+    time.sleep(2.5)  # the metrics follow within a second or two
+    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+    for layer, tokens in after["tokens_by_exit_layer"].items():
+        line = f'exitserve_tokens_total{{exit_layer="{layer}",model_name="{NAME}"}} {tokens}.0'
+        assert line in page
+
+
+def test_models_and_health(client, server) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert httpx.get(f"{server.url}/health").status_code == 200

@@ -1,0 +1,135 @@
+"""One engine a module: starting one takes half a minute, so tests share it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference, load_reference
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and what the oracle is told about it."""
+
+    prompt: list[int]
+    fields: dict[str, Any]
+    max_tokens: int = 24
+
+    @property
+    def policy(self) -> ExitPolicy:
+        if "exit_layer" in self.fields:
+            return ExitPolicy.fixed(self.fields["exit_layer"])
+        return ExitPolicy.confidence(self.fields.get("exit_threshold", 1.0))
+
+
+Outcome = tuple[list[int], list[int]]
+"""Generated tokens and their depths."""
+
+
+class Harness:
+    """Runs jobs on an in-process engine, all at once or arriving over time."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._count = 0
+
+    def run(self, jobs: Sequence[Job], *, every: int = 0) -> list[Outcome]:
+        """Runs all jobs in one batch; with `every`, one more arrives after that many steps."""
+        from exitserve.engine.launch import take_traces
+
+        core, waiting, names, done, steps = self.engine.llm_engine, list(jobs), [], {}, 0
+        while waiting or core.has_unfinished_requests():
+            while waiting and (not every or steps >= len(names) * every):
+                self._count += 1
+                names.append(f"job-{self._count}")
+                self._add(names[-1], waiting.pop(0))
+            for output in core.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+        return [
+            (done[name], next(iter(take_traces(self.engine, name).values()))) for name in names
+        ]
+
+    def _add(self, name: str, job: Job) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=job.max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args={**job.fields, "exit_trace": name},
+        )
+        self.engine.llm_engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
+
+
+@pytest.fixture(scope="session")
+def job() -> type[Job]:
+    """The class of requests, for tests that make their own."""
+    return Job
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Harness]]:
+    """Starts engines in float32 without compilation, unless told otherwise."""
+    engines: list[Any] = []
+
+    def start(model: Any, **options: Any) -> Harness:
+        from exitserve.engine.launch import start_engine
+
+        settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16} | options
+        engines.append(start_engine(model, **settings))
+        return Harness(engines[-1])
+
+    yield start
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def expect() -> Callable[[Reference, Job], Outcome]:
+    """What the oracle says of a job."""
+
+    def expect(reference: Reference, job: Job) -> Outcome:
+        found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
+        return found.token_ids, found.exit_layers
+
+    return expect
+
+
+@pytest.fixture(scope="session")
+def random_jobs() -> Callable[..., list[Job]]:
+    """Requests of different lengths and policies for the tiny checkpoints."""
+
+    def make(count: int = 8, longest: int = 40, max_tokens: int = 24) -> list[Job]:
+        numbers = random.Random(7)
+        kinds: list[dict[str, Any]] = [
+            {"exit_threshold": 0.05},
+            {"exit_threshold": 0.1},
+            {"exit_threshold": 0.2},
+            {"exit_threshold": 1.0},
+            {"exit_layer": 2},
+            {"exit_layer": 4},
+        ]
+        return [
+            Job(
+                [numbers.randrange(2, 128) for _ in range(numbers.randrange(3, longest))],
+                kinds[index % len(kinds)],
+                max_tokens,
+            )
+            for index in range(count)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[Any], Reference]:
+    """The oracle of a checkpoint."""
+    return lambda model: load_reference(str(model))

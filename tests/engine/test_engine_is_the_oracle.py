@@ -1,0 +1,85 @@
+"""The engine on the bundled model in float32: same tokens and exit layers as the oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+PROMPTS = (
+    "def add(a, b):\n    return",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "try:\n    import json\nexcept ImportError:\n    ",
+    "for index, item in enumerate(items):\n    if item is None:\n        ",
+    "x",
+    'def read(path):\n    """Return the text of a file."""\n    with open(path, encoding="utf-8") as',
+    "    def test_empty(self):\n        self.assertEqual(",
+)
+FIELDS = (
+    {"exit_threshold": 0.4},
+    {"exit_threshold": 0.6},
+    {"exit_threshold": 0.85},
+    {"exit_layer": 3},
+    {"exit_layer": 6},
+    {"exit_layer": 9},
+    {"exit_threshold": 1.0},
+    {},
+)
+
+
+@pytest.fixture(scope="module")
+def harness(start, bundled):
+    # Prefix caching is tested on its own: here every run must start from an empty cache.
+    return start(bundled, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def jobs(job, bundled):
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(bundled).encode
+    return [
+        job(encode(prompt), fields, max_tokens=32)
+        for prompt, fields in zip(PROMPTS, FIELDS, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle, expect, bundled, jobs):
+    reference = oracle(bundled)
+    return [expect(reference, one) for one in jobs]
+
+
+def test_exits_fire_at_every_layer(expected) -> None:
+    """Else the comparisons below would show nothing."""
+    used = {depth for _, depths in expected for depth in depths}
+    assert used == {3, 6, 9, 12}
+
+
+@pytest.mark.parametrize("index", range(len(FIELDS)), ids=[str(fields) for fields in FIELDS])
+def test_alone(harness, jobs, expected, index: int) -> None:
+    assert harness.run([jobs[index]]) == [expected[index]]
+
+
+def test_eight_at_once(harness, jobs, expected) -> None:
+    assert harness.run(jobs) == expected
+
+
+def test_arriving_one_by_one(harness, jobs, expected) -> None:
+    """Prompts are then computed in the same pass as other rows' decode tokens."""
+    assert harness.run(jobs, every=3) == expected
+
+
+def test_counts_reconcile(harness, jobs) -> None:
+    before = harness.engine.collective_rpc("exit_stats")[0]
+    outcomes = harness.run(jobs)
+    after = harness.engine.collective_rpc("exit_stats")[0]
+    depths = [depth for _, layers in outcomes for depth in layers]
+    counted = {
+        depth: after["tokens_by_depth"][depth] - before["tokens_by_depth"][depth]
+        for depth in after["tokens_by_depth"]
+    }
+    assert counted == {depth: depths.count(depth) for depth in counted}
+    exited = sum(depth < 12 for depth in depths)
+    assert after["frozen_tokens"] - before["frozen_tokens"] == exited
+    assert sum(after["passed"].values()) - sum(before["passed"].values()) == exited
+    assert after["involuntary_stays"] == 0

@@ -1,0 +1,107 @@
+"""The engine on tiny random checkpoints: architectures, crowding, compilation, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 32}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
+    ],
+    ids=["mistral-window", "llama-bias"],
+)
+def test_architectures(
+    start, oracle, expect, random_jobs, make_checkpoint, family: str, changes: dict[str, object]
+) -> None:
+    model = make_checkpoint(family, **changes)
+    jobs = random_jobs(max_tokens=40)  # past the window of 32
+    reference = oracle(model)
+    expected = [expect(reference, one) for one in jobs]
+    harness = start(model, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=2) == expected
+
+
+def test_preemption_and_prompt_chunks(
+    start, oracle, expect, random_jobs, make_checkpoint
+) -> None:
+    """Few cache blocks and small steps: requests are preempted, and recomputed in one chunk.
+
+    Recomputing freezes the same tokens at the same layers, because the rule is by position.
+    """
+    model = make_checkpoint("llama")
+    jobs = random_jobs(count=8, longest=40, max_tokens=60)
+    harness = start(
+        model,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=14,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        max_num_seqs=8,
+        disable_log_stats=False,
+    )
+    reference = oracle(model)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+    preempted = [
+        metric.value
+        for metric in harness.engine.get_metrics()
+        if metric.name == "vllm:num_preemptions"
+    ]
+    assert preempted and preempted[0] > 0, "nothing was preempted, so the test shows nothing"
+
+
+def test_compiled_segments(start, oracle, expect, random_jobs, make_checkpoint) -> None:
+    model = make_checkpoint("llama")
+    jobs = random_jobs()
+    reference = oracle(model)
+    harness = start(model, enforce_eager=False, enable_prefix_caching=False)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
+def test_prefix_cache_keeps_policies_apart(start, random_jobs, job, make_checkpoint) -> None:
+    """Nobody reads what an early exit wrote but requests of the same policy."""
+    harness = start(make_checkpoint("llama"), block_size=32, disable_log_stats=False)
+    early = job(random_jobs()[0].prompt, {"exit_layer": 2}, max_tokens=100)
+    ((said, _),) = harness.run([early])
+    for fields in ({}, {"exit_layer": 4}, {"exit_threshold": 0.1}):
+        follow_up = job(early.prompt + said, fields, max_tokens=16)
+        hits = _cache_hits(harness)
+        after_early = harness.run([follow_up])
+        assert _cache_hits(harness) == hits
+        harness.engine.reset_prefix_cache()
+        assert harness.run([follow_up]) == after_early, "a fresh server says something else"
+        harness.run([early])
+    hits = _cache_hits(harness)
+    harness.run([job(early.prompt + said, {"exit_layer": 2}, max_tokens=16)])
+    assert _cache_hits(harness) > hits, "the same policy may share; else nothing was cached"
+
+
+def _cache_hits(harness) -> int:
+    (metric,) = [m for m in harness.engine.get_metrics() if m.name == "vllm:prefix_cache_hits"]
+    return int(metric.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, message) -> None:
+    """Checked on the config, before any process starts."""
+    from vllm import EngineArgs
+
+    from exitserve.engine.compat import refuse_unsupported
+    from exitserve.engine.launch import engine_options
+
+    model = make_checkpoint("llama")
+    config = EngineArgs(
+        model=str(model), **engine_options(model, {}), **options
+    ).create_engine_config()
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(config)

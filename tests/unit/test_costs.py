@@ -1,0 +1,177 @@
+"""The bytes model against hand-computed cases, and the bounds that must hold for any step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.costs import (
+    DecoderShape,
+    Step,
+    checks_made,
+    full_depth,
+    limit_speedup,
+    shape_of,
+    step_bytes,
+)
+from exitserve.errors import ExitServeError
+
+# D = 8, F = 16, 4 heads and 2 kv heads of 2, V = 32, two bytes a number:
+# Q and output 2 * 8 * 8 = 128, K and V 2 * 8 * 4 = 64, feed-forward 3 * 8 * 16 = 384 numbers.
+TINY = DecoderShape(
+    num_layers=4,
+    hidden_size=8,
+    intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=32,
+    dtype_bytes=2,
+)
+
+
+def step(*depths: int, contexts: tuple[int, ...] | None = None, checks: int = 0) -> Step:
+    return Step(depths=depths, contexts=contexts or (10,) * len(depths), checks=checks)
+
+
+def test_parts_by_hand() -> None:
+    assert TINY.kv_projection_bytes == 128
+    assert TINY.layer_bytes == 2 * (128 + 64 + 384)
+    assert TINY.head_bytes == 2 * 8 * 32
+    assert TINY.kv_token_bytes == 2 * 2 * 2 * 2
+
+
+def test_full_depth_reads_every_layer_the_head_once_and_the_cache() -> None:
+    assert step_bytes(TINY, step(4)) == 4 * 1152 + 512 + 4 * 10 * 16
+
+
+def test_an_exit_that_passes_is_the_head() -> None:
+    """One check, no final head; layers 2 to 4 cost their K/V projection only."""
+    assert step_bytes(TINY, step(1, checks=1)) == 1152 + 3 * 128 + 512 + 10 * 16
+
+
+def test_mixed_depths_read_a_layer_once_and_the_cache_of_active_rows_only() -> None:
+    found = step_bytes(TINY, step(1, 3, contexts=(5, 7), checks=2))
+    assert found == 3 * 1152 + 128 + 2 * 512 + (1 * 5 + 3 * 7) * 16
+
+
+def test_a_row_at_full_depth_needs_the_final_head_besides_the_checks() -> None:
+    assert step_bytes(TINY, step(1, 4, checks=1)) == 4 * 1152 + 2 * 512 + (1 + 4) * 10 * 16
+
+
+def test_limit_is_a_ratio_of_sums() -> None:
+    steps = [step(1, checks=1), step(4, checks=1)]
+    full = 2 * (4 * 1152 + 512 + 640)
+    early = 1152 + 3 * 128 + 512 + 160
+    assert limit_speedup(TINY, steps) == pytest.approx(full / (early + full / 2 + 512))
+
+
+def test_no_steps_limit_nothing() -> None:
+    assert limit_speedup(TINY, []) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("depths", "layers", "expected"),
+    [((2,), (2, 3), 1), ((3,), (2, 3), 2), ((2, 4), (2, 3), 2), ((4,), (), 0), ((1,), (2,), 0)],
+)
+def test_checks_are_made_while_a_row_is_active(
+    depths: tuple[int, ...], layers: tuple[int, ...], expected: int
+) -> None:
+    assert checks_made(depths, layers) == expected
+
+
+def test_shape_of_fills_in_what_transformers_defaults() -> None:
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    shape = shape_of(config, "float32")
+    assert (shape.num_kv_heads, shape.head_dim, shape.dtype_bytes) == (4, 16, 4)
+
+
+@pytest.mark.parametrize("value", [None, 0, True, "8", 1.5])
+def test_shape_of_names_a_size_it_cannot_use(value: object) -> None:
+    config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": value}
+    with pytest.raises(ExitServeError, match="num_hidden_layers"):
+        shape_of(config, "float32")
+
+
+def test_shape_of_refuses_an_unknown_dtype() -> None:
+    with pytest.raises(ExitServeError, match="bfloat16"):
+        shape_of({}, "int8")
+
+
+@pytest.mark.parametrize("bad", [step(5), step(0), Step(depths=(1,), contexts=(), checks=0)])
+def test_impossible_steps_are_refused(bad: Step) -> None:
+    with pytest.raises(ValueError, match=r"depths"):
+        step_bytes(TINY, bad)
+
+
+shapes = st.builds(
+    DecoderShape,
+    num_layers=st.integers(2, 12),
+    hidden_size=st.integers(1, 512),
+    intermediate_size=st.integers(1, 512),
+    num_heads=st.integers(1, 8),
+    num_kv_heads=st.integers(1, 8),
+    head_dim=st.integers(1, 64),
+    vocab_size=st.integers(1, 4096),
+    dtype_bytes=st.sampled_from([2, 4]),
+)
+
+
+@st.composite
+def shapes_and_rows(draw: st.DrawFn) -> tuple[DecoderShape, tuple[tuple[int, int], ...]]:
+    """A shape, and (depth, context) of each row of one step."""
+    shape = draw(shapes)
+    row = st.tuples(st.integers(1, shape.num_layers), st.integers(0, 4096))
+    return shape, tuple(draw(st.lists(row, min_size=1, max_size=8)))
+
+
+def as_step(rows: tuple[tuple[int, int], ...], checks: int) -> Step:
+    return Step(depths=tuple(d for d, _ in rows), contexts=tuple(c for _, c in rows), checks=checks)
+
+
+@given(shapes_and_rows())
+def test_full_depth_without_checks_gains_nothing(
+    case: tuple[DecoderShape, tuple[tuple[int, int], ...]],
+) -> None:
+    shape, rows = case
+    assert limit_speedup(shape, [full_depth(shape, as_step(rows, 0))]) == 1.0
+
+
+@given(shapes_and_rows(), st.data())
+def test_a_shallower_row_never_lowers_the_limit(
+    case: tuple[DecoderShape, tuple[tuple[int, int], ...]], data: st.DataObject
+) -> None:
+    shape, rows = case
+    index = data.draw(st.integers(0, len(rows) - 1))
+    depth, context = rows[index]
+    shallower = (data.draw(st.integers(1, depth)), context)
+    fewer = (*rows[:index], shallower, *rows[index + 1 :])
+    before, after = (limit_speedup(shape, [as_step(r, 1)]) for r in (rows, fewer))
+    assert after >= before
+
+
+@given(shapes_and_rows(), st.integers(0, 4))
+def test_every_check_costs(
+    case: tuple[DecoderShape, tuple[tuple[int, int], ...]], checks: int
+) -> None:
+    shape, rows = case
+    one, more = (limit_speedup(shape, [as_step(rows, n)]) for n in (checks, checks + 1))
+    assert more < one
+
+
+@given(shapes_and_rows())
+def test_the_limit_stays_below_the_depth_ratio_of_the_shallowest_row(
+    case: tuple[DecoderShape, tuple[tuple[int, int], ...]],
+) -> None:
+    """Skipped layers still cost their K/V projection and the head stays, so L / depth bounds it."""
+    shape, rows = case
+    checks = 0 if max(d for d, _ in rows) == shape.num_layers else 1
+    limit = limit_speedup(shape, [as_step(rows, checks)])
+    assert limit <= shape.num_layers / min(depth for depth, _ in rows) + 1e-9

@@ -1,0 +1,106 @@
+"""Request fields to policies: what is allowed, what is refused, and what the salt separates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.errors import ExitServeError
+from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
+
+RULES = ExitRules(num_layers=12, exit_layers=(3, 6, 9))
+
+
+@given(st.floats(min_value=1e-6, max_value=0.999999))
+def test_end_of_sequence_needs_more_confidence(threshold: float) -> None:
+    policy = ExitPolicy.confidence(threshold)
+    assert policy.thresholds_at(3) == policy.thresholds_at(9) == (threshold, policy.eos_threshold)
+    assert threshold < policy.eos_threshold < 1
+
+
+@given(st.floats(min_value=1.0, max_value=1e300))
+def test_a_threshold_of_one_or_more_is_full_depth(threshold: float) -> None:
+    policy = RULES.policy_for({"exit_threshold": threshold})
+    assert policy == ExitPolicy.off()
+    assert policy.thresholds_at(3) == (NEVER, NEVER)
+    assert policy.cache_salt() is None
+
+
+def test_fixed_exits_at_its_layer_only() -> None:
+    policy = RULES.policy_for({"exit_layer": 6})
+    assert policy.thresholds_at(6) == (ALWAYS, ALWAYS)
+    assert policy.thresholds_at(3) == policy.thresholds_at(9) == (NEVER, NEVER)
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_salts_are_equal_exactly_when_policies_are(a: float, b: float) -> None:
+    first, second = ExitPolicy.confidence(a), ExitPolicy.confidence(b)
+    assert (first.cache_salt() == second.cache_salt()) == (first == second)
+    assert first.cache_salt() != ExitPolicy.fixed(3).cache_salt()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0.5", "high", -0.5, 0, 0.0, math.nan, math.inf, -math.inf, True, False, [0.5], {}],
+)
+def test_bad_thresholds_are_named(value: object) -> None:
+    with pytest.raises(ExitServeError, match="exit_threshold must be a finite number above 0"):
+        RULES.policy_for({"exit_threshold": value})
+
+
+def test_huge_whole_numbers_are_just_never() -> None:
+    assert RULES.policy_for({"exit_threshold": 10**400}) == ExitPolicy.off()
+
+
+@pytest.mark.parametrize("value", [0, 1, 5, 12, 99, -3])
+def test_layers_that_are_no_exits_are_refused_with_the_list(value: int) -> None:
+    with pytest.raises(ExitServeError, match=r"exit_layer .* \(3, 6, 9\)"):
+        RULES.policy_for({"exit_layer": value})
+
+
+@pytest.mark.parametrize("value", ["6", 6.0, True, [6]])
+def test_layers_are_whole_numbers(value: object) -> None:
+    with pytest.raises(ExitServeError, match="whole number"):
+        RULES.policy_for({"exit_layer": value})
+
+
+def test_both_fields_exclude_each_other() -> None:
+    with pytest.raises(ExitServeError, match="exclude each other"):
+        RULES.policy_for({"exit_threshold": 0.5, "exit_layer": 6})
+
+
+def test_unknown_fields_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ExitServeError, match="Did you mean 'exit_threshold'"):
+        RULES.policy_for({"exit_treshold": 0.5})
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, [True]])
+def test_a_trace_is_asked_for_with_true(value: object) -> None:
+    with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
+        RULES.policy_for({"exit_trace": value})
+
+
+def test_other_extra_arguments_are_none_of_ours() -> None:
+    assert RULES.policy_for({"top_secret": "x"}) == RULES.default
+
+
+def test_grammars_run_at_full_depth_unless_asked() -> None:
+    rules = ExitRules(num_layers=12, exit_layers=(3,), default=ExitPolicy.confidence(0.5))
+    assert rules.policy_for({}) == ExitPolicy.confidence(0.5)
+    assert rules.policy_for({}, structured=True) == ExitPolicy.off()
+    asked = rules.policy_for({"exit_threshold": 0.7}, structured=True)
+    assert asked == ExitPolicy.confidence(0.7)
+
+
+def test_behind_the_front_door_bad_fields_mean_full_depth() -> None:
+    assert RULES.policy_or_off({"exit_layer": 5}, structured=False) == ExitPolicy.off()
+
+
+def test_the_server_may_set_the_end_of_sequence_threshold() -> None:
+    rules = ExitRules(num_layers=12, exit_layers=(3,), eos_threshold=0.99)
+    assert rules.policy_for({"exit_threshold": 0.5}).eos_threshold == 0.99
+    # Never below the request's own.
+    assert rules.policy_for({"exit_threshold": 0.995}).eos_threshold == 0.995

@@ -1,0 +1,96 @@
+"""The oracle: one parallel pass and the decode loop are the same, and both are what design says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exitserve.decoder import FAMILIES
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference, load_reference
+
+PROMPT = [ord(c) for c in "the quick brown fox"]
+
+
+@pytest.fixture(scope="module")
+def llama(make_checkpoint) -> Reference:
+    return load_reference(str(make_checkpoint("llama")))
+
+
+def _agree(reference: Reference, prompt: list[int], policy: ExitPolicy, tokens: int) -> list[int]:
+    """Checks that both ways agree; returns the exit layers."""
+    decoded = reference.decode(prompt, tokens, policy, ignore_eos=True)
+    trace = reference.trace(prompt + decoded.token_ids[:-1], len(prompt), policy)
+    assert trace.token[len(prompt) - 1 :].tolist() == decoded.token_ids
+    assert trace.depth[len(prompt) - 1 :].tolist() == decoded.exit_layers
+    return decoded.exit_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "policy",
+    [ExitPolicy.confidence(0.1), ExitPolicy.confidence(0.25), ExitPolicy.fixed(4)],
+    ids=["low", "high", "fixed"],
+)
+def test_one_pass_equals_decoding(make_checkpoint, family: str, policy: ExitPolicy) -> None:
+    reference = load_reference(str(make_checkpoint(family)))
+    layers = _agree(reference, PROMPT, policy, 24)
+    assert layers[0] == 6, "the first token comes from the prompt, which runs full depth"
+    assert min(layers) < 6, "no exit fired, so the test shows nothing"
+
+
+@settings(max_examples=25)
+@given(
+    prompt=st.lists(st.integers(2, 127), min_size=1, max_size=30),
+    threshold=st.floats(0.02, 0.9),
+)
+def test_one_pass_equals_decoding_for_any_prompt(
+    llama: Reference, prompt: list[int], threshold: float
+) -> None:
+    _agree(llama, prompt, ExitPolicy.confidence(threshold), 12)
+
+
+def test_full_depth_is_the_plain_model(llama: Reference) -> None:
+    trace = llama.trace(PROMPT, 3, ExitPolicy.off())
+    plain = llama.model(torch.tensor([PROMPT])).logits[0]
+    assert torch.equal(trace.logits, plain)
+    assert trace.depth.tolist() == [6] * len(PROMPT)
+
+
+def test_prompt_tokens_never_exit(llama: Reference) -> None:
+    trace = llama.trace(PROMPT, len(PROMPT), ExitPolicy.fixed(2))
+    assert trace.depth.tolist() == [6] * len(PROMPT)
+
+
+def test_fixed_logits_are_those_of_the_truncated_model(llama: Reference) -> None:
+    """With no prompt every row exits at layer 4, so the upper layers cannot matter."""
+    trace = llama.trace(PROMPT, 0, ExitPolicy.fixed(4))
+    hidden = llama.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[4]
+    torch.testing.assert_close(trace.logits, llama.parts.classify(hidden)[0])
+
+
+def test_propagated_keys_and_values_reach_later_tokens(llama: Reference) -> None:
+    """A frozen row changes what a later full-depth row sees: compare with it un-frozen."""
+    frozen = llama.trace(PROMPT, len(PROMPT) - 4, ExitPolicy.fixed(2))
+    full = llama.trace(PROMPT, len(PROMPT) - 4, ExitPolicy.off())
+    boundary = len(PROMPT) - 4
+    assert torch.equal(frozen.logits[:boundary], full.logits[:boundary])
+    assert not torch.allclose(frozen.logits[-1], full.logits[-1])
+
+
+def test_end_of_sequence_stays_longer(make_checkpoint) -> None:
+    """Declaring every token to end the sequence raises every threshold, so rows exit later."""
+    plain = load_reference(str(make_checkpoint("llama")))
+    careful = Reference(plain.model, plain.exit_layers, eos_token_ids=range(128))
+    policy = ExitPolicy.confidence(0.1, eos_threshold=0.9)
+    ids = PROMPT * 2
+    assert careful.trace(ids, 4, policy).depth.sum() > plain.trace(ids, 4, policy).depth.sum()
+
+
+def test_a_checkpoint_without_exits_runs_full_depth(tmp_path: Path, make_checkpoint) -> None:
+    reference = load_reference(str(make_checkpoint("llama")), exit_layers=())
+    assert reference.trace(PROMPT, 0, ExitPolicy.confidence(0.01)).depth.unique().tolist() == [6]

@@ -1,0 +1,84 @@
+"""The parts that all reports share."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from exitserve.errors import ExitServeError
+from exitserve.report import (
+    machine,
+    machine_line,
+    markdown_table,
+    prepare_out_dir,
+    versions,
+    write_json,
+    write_report,
+)
+
+
+def test_machine_and_versions_are_json_ready_and_name_the_essentials() -> None:
+    data = {"machine": machine(), "versions": versions()}
+    assert json.loads(json.dumps(data)) == data
+    assert data["machine"]["cores"] >= 1
+    assert {"python", "exitserve", "torch"} <= data["versions"].keys()
+    assert data["machine"]["cpu"] in machine_line(data)
+
+
+def test_markdown_table_aligns_and_escapes() -> None:
+    table = markdown_table(("a", "number"), [("x|y", "1"), ("z", "22")])
+    assert table.splitlines() == [
+        "| a    | number |",
+        "| ---- | -----: |",
+        "| x\\|y |      1 |",
+        "| z    |     22 |",
+    ]
+
+
+def test_markdown_table_refuses_ragged_rows() -> None:
+    with pytest.raises(ValueError, match="2 cells"):
+        markdown_table(("a", "b"), [("1",)])
+
+
+def test_out_dir_is_made_with_its_parents(tmp_path: Path) -> None:
+    assert prepare_out_dir(tmp_path / "a" / "b", overwrite=False).is_dir()
+
+
+def test_an_empty_out_dir_may_be_used(tmp_path: Path) -> None:
+    assert prepare_out_dir(tmp_path, overwrite=False) == tmp_path
+
+
+def test_out_dir_with_content_needs_overwrite_and_keeps_other_files(tmp_path: Path) -> None:
+    kept = tmp_path / "notes.txt"
+    kept.write_text("mine", encoding="utf-8")
+    with pytest.raises(ExitServeError, match="--overwrite"):
+        prepare_out_dir(tmp_path, overwrite=False)
+    prepare_out_dir(tmp_path, overwrite=True)
+    assert kept.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_out_dir_that_is_a_file_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(ExitServeError, match="is a file"):
+        prepare_out_dir(path, overwrite=overwrite)
+    with pytest.raises(ExitServeError, match="cannot make"):
+        prepare_out_dir(path / "below", overwrite=overwrite)
+
+
+def test_write_report_puts_the_schema_version_first_and_saves_plots(tmp_path: Path) -> None:
+    write_report(tmp_path, {"model": "m"}, "# page\n", {"curve": Figure()})
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert list(data.items()) == [("schema_version", 1), ("model", "m")]
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == "# page\n"
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_never_holds_what_other_readers_refuse(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(tmp_path / "x.json", {"value": math.nan})
