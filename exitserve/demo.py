@@ -45,34 +45,32 @@ def demo(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from exitserve.bench.command import BenchOptions, run_bench
-    from exitserve.server.local import LocalServer
-
     if not args.model.is_dir():
         raise ExitServeError(
             f"no model at '{args.model}': the bundled model is in the repository, not in the "
             f"wheel; clone it, or give a checkpoint with --model DIR."
         )
+    # Here, not at the top: the command line imports this module.
+    from exitserve.cli import main
+    from exitserve.server.local import LocalServer
+
     console = Console()
     # Eager, because for a few short completions compiling would take longer than it saves.
     server = LocalServer(args.model, "--enforce-eager", log=args.out / "server.log")
-    with console.status(f"starting the server (log: {server.log}) ..."):
-        server.__enter__()
-    with server:
+    try:
+        with console.status(f"starting the server (log: {server.log}) ..."):
+            server.start()
         _show_completions(console, server.url, args.model)
+    finally:
+        server.stop()
     console.rule("side by side with plain vLLM")
-    run_bench(
-        BenchOptions(
-            model=str(args.model),
-            thresholds=THRESHOLDS[1:],
-            batch_sizes=(1, 8),
-            max_tokens=MAX_TOKENS,
-            repeats=3,
-            out=args.out / "bench",
-            overwrite=True,
-        )
-    )
-    console.print(f"\nThe report: {args.out / 'bench' / 'report.md'} (plot and JSON beside it).")
+    report = args.out / "bench"
+    bench = ["bench", str(args.model), "--thresholds", ",".join(map(str, THRESHOLDS[1:]))]
+    bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
+    console.print(f"exitserve {' '.join(bench)}", style="dim")
+    if code := main(bench):
+        return code
+    console.print(f"\nThe report: {report / 'report.md'} (plot and JSON beside it).")
     console.print(f"Serve it yourself:  exitserve serve {args.model} --exit-threshold 0.7")
     return 0
 
@@ -84,7 +82,9 @@ def _show_completions(console: Any, url: str, model: Path) -> None:
 
     served = httpx.get(f"{url}/exitserve/stats").json()
     depths = [*served["exit_layers"], served["num_layers"]]
-    styles = {depth: PALETTE[rank * len(PALETTE) // len(depths)] for rank, depth in enumerate(depths)}
+    styles = {
+        depth: PALETTE[rank * len(PALETTE) // len(depths)] for rank, depth in enumerate(depths)
+    }
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     for prompt in PROMPTS:
         for threshold in THRESHOLDS:

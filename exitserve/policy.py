@@ -94,7 +94,9 @@ class ExitRules:
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
 
-    def policy_for(self, fields: Mapping[str, Any] | None, *, structured: bool = False) -> ExitPolicy:
+    def policy_for(
+        self, fields: Mapping[str, Any] | None, *, structured: bool = False
+    ) -> ExitPolicy:
         """Turns a request's `exit_*` fields into its policy.
 
         Args:

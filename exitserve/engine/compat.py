@@ -45,7 +45,7 @@ def batch_shape() -> BatchShape | None:
     if metadata is None:
         return None
     assert isinstance(metadata, dict), "micro-batching is refused at start-up"
-    first = next(iter(metadata.values()))
+    first: Any = next(iter(metadata.values()))  # each backend has a metadata class of its own
     return BatchShape(int(first.num_actual_tokens), first.query_start_loc[1:])
 
 

@@ -8,9 +8,9 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from exitserve.engine.segments import MultiExitMixin
 
 
-class MultiExitLlamaForCausalLM(MultiExitMixin, LlamaForCausalLM):  # type: ignore[misc]
+class MultiExitLlamaForCausalLM(MultiExitMixin, LlamaForCausalLM):
     """Llama with exits."""
 
 
-class MultiExitMistralForCausalLM(MultiExitMixin, MistralForCausalLM):  # type: ignore[misc]
+class MultiExitMistralForCausalLM(MultiExitMixin, MistralForCausalLM):
     """Mistral with exits."""

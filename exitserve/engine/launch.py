@@ -75,7 +75,9 @@ def prepare_environment() -> None:
         os.environ["VLLM_PLUGINS"] = ",".join([*names, "exitserve"])
 
 
-def start_engine(model_dir: Path | str, *, exits: Mapping[str, Any] | None = None, **llm: Any) -> Any:
+def start_engine(
+    model_dir: Path | str, *, exits: Mapping[str, Any] | None = None, **llm: Any
+) -> Any:
     """Starts an in-process `vllm.LLM` with exits.
 
     Args:

@@ -59,9 +59,7 @@ class Rows:
 
     def _row(self, params: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> Row:
         fields = params.extra_args or {}
-        policy = self.rules.policy_or_off(
-            fields, structured=params.structured_outputs is not None
-        )
+        policy = self.rules.policy_or_off(fields, structured=params.structured_outputs is not None)
         if prompt_ids is None:  # prompt given as embeddings: its length is not told
             policy = ExitPolicy.off()
         trace = fields.get("exit_trace")
@@ -82,7 +80,10 @@ class Rows:
         if shape.num_tokens != num_rows:  # prompt chunks: several tokens a row
             lengths = torch.diff(shape.row_ends, prepend=shape.row_ends.new_zeros(1))
             row_of_token = torch.repeat_interleave(torch.arange(num_rows), lengths)
-            thresholds, eos_thresholds = thresholds[:, row_of_token], eos_thresholds[:, row_of_token]
+            thresholds, eos_thresholds = (
+                thresholds[:, row_of_token],
+                eos_thresholds[:, row_of_token],
+            )
             prompt_lengths = prompt_lengths[row_of_token]
         decode = positions >= prompt_lengths
         return StepPlan(
@@ -179,7 +180,7 @@ def rows_of(vllm_config: Any) -> Rows:
     return _ENGINES[key]
 
 
-class RowsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM's base class is untyped
+class RowsProcessor(LogitsProcessor):
     """Hands vLLM's batch changes to `Rows`; leaves logits as they are."""
 
     rules: ExitRules | None = None
@@ -196,11 +197,14 @@ class RowsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM's base class
         self._rows = rows_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
+        """True: logits stay as they are."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Called before each forward pass, with what changed in the batch."""
         if batch_update is not None:
             self._rows.update(batch_update)
 
     def apply(self, logits: Tensor) -> Tensor:
+        """Returns the logits [B, V] as they are."""
         return logits

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from exitserve.engine.options import rules_from
 
 
-class ExitScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are untyped to mypy
+class ExitScheduler(Scheduler):
     """vLLM's scheduler with exit policies in block hashes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

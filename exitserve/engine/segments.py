@@ -15,6 +15,7 @@ Shapes: T tokens, B rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def compiled_segment(vllm_config: Any, layers: list[nn.Module], start: int, end:
     decorate = support_torch_compile(
         dynamic_arg_dims={"positions": {0: "t"}, "hidden": {0: "t"}, "residual": {0: "t"}}
     )
-    segment_class = decorate(type(name, (Segment,), {"forward": forward}))
+    segment_class: Any = decorate(type(name, (Segment,), {"forward": forward}))
     with set_model_tag(name):
         segment: Segment = segment_class(
             vllm_config=vllm_config, prefix=name, layers=layers, start=start, end=end
@@ -80,7 +81,8 @@ class MultiExitMixin:
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+        parent: Any = super()  # the vLLM class, to which this is a mixin
+        parent.__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         self._rows = rows_of(vllm_config)
         exit_layers = self._rows.rules.exit_layers
         if exit_layers:
@@ -89,8 +91,7 @@ class MultiExitMixin:
         bounds = [0, *exit_layers, len(layers)]
         # Held in a tuple for the reason given in Segment.
         self._segments: tuple[Any, ...] = tuple(
-            compiled_segment(vllm_config, layers, start, end)
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            compiled_segment(vllm_config, layers, start, end) for start, end in pairwise(bounds)
         )
         self._propagation: Propagation | None = None
         self._plan: StepPlan | None = None
@@ -127,7 +128,11 @@ class MultiExitMixin:
                 hidden, residual = _run_mixed(
                     segment, positions, hidden, residual, state, plan.frozen
                 )
-            if plan is None or index == last or not (tokens := plan.candidates(segment.end)).numel():
+            if (
+                plan is None
+                or index == last
+                or not (tokens := plan.candidates(segment.end)).numel()
+            ):
                 continue
             stream = hidden + residual
             normed = self._check(stream, tokens, segment.end, plan)

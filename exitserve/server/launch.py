@@ -90,8 +90,9 @@ def serve(args: argparse.Namespace) -> int:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="exitserve serve"))
+    cli_env_setup()  # type: ignore[no-untyped-call]  # vLLM's
+    new_parser: Any = FlexibleArgumentParser  # untyped in vLLM
+    parser = make_arg_parser(new_parser(prog="exitserve serve"))
     vllm_args = parser.parse_args([args.model, *args.rest])
     vllm_args.model = args.model
     add_engine_options(vllm_args, ours)

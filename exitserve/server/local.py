@@ -47,6 +47,10 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def start(self) -> None:
         """Starts the server and waits until it answers.
 
         Raises:
@@ -64,7 +68,6 @@ class LocalServer:
                 self.stop()
                 raise ExitServeError(f"the server did not start; its log ends:\n{self._tail()}")
             time.sleep(0.25)
-        return self
 
     def __exit__(
         self,

@@ -112,7 +112,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     )
     response = await handler(request, raw_request)
     if isinstance(response, StreamingResponse):
-        response.body_iterator = fields.stream(response.body_iterator)
+        response.body_iterator = fields.stream(aiter(response.body_iterator))
     elif isinstance(response, JSONResponse) and response.status_code == 200:
         return JSONResponse(await fields.response(json.loads(bytes(response.body))))
     return response

@@ -153,7 +153,9 @@ def test_a_full_depth_turn_after_an_early_exit_conversation(complete, plain_clie
     early = complete(opening, max_tokens=150, exit_layer=3)["choices"][0]["text"]
     request = {"model": NAME, "prompt": opening + early, "max_tokens": 16, "temperature": 0}
     answer = complete(opening + early, max_tokens=16, exit_threshold=1)
-    assert answer["choices"][0]["text"] == plain_client.completions.create(**request).choices[0].text
+    assert (
+        answer["choices"][0]["text"] == plain_client.completions.create(**request).choices[0].text
+    )
 
 
 def test_stats_and_metrics_count_what_was_served(server, complete) -> None:

@@ -53,9 +53,7 @@ class Harness:
                 if output.finished:
                     done[output.request_id] = list(output.outputs[0].token_ids)
             steps += 1
-        return [
-            (done[name], next(iter(take_traces(self.engine, name).values()))) for name in names
-        ]
+        return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
 
     def _add(self, name: str, job: Job) -> None:
         from vllm import SamplingParams

@@ -11,7 +11,7 @@ PROMPTS = (
     "try:\n    import json\nexcept ImportError:\n    ",
     "for index, item in enumerate(items):\n    if item is None:\n        ",
     "x",
-    'def read(path):\n    """Return the text of a file."""\n    with open(path, encoding="utf-8") as',
+    'def read(path):\n    """Return the text."""\n    with open(path, encoding=',
     "    def test_empty(self):\n        self.assertEqual(",
 )
 FIELDS = (

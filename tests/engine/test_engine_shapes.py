@@ -25,9 +25,7 @@ def test_architectures(
     assert harness.run(jobs, every=2) == expected
 
 
-def test_preemption_and_prompt_chunks(
-    start, oracle, expect, random_jobs, make_checkpoint
-) -> None:
+def test_preemption_and_prompt_chunks(start, oracle, expect, random_jobs, make_checkpoint) -> None:
     """Few cache blocks and small steps: requests are preempted, and recomputed in one chunk.
 
     Recomputing freezes the same tokens at the same layers, because the rule is by position.

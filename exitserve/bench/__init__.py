@@ -1,0 +1,1 @@
+"""`exitserve bench`: early exit beside plain vLLM, interleaved on one machine."""

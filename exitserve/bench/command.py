@@ -1,0 +1,229 @@
+"""`exitserve bench`: from arguments to a plan, a run and a report.
+
+Light to import: torch and vLLM are loaded only once the arguments are known to be good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from exitserve.bench import synthetic
+from exitserve.bench.prompts import encode, load_prompts, take
+from exitserve.bench.settings import BenchPlan, make_settings
+from exitserve.engine.launch import check_rules, served_architecture
+from exitserve.errors import ExitServeError
+from exitserve.policy import check_threshold
+
+DTYPES = ("auto", "float32", "bfloat16")
+SYNTHETIC_CONTEXT = 512
+"""Enough for the synthetic prompts and a few hundred tokens."""
+MIN_TOKENS = 2
+"""The first token of a request is not timed."""
+
+Number = TypeVar("Number", int, float)
+
+_HELP = """\
+Runs the same requests through plain vLLM and through exitserve at every setting, interleaved
+and repeated, and writes report.json, report.md and a plot."""
+
+
+def add_command(subparsers: Any) -> None:
+    """Adds `bench` to the subparsers of the command line."""
+    parser = subparsers.add_parser(
+        "bench", help="compare early exit with plain vLLM, side by side", description=_HELP
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
+    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    exits = parser.add_argument_group("what is compared")
+    exits.add_argument("--thresholds", metavar="T,T", help="confidence (default 0.5,0.7,0.9)")
+    exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
+    exits.add_argument("--exit-layers", metavar="N,N", help="instead of the checkpoint's own")
+    exits.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
+    work = parser.add_argument_group("requests")
+    work.add_argument("--prompts", type=Path, metavar="FILE", help="text lines or .jsonl")
+    work.add_argument("--requests", type=int, default=8, metavar="N", help="default %(default)s")
+    work.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
+    work.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
+    engine = parser.add_argument_group("both engines")
+    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(DTYPES))
+    engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
+    shape = parser.add_argument_group("instead of MODEL: a shape with random weights")
+    shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
+    shape.add_argument(
+        "--force-exit-layer",
+        nargs="+",
+        metavar="N",
+        help="its exit layers; each is measured with every token exiting there",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code.
+
+    Raises:
+        ExitServeError: an argument is wrong. Nothing slow has been started yet, save where a
+            prompt turns out to be longer than the model's context.
+    """
+    from exitserve.report import prepare_out_dir
+
+    with plan_of(args) as plan:
+        out = prepare_out_dir(args.out, overwrite=args.overwrite)
+        data = _with_progress(plan)
+    _publish(out, data)
+    return 0
+
+
+@contextmanager
+def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
+    """The plan that the arguments ask for; a synthetic checkpoint lasts as long as the context.
+
+    Raises:
+        ExitServeError: an argument is wrong.
+    """
+    if (args.model is None) == (args.synthetic is None):
+        raise ExitServeError("give either MODEL, a checkpoint directory, or --synthetic NAME.")
+    if args.synthetic is None:
+        if args.force_exit_layer:
+            raise ExitServeError(
+                "--force-exit-layer belongs to --synthetic; with a MODEL use --fixed-layers."
+            )
+        yield _plan(args, Path(args.model))
+        return
+    synthetic.check_name(args.synthetic)
+    for name, flag in (("exit_layers", "--exit-layers"), ("fixed_layers", "--fixed-layers")):
+        if getattr(args, name) is not None:
+            raise ExitServeError(f"{flag} does not go with --synthetic; use --force-exit-layer.")
+    if args.prompts is not None:
+        raise ExitServeError("--prompts does not go with --synthetic: its prompts are random.")
+    with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
+        synthetic.write_checkpoint(args.synthetic, Path(directory))
+        yield _plan(args, Path(directory))
+
+
+def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
+    is_synthetic = args.synthetic is not None
+    served_architecture(model_dir)
+    layers: list[int] | None
+    if is_synthetic:
+        layers = sorted(numbers(",".join(args.force_exit_layer or []), int, "--force-exit-layer"))
+    else:
+        layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
+    rules = check_rules(model_dir, {} if layers is None else {"exit_layers": layers})
+    default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
+    given = default_thresholds if args.thresholds is None else args.thresholds
+    thresholds = [check_threshold(t, "--thresholds") for t in numbers(given, float, "--thresholds")]
+    fixed = layers if is_synthetic else numbers(args.fixed_layers or "", int, "--fixed-layers")
+    batch_sizes = [
+        at_least(1, size, "--batch-sizes")
+        for size in numbers(args.batch_sizes, int, "--batch-sizes")
+    ]
+    if not batch_sizes or len(set(batch_sizes)) != len(batch_sizes):
+        raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
+    if args.dtype not in DTYPES:
+        raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
+    context = args.max_model_len
+    if context is not None:
+        at_least(MIN_TOKENS, context, "--max-model-len")
+    settings = make_settings(rules, thresholds, fixed or [])
+    count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
+    prompts, source = _prompts(args, model_dir, count)
+    return BenchPlan(
+        model_dir=model_dir,
+        model_name=f"synthetic {args.synthetic}" if is_synthetic else str(args.model),
+        synthetic=is_synthetic,
+        rules=rules,
+        settings=settings,
+        batch_sizes=tuple(batch_sizes),
+        prompts=prompts,
+        requests=args.requests,
+        prompt_source=source,
+        max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
+        repeats=at_least(1, args.repeats, "--repeats"),
+        dtype=args.dtype,
+        enforce_eager=args.enforce_eager,
+        max_model_len=SYNTHETIC_CONTEXT if is_synthetic and context is None else context,
+    )
+
+
+def _prompts(
+    args: argparse.Namespace, model_dir: Path, count: int
+) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Token ids of `count` prompts, and a word on where they are from."""
+    if args.synthetic is not None:
+        ids = [tuple(prompt) for prompt in synthetic.random_prompts(args.synthetic, count)]
+        return tuple(ids), f"{synthetic.PROMPT_TOKENS} random tokens each"
+    source = "bundled prompts" if args.prompts is None else args.prompts.name
+    return take(encode(load_prompts(args.prompts), model_dir), count), source
+
+
+def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]:
+    """Reads `1,8` or `0.5,0.7`; an empty text is an empty list.
+
+    Raises:
+        ExitServeError: a part is no number.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return [kind(part) for part in parts]
+    except ValueError as error:
+        raise ExitServeError(
+            f"{flag} {text!r} must be numbers separated by commas, without spaces."
+        ) from error
+
+
+def at_least(least: int, value: int, flag: str) -> int:
+    """Returns `value`; raises `ExitServeError` if it is below `least`."""
+    if value < least:
+        raise ExitServeError(f"{flag} must be at least {least}, not {value}.")
+    return value
+
+
+def _with_progress(plan: BenchPlan) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from exitserve.bench.run import compare
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # On the error stream, so that what goes to a pipe is the table alone.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def progress(doing: str, done: float) -> None:
+            bar.update(task, description=doing, completed=done)
+            if not console.is_terminal:  # a log file: lines instead of a bar
+                console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
+
+        return compare(plan, progress)
+
+
+def _publish(out: Path, data: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from exitserve.bench.page import (
+        SHORT_HEADERS,
+        SYNTHETIC,
+        markdown,
+        plot,
+        short_rows,
+        title_of,
+    )
+    from exitserve.report import terminal_table, write_report
+
+    write_report(out, data, markdown(data), {"wall_speedup": plot(data)})
+    console = Console()
+    console.print(terminal_table(title_of(data), SHORT_HEADERS, short_rows(data["cases"])))
+    if data["synthetic"]:
+        console.print(SYNTHETIC)
+    for note in data["notes"]:
+        console.print(f"Warning: {note}")
+    console.print(f"Report: {out / 'report.md'}")

@@ -1,0 +1,182 @@
+"""From timed passes to the numbers of a report. Pure arithmetic; knows no engine."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from exitserve.bench.settings import Setting
+from exitserve.costs import DecoderShape, Step, checks_made, limit_speedup
+
+NOISE = 0.02
+"""A wall speedup above its limit by no more than this share is taken for noise."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Decoding of one or more batches, prompt processing left out."""
+
+    tokens: int
+    seconds: float
+    gaps: tuple[float, ...]
+    """Seconds between successive tokens of a request."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all requests of a batch together."""
+        return self.tokens / self.seconds
+
+
+def timing_of(times: Sequence[Sequence[float]]) -> Timing:
+    """Times the decoding of one batch.
+
+    It starts when every request has its first token, so that no prompt is being processed any
+    more, and ends with the last token.
+
+    Args:
+        times: [B] moments in seconds at which each request's tokens arrived.
+
+    Raises:
+        ValueError: no token arrived after the start.
+    """
+    start = max(request[0] for request in times)
+    after = [moment for request in times for moment in request if moment > start]
+    if not after:
+        raise ValueError("decoding needs at least two tokens of a request.")
+    gaps = tuple(
+        later - earlier
+        for request in times
+        for earlier, later in itertools.pairwise(request)
+        if later > start
+    )
+    return Timing(tokens=len(after), seconds=max(after) - start, gaps=gaps)
+
+
+def together(timings: Iterable[Timing]) -> Timing:
+    """Batches that ran one after the other, as one."""
+    parts = list(timings)
+    return Timing(
+        tokens=sum(part.tokens for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        gaps=tuple(gap for part in parts for gap in part.gaps),
+    )
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Linear interpolation between the closest ranks; the value itself if there is only one."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """`median`, `min` and `max`."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def steps_of(
+    depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], checked_layers: Sequence[int]
+) -> list[Step]:
+    """The decode steps of one batch whose requests all started together.
+
+    Args:
+        depths: [B] depths of each request's decode tokens.
+        prompt_lengths: [B].
+        checked_layers: exit layers at which these requests are checked.
+    """
+    return [
+        Step(
+            depths=tuple(row),
+            # Attention reads the prompt and the generated tokens so far, its own included.
+            contexts=tuple(length + index + 1 for length in prompt_lengths),
+            checks=checks_made(row, checked_layers),
+        )
+        for index, row in enumerate(zip(*depths, strict=True))
+    ]
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """Everything seen of one setting at one batch size."""
+
+    setting: Setting
+    batch_size: int
+    depths: list[int] = field(default_factory=list)
+    """Depth of every decode token of the traced pass. A request's first token is not among
+    them: it comes from the prompt pass, always at full depth, and is not timed either."""
+    steps: list[Step] = field(default_factory=list)
+    sequences: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """(prompt, generated) of every request of the traced pass."""
+    repeats: list[Timing] = field(default_factory=list)
+    agreement: float | None = None
+
+
+def case_of(
+    seen: Observed, plain: Observed, shape: DecoderShape, exit_layers: Sequence[int]
+) -> dict[str, Any]:
+    """One entry of the report's `cases`.
+
+    Args:
+        seen: the setting.
+        plain: plain vLLM at the same batch size; repeat r of both ran close together.
+        shape: for the limit and the full depth.
+        exit_layers: the model's; each is listed in `exit_layers`, used or not.
+    """
+    ratios = [
+        mine.rate / theirs.rate for mine, theirs in zip(seen.repeats, plain.repeats, strict=True)
+    ]
+    gaps = [1e3 * gap for timing in seen.repeats for gap in timing.gaps]
+    full = shape.num_layers
+    limit = limit_speedup(shape, seen.steps)
+    wall = spread(ratios)
+    return {
+        "batch_size": seen.batch_size,
+        "mode": seen.setting.mode,
+        "exit_threshold": seen.setting.exit_threshold,
+        "exit_layer": seen.setting.exit_layer,
+        "tokens_per_second": round(statistics.median(t.rate for t in seen.repeats), 2),
+        "tpot_ms": {
+            "median": round(statistics.median(gaps), 3),
+            "p99": round(percentile(gaps, 99), 3),
+        },
+        "mean_depth": round(statistics.fmean(seen.depths), 4),
+        "depth_speedup": round(full * len(seen.depths) / sum(seen.depths), 4),
+        "wall_speedup": wall,
+        "limit_speedup": round(limit, 4),
+        "efficiency": round(wall["median"] / limit, 4),
+        "agreement": None if seen.agreement is None else round(seen.agreement, 4),
+        "exit_layers": {
+            str(layer): seen.depths.count(layer) for layer in sorted({*exit_layers, full})
+        },
+    }
+
+
+def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before believing the numbers: results that need an explanation."""
+    notes = []
+    for case in cases:
+        where = f"{label_of(case)} at batch {case['batch_size']}"
+        wall, limit = case["wall_speedup"], case["limit_speedup"]
+        if wall["min"] > limit * (1.0 + NOISE):
+            notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
+        elif case["mode"] == "off" and wall["max"] < 1.0 - NOISE:
+            notes.append(
+                f"{where}: wall speedup {wall['median']:.2f} for the same work. Either exitserve "
+                f"has overhead, or the memory of its processes lies less well than plain vLLM's "
+                f"in this run; run again, and read the other settings against this one."
+            )
+    return notes
+
+
+def label_of(case: Mapping[str, Any]) -> str:
+    """Names the setting of a case, as in tables and plots."""
+    return Setting(
+        mode=case["mode"], exit_threshold=case["exit_threshold"], exit_layer=case["exit_layer"]
+    ).label

@@ -1,0 +1,217 @@
+"""The human side of a comparison: Markdown page, terminal table, plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from exitserve.bench.measures import label_of
+from exitserve.report import machine_line, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEADERS = (
+    "setting",
+    "batch",
+    "tokens/s",
+    "TPOT ms median",
+    "TPOT ms p99",
+    "mean depth",
+    "depth speedup",
+    "wall speedup (min to max)",
+    "limit",
+    "efficiency",
+    "agreement",
+)
+SHORT_HEADERS = (
+    "setting",
+    "batch",
+    "tokens/s",
+    "depth\nspeedup",
+    "wall\nspeedup",
+    "min-max",
+    "limit",
+    "agree-\nment",
+)
+"""Columns of the terminal table, which fits 80 characters."""
+
+SYNTHETIC = (
+    "SYNTHETIC: random weights and forced exits. These numbers measure the machinery at this "
+    "shape, not a model: no quality is implied, and agreement is not defined."
+)
+
+
+def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row of text for each case, in the order of `HEADERS`."""
+    rows = []
+    for case in cases:
+        wall, agreement = case["wall_speedup"], case["agreement"]
+        rows.append(
+            [
+                label_of(case),
+                str(case["batch_size"]),
+                f"{case['tokens_per_second']:.1f}",
+                f"{case['tpot_ms']['median']:.2f}",
+                f"{case['tpot_ms']['p99']:.2f}",
+                f"{case['mean_depth']:.2f}",
+                f"{case['depth_speedup']:.2f}",
+                f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f})",
+                f"{case['limit_speedup']:.2f}",
+                f"{case['efficiency']:.2f}",
+                "-" if agreement is None else f"{agreement:.3f}",
+            ]
+        )
+    return rows
+
+
+def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row of text for each case, in the order of `SHORT_HEADERS`."""
+    rows = []
+    for case, row in zip(cases, table_rows(cases), strict=True):
+        wall = case["wall_speedup"]
+        spread = f"{wall['min']:.2f}-{wall['max']:.2f}"
+        rows.append([*row[:3], row[6], f"{wall['median']:.2f}", spread, row[8], row[10]])
+    return rows
+
+
+def title_of(data: Mapping[str, Any]) -> str:
+    """Names the model, and says so where it is synthetic."""
+    return f"{data['model']}{' (SYNTHETIC)' if data['synthetic'] else ''}, against plain vLLM"
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page `report.md`."""
+    settings, cases = data["settings"], data["cases"]
+    lines = [f"# Early exit: {title_of(data)}", ""]
+    if data["synthetic"]:
+        lines += [f"**{SYNTHETIC}**", ""]
+    for note in data["notes"]:
+        lines += [f"> **Warning.** {note}", ""]
+    lines += [
+        markdown_table(HEADERS, table_rows(cases)),
+        "",
+        "![wall speedup](wall_speedup.png)",
+        "",
+        "## Tokens by the layer they stopped at",
+        "",
+        _exit_table(cases),
+        "",
+        "## How it was measured",
+        "",
+        f"- {settings['requests']} requests ({settings['prompts']}), {settings['max_tokens']} "
+        f"tokens each, greedy, end of sequence ignored; in full batches (at least one), whose "
+        f"requests start together.",
+        f"- One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
+        f"without tracing. The settings of a repeat run one after the other, each repeat "
+        f"starting at another one; wall speedup is formed within a repeat.",
+        f"- Both engines: {settings['dtype']}, {settings['compile']}, context "
+        f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
+        f"caching off so that every repeat does the same work.",
+        f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
+        f"about decode tokens: a request's first token comes from the prompt pass, at full "
+        f"depth, and is neither timed nor counted.",
+        "- TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
+        "Wall speedup is measured throughput over plain vLLM's. The limit is what the bytes "
+        "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
+        "tokens that the full-depth model in float32, fed the same text, would choose too.",
+        f"- {machine_line(data)}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _exit_table(cases: Sequence[Mapping[str, Any]]) -> str:
+    layers = list(cases[0]["exit_layers"])
+    rows = [
+        [label_of(case), str(case["batch_size"]), *(str(n) for n in case["exit_layers"].values())]
+        for case in cases
+    ]
+    return markdown_table(("setting", "batch", *(f"layer {layer}" for layer in layers)), rows)
+
+
+def plot(data: Mapping[str, Any]) -> Figure:
+    """Wall speedup with its spread, the limit and depth speedup, a row for each setting.
+
+    One panel for each batch size. Rows, not points in a plane, because thresholds often give
+    nearly the same depth, and their labels would cover each other.
+    """
+    # Figure, not pyplot: no global state, and no window is ever opened.
+    from matplotlib.figure import Figure
+
+    sizes = list(dict.fromkeys(case["batch_size"] for case in data["cases"]))
+    rows = len(data["cases"]) // len(sizes)
+    figure = Figure(
+        figsize=(2.0 + 4.8 * len(sizes), max(3.6, 1.9 + 0.42 * rows)), layout="constrained"
+    )
+    panels = figure.subplots(1, len(sizes), sharex=True, squeeze=False)[0]
+    figure.suptitle(title_of(data), fontsize=11)
+    for panel, size in zip(panels, sizes, strict=True):
+        cases = [case for case in data["cases"] if case["batch_size"] == size]
+        _draw(panel, cases, labelled=panel is panels[0])
+        panel.set_title(f"batch {size}", fontsize=10)
+        panel.set_xlabel("ratio to plain vLLM at full depth (no unit)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+        markerscale=0.7,
+    )
+    return figure
+
+
+def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) -> None:
+    rows = range(len(cases))
+    walls = [case["wall_speedup"] for case in cases]
+    middle = [wall["median"] for wall in walls]
+    below = [wall["median"] - wall["min"] for wall in walls]
+    above = [wall["max"] - wall["median"] for wall in walls]
+    panel.axvline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
+    panel.scatter(
+        [case["depth_speedup"] for case in cases],
+        rows,
+        marker="D",
+        s=34,
+        facecolors="none",
+        edgecolors="#999999",
+        label="depth speedup (layers at full depth / layers run)",
+    )
+    panel.scatter(
+        [case["limit_speedup"] for case in cases],
+        rows,
+        marker="|",
+        s=300,
+        linewidths=2,
+        color="#2ca02c",
+        label="limit on wall speedup (bytes moved)",
+    )
+    panel.errorbar(
+        middle,
+        rows,
+        xerr=(below, above),
+        fmt="o",
+        color="#1f77b4",
+        capsize=3,
+        markersize=6,
+        label="wall speedup (tokens/s over plain vLLM's), median, min to max",
+    )
+    panel.set_yticks(rows, [label_of(case) for case in cases] if labelled else [""] * len(rows))
+    panel.invert_yaxis()
+    panel.margins(x=0.06, y=0.08)
+    panel.grid(alpha=0.25)
+    _write_agreement(panel, cases)
+
+
+def _write_agreement(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
+    if all(case["agreement"] is None for case in cases):
+        return
+    texts = ["-" if case["agreement"] is None else f"{case['agreement']:.3f}" for case in cases]
+    right = panel.secondary_yaxis("right")
+    right.set_yticks(range(len(cases)), texts)
+    right.tick_params(length=0, labelsize=8)
+    right.set_ylabel("agreement", fontsize=8)

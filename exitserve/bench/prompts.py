@@ -1,0 +1,101 @@
+"""The prompts of a comparison: bundled, or from the user's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from exitserve.errors import ExitServeError
+
+BUNDLED = (
+    'def read_lines(path):\n    """Return the lines of a text file without newlines."""\n',
+    'def is_palindrome(text):\n    """Tell whether text reads the same backwards."""\n',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    'def merge_sorted(left, right):\n    """Merge two sorted lists into one."""\n    result = []\n',
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    if argv is None:\n",
+    'def count_words(text):\n    """Count how often each word occurs."""\n    counts = {}\n',
+    "def __repr__(self):\n    return ",
+    "    def __eq__(self, other):\n        if not isinstance(other, type(self)):\n",
+    'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n    numbers = [0, 1]\n',
+    "try:\n    import json\nexcept ImportError:\n",
+    'def flatten(nested):\n    """Flatten a list of lists."""\n    return [',
+    "    def test_empty(self):\n        self.assertEqual(",
+)
+"""Heads of short Python functions, written for this purpose."""
+
+Prompt = str | tuple[int, ...]
+"""Text, or token ids."""
+
+
+def load_prompts(path: Path | None) -> tuple[Prompt, ...]:
+    r"""Reads prompts: one for each line of text, or of JSONL.
+
+    Args:
+        path: None for the bundled ones. A `.jsonl` line is an object with `prompt` (text) or
+            `prompt_token_ids` (whole numbers). In a text file `\n` within a line stays as it is.
+
+    Raises:
+        ExitServeError: the file is missing, empty, or a line is malformed.
+    """
+    if path is None:
+        return BUNDLED
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExitServeError(
+            f"cannot read prompts from '{path}': {error}; give a UTF-8 text or .jsonl file."
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ExitServeError(f"'{path}' holds no prompts; write one on each line.")
+    if path.suffix != ".jsonl":
+        return tuple(line for _, line in numbered)
+    return tuple(_from_json(line, f"line {number} of '{path}'") for number, line in numbered)
+
+
+def _from_json(line: str, where: str) -> Prompt:
+    wanted = 'a JSON object such as {"prompt": "def f(x):"} or {"prompt_token_ids": [1, 2]}'
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ExitServeError(f"{where} is not valid JSON ({error}); write {wanted}.") from error
+    if isinstance(record, dict):
+        text, ids = record.get("prompt"), record.get("prompt_token_ids")
+        if isinstance(text, str) and text:
+            return text
+        if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
+            return tuple(ids)
+    raise ExitServeError(f"{where} has no usable prompt; write {wanted}.")
+
+
+def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:
+    """Turns prompts into token ids with the checkpoint's tokenizer, as vLLM would.
+
+    Raises:
+        ExitServeError: text is given but the checkpoint has no tokenizer, or a prompt is empty
+            once encoded.
+    """
+    if all(isinstance(prompt, tuple) for prompt in prompts):
+        return [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExitServeError(
+            f"'{model_dir}' has no tokenizer that loads; give --prompts as .jsonl with "
+            f"prompt_token_ids."
+        ) from error
+    encoded = []
+    for prompt in prompts:
+        ids = tuple(tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise ExitServeError(f"prompt {prompt!r} has no tokens; remove it.")
+        encoded.append(ids)
+    return encoded
+
+
+def take(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """`count` prompts, starting again from the first where there are too few."""
+    return tuple(prompts[index % len(prompts)] for index in range(count))

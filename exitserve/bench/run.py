@@ -1,0 +1,166 @@
+"""The comparison: the same requests through plain vLLM and through every exit setting.
+
+For each batch size, an untimed pass of every setting warms the engine up and is traced (depths,
+tokens); tracing therefore costs the timed passes nothing. Then every repeat runs all settings
+one after the other, starting at another one each time, so that slow drifts of the machine meet
+all of them alike. Wall speedup is formed within a repeat, against plain vLLM of that repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from exitserve.bench.engines import Engines, running
+from exitserve.bench.measures import (
+    Observed,
+    case_of,
+    notes_on,
+    steps_of,
+    timing_of,
+    together,
+)
+from exitserve.bench.settings import PLAIN, BenchPlan, rotated
+from exitserve.checkpoint import read_config
+from exitserve.costs import shape_of
+from exitserve.errors import ExitServeError
+from exitserve.policy import ExitPolicy
+from exitserve.report import machine, versions
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of all passes that is done, 0..1."""
+
+
+def compare(plan: BenchPlan, progress: Progress) -> dict[str, Any]:
+    """Runs a plan.
+
+    Returns:
+        The report without its `schema_version`; see docs/benchmarks.md for the keys.
+
+    Raises:
+        ExitServeError: a prompt with its answer is longer than the model's context.
+    """
+    progress("starting plain vLLM and exitserve", 0.0)
+    with running(plan) as engines:
+        dtype, max_model_len = engines.dtype, engines.max_model_len
+        _check_lengths(plan, max_model_len)
+        observed = _observe(plan, engines, progress)
+    if not plan.synthetic:
+        _add_agreement(plan, observed, progress)
+    shape = shape_of(read_config(plan.model_dir), dtype)
+    plain = {seen.batch_size: seen for seen in observed if seen.setting == PLAIN}
+    cases = [
+        case_of(seen, plain[seen.batch_size], shape, plan.rules.exit_layers) for seen in observed
+    ]
+    return {
+        "model": plan.model_name,
+        "synthetic": plan.synthetic,
+        "machine": machine(),
+        "versions": versions(),
+        "settings": _settings_block(plan, dtype, max_model_len),
+        "notes": notes_on(cases),
+        "cases": cases,
+    }
+
+
+def _settings_block(plan: BenchPlan, dtype: str, max_model_len: int) -> dict[str, Any]:
+    return {
+        "num_layers": plan.rules.num_layers,
+        "exit_layers": list(plan.rules.exit_layers),
+        "requests": plan.requests,
+        "prompts": plan.prompt_source,
+        "max_tokens": plan.max_tokens,
+        "repeats": plan.repeats,
+        "dtype": dtype,
+        "compile": "eager" if plan.enforce_eager else "compiled",
+        "prefix_caching": False,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max(plan.batch_sizes),
+    }
+
+
+def _check_lengths(plan: BenchPlan, max_model_len: int) -> None:
+    longest = max(len(prompt) for prompt in plan.prompts)
+    if longest + plan.max_tokens > max_model_len:
+        raise ExitServeError(
+            f"the longest prompt has {longest} tokens; with --max-tokens {plan.max_tokens} it "
+            f"exceeds the context of {max_model_len}: lower --max-tokens, shorten the prompt, or "
+            f"raise --max-model-len."
+        )
+
+
+def _observe(plan: BenchPlan, engines: Engines, progress: Progress) -> list[Observed]:
+    """All passes; one `Observed` for each batch size and setting, in the plan's order."""
+    total = len(plan.batch_sizes) * len(plan.settings) * (plan.repeats + 1)
+    done = 0
+    observed = []
+    for batch_size in plan.batch_sizes:
+        batches = _batches(plan, batch_size)
+        seen = {s: Observed(setting=s, batch_size=batch_size) for s in plan.settings}
+        for repeat in range(-1, plan.repeats):
+            for setting in rotated(plan.settings, max(repeat, 0)):
+                phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {plan.repeats}"
+                progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
+                if repeat < 0:
+                    _trace(plan, engines, batches, seen[setting])
+                else:
+                    passes = (engines.run(setting, batch, plan.max_tokens) for batch in batches)
+                    seen[setting].repeats.append(together(timing_of(p.times) for p in passes))
+                done += 1
+        observed += list(seen.values())
+    return observed
+
+
+def _batches(plan: BenchPlan, batch_size: int) -> list[Sequence[tuple[int, ...]]]:
+    """The requests in full batches: a last, smaller one would be another batch size."""
+    count = max(1, plan.requests // batch_size)
+    return [plan.prompts[index * batch_size :][:batch_size] for index in range(count)]
+
+
+def _trace(
+    plan: BenchPlan,
+    engines: Engines,
+    batches: Sequence[Sequence[tuple[int, ...]]],
+    seen: Observed,
+) -> None:
+    """The untimed pass: keeps tokens, depths and steps."""
+    checked = seen.setting.checked_layers(plan.rules)
+    for index, batch in enumerate(batches):
+        key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
+        plain = seen.setting == PLAIN
+        result = engines.run(seen.setting, batch, plan.max_tokens, None if plain else key)
+        if plain:
+            depths = [(plan.rules.num_layers,) * plan.max_tokens] * len(batch)
+        else:
+            depths = engines.depths(key)
+        decoded = [request[1:] for request in depths]
+        seen.depths += [depth for request in decoded for depth in request]
+        seen.steps += steps_of(decoded, [len(prompt) for prompt in batch], checked)
+        seen.sequences += list(zip(batch, result.tokens, strict=True))
+
+
+def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress) -> None:
+    """Share of decode tokens that the full-depth model, fed the same text, would choose too."""
+    from exitserve.reference import Reference, load_reference
+
+    progress("agreement with full depth, in float32", 1.0)
+    reference: Reference = load_reference(str(plan.model_dir), exit_layers=())
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    for seen in observed:
+        counts = []
+        for prompt, generated in seen.sequences:
+            text = (*prompt, *generated)
+            if text not in known:  # settings and batch sizes often give the same text
+                known[text] = _agreeing(reference, prompt, generated)
+            counts.append(known[text])
+        seen.agreement = sum(equal for equal, _ in counts) / sum(total for _, total in counts)
+
+
+def _agreeing(
+    reference: Any, prompt: tuple[int, ...], generated: tuple[int, ...]
+) -> tuple[int, int]:
+    """(tokens equal to full depth's greedy choice, tokens), the first token left out."""
+    text = [*prompt, *generated]
+    chosen = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).token.tolist()
+    pairs = list(zip(chosen[len(prompt) :], generated[1:], strict=True))
+    return sum(1 for theirs, mine in pairs if theirs == mine), len(pairs)

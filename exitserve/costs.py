@@ -1,0 +1,168 @@
+"""What a decode step must move, in bytes, and the limit this sets on early exit.
+
+Decoding at small batches is bound by memory traffic, so the least time of a step is the bytes it
+must read over the bandwidth. Bandwidth cancels in the ratio of two steps, which leaves
+
+    bytes(step) = sum over layers i of  W_layer                     if any row needs layer i
+                                        W_kv                        otherwise (propagation)
+                + sum over rows b, layers i <= depth_b of  context_b * kv_token
+                + heads * W_head,     heads = checks + (1 if any row runs all layers else 0)
+    limit = sum of bytes(full-depth steps) / sum of bytes(observed steps)
+
+A check that passes *is* the head of the tokens that leave there, so a step in which every row
+exits reads the head once for each check and never again at the end. A layer's weights are read
+once for the whole batch. Left out, because they are small and the same on both sides: embedding
+rows, norms, activations, and the write of the new token's keys and values.
+
+Pure Python, for decoders of the Llama type. Shapes: B rows, L layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exitserve.errors import ExitServeError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """The sizes of a Llama-type decoder that decide what a step moves."""
+
+    num_layers: int
+    """L."""
+    hidden_size: int
+    """D."""
+    intermediate_size: int
+    """F, the width of the gated feed-forward block (three D x F matrices)."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """V."""
+    dtype_bytes: int
+    """Bytes of one weight, and of one number in the key-value cache."""
+
+    @property
+    def kv_projection_bytes(self) -> int:
+        """K and V weights of one layer: 2 * D * kv_heads * head_dim numbers."""
+        return 2 * self.hidden_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """All matrices of one layer: Q and output, K and V, and the feed-forward block."""
+        query_and_output = 2 * self.hidden_size * self.num_heads * self.head_dim
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        return (query_and_output + feed_forward) * self.dtype_bytes + self.kv_projection_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """The LM head, D * V numbers; tied or not, a check reads all of it."""
+        return self.hidden_size * self.vocab_size * self.dtype_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One decode step as observed: B rows, each at its own depth."""
+
+    depths: tuple[int, ...]
+    """[B] layers run by each row; L for full depth."""
+    contexts: tuple[int, ...]
+    """[B] tokens of each row in the cache that its attention reads."""
+    checks: int
+    """Exit checks made; each reads the head once, for all its rows together."""
+
+
+def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
+    """Reads the sizes from a Llama-type `config.json`.
+
+    Args:
+        config: the parsed file; `num_key_value_heads` and `head_dim` may be absent, as
+            transformers allows.
+        dtype: the type that weights and cache are served in, one of `DTYPE_BYTES`.
+
+    Raises:
+        ExitServeError: a size is missing or not a positive whole number, or the dtype is unknown.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ExitServeError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPE_BYTES)}.")
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    return DecoderShape(
+        num_layers=_size(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        vocab_size=_size(config, "vocab_size"),
+        dtype_bytes=DTYPE_BYTES[dtype],
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ExitServeError(
+            f"config.json has {name} = {value!r}; the cost model needs a whole number above 0, "
+            f"as Llama-type checkpoints have it."
+        )
+    return value
+
+
+def step_bytes(shape: DecoderShape, step: Step) -> int:
+    """Least bytes that one decode step reads; the formula is in the module's header.
+
+    Raises:
+        ValueError: depths and contexts differ in length, or a depth lies outside 1..L.
+    """
+    if len(step.depths) != len(step.contexts):
+        raise ValueError(f"{len(step.depths)} depths but {len(step.contexts)} contexts.")
+    if not all(1 <= depth <= shape.num_layers for depth in step.depths):
+        raise ValueError(f"depths {step.depths} must lie in 1..{shape.num_layers}.")
+    deepest = max(step.depths, default=0)
+    weights = deepest * shape.layer_bytes
+    weights += (shape.num_layers - deepest) * shape.kv_projection_bytes
+    heads = step.checks + (1 if deepest == shape.num_layers else 0)
+    cache = sum(d * c for d, c in zip(step.depths, step.contexts, strict=True))
+    return weights + heads * shape.head_bytes + cache * shape.kv_token_bytes
+
+
+def full_depth(shape: DecoderShape, step: Step) -> Step:
+    """The same step in the plain model: every row runs L layers, nothing is checked."""
+    return Step(depths=(shape.num_layers,) * len(step.depths), contexts=step.contexts, checks=0)
+
+
+def checks_made(depths: Iterable[int], checked_layers: Sequence[int]) -> int:
+    """How many checks a step needs in which rows stopped at `depths`.
+
+    A check is made after layer e while any row is still active on arriving there.
+
+    Args:
+        depths: [B] layers run by each row.
+        checked_layers: the exit layers at which the rows' policy allows an exit.
+    """
+    deepest = max(depths, default=0)
+    return sum(1 for layer in checked_layers if layer <= deepest)
+
+
+def limit_speedup(shape: DecoderShape, steps: Sequence[Step]) -> float:
+    """The most that wall speedup can be: full-depth least bytes over those of `steps`.
+
+    Returns:
+        A ratio (no unit); 1.0 for no steps. Below 1.0 where checks cost more than they save.
+    """
+    if not steps:
+        return 1.0
+    full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
+    return full / sum(step_bytes(shape, step) for step in steps)

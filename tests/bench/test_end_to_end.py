@@ -1,0 +1,105 @@
+"""The real thing on a tiny random checkpoint: two engines, interleaved, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exitserve.bench.command import add_command
+from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.errors import ExitServeError
+
+NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
+REQUESTS, MAX_TOKENS = 2, 6
+# Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
+ARGUMENTS = (
+    f"--thresholds 0.1 --fixed-layers 2 --batch-sizes 1,2 --requests {REQUESTS} "
+    f"--max-tokens {MAX_TOKENS} --repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
+)
+
+
+def save_tiny(directory: Path) -> None:
+    """Weights are wide apart, so that confidences differ and some tokens exit."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.12,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    write_multi_exit(directory, MultiExit(exit_layers=EXIT_LAYERS))
+
+
+def bench(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    args = parser.parse_args(["bench", *arguments])
+    code: int = args.run(args)
+    return code
+
+
+def check_case(case: dict[str, Any]) -> None:
+    tokens = REQUESTS * (MAX_TOKENS - 1)
+    by_layer = {int(layer): count for layer, count in case["exit_layers"].items()}
+    assert set(by_layer) == {*EXIT_LAYERS, NUM_LAYERS}
+    assert sum(by_layer.values()) == tokens
+    depth = sum(layer * count for layer, count in by_layer.items())
+    assert case["mean_depth"] == pytest.approx(depth / tokens, abs=1e-3)
+    assert case["depth_speedup"] == pytest.approx(NUM_LAYERS * tokens / depth, abs=1e-3)
+    wall = case["wall_speedup"]
+    assert wall["min"] <= wall["median"] <= wall["max"]
+    assert case["efficiency"] == pytest.approx(wall["median"] / case["limit_speedup"], abs=1e-3)
+    assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
+    assert case["tokens_per_second"] > 0
+    if case["mode"] in {"plain", "off"}:
+        assert case["depth_speedup"] == case["limit_speedup"] == 1.0
+        # float32 on both sides: full depth is the greedy choice of full depth.
+        assert case["agreement"] == 1.0
+    if case["mode"] == "fixed":
+        assert by_layer[2] == tokens
+
+
+def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out, prompts = tmp_path / "tiny", tmp_path / "out", tmp_path / "prompts.jsonl"
+    save_tiny(model)
+    lines = [{"prompt_token_ids": [5, 9, 17]}, {"prompt_token_ids": list(range(20, 60))}]
+    prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    arguments = (str(model), "--prompts", str(prompts), "--out", str(out), *ARGUMENTS.split())
+
+    assert bench(*arguments) == 0
+
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert report["schema_version"] == 1
+    assert report["model"] == str(model)
+    assert report["synthetic"] is False
+    assert report["settings"]["prefix_caching"] is False
+    assert report["settings"]["dtype"] == "float32"
+    assert [(case["batch_size"], case["mode"]) for case in report["cases"]] == [
+        (size, mode) for size in (1, 2) for mode in ("plain", "off", "confidence", "fixed")
+    ]
+    for case in report["cases"]:
+        check_case(case)
+    # The same requests exit at the same layers whoever shares the batch.
+    halves = report["cases"][:4], report["cases"][4:]
+    for alone, shared in zip(*halves, strict=True):
+        assert alone["exit_layers"] == shared["exit_layers"]
+    assert any(case["exit_layers"]["4"] for case in report["cases"] if case["mode"] != "fixed")
+    assert "plain vLLM" in (out / "report.md").read_text(encoding="utf-8")
+    assert (out / "wall_speedup.png").stat().st_size > 10_000
+    assert "plain vLLM" in capsys.readouterr().out
+
+    with pytest.raises(ExitServeError, match="--overwrite"):
+        bench(*arguments)

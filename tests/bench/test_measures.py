@@ -1,0 +1,169 @@
+"""Statistics, cases and pages of a comparison, from made-up passes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.bench.measures import (
+    Observed,
+    Timing,
+    case_of,
+    label_of,
+    notes_on,
+    percentile,
+    spread,
+    steps_of,
+    timing_of,
+    together,
+)
+from exitserve.bench.settings import OFF, PLAIN, Setting
+from exitserve.costs import DecoderShape, Step
+
+SHAPE = DecoderShape(
+    num_layers=4,
+    hidden_size=8,
+    intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=32,
+    dtype_bytes=2,
+)
+CASE_KEYS = {
+    "batch_size",
+    "mode",
+    "exit_threshold",
+    "exit_layer",
+    "tokens_per_second",
+    "tpot_ms",
+    "mean_depth",
+    "depth_speedup",
+    "wall_speedup",
+    "limit_speedup",
+    "efficiency",
+    "agreement",
+    "exit_layers",
+}
+
+
+def observed(setting: Setting, rates: list[float], depths: list[int], checks: int) -> Observed:
+    """Ten tokens a repeat at the given rates, one request."""
+    return Observed(
+        setting=setting,
+        batch_size=1,
+        depths=depths,
+        steps=[Step(depths=(depth,), contexts=(5,), checks=checks) for depth in depths],
+        repeats=[Timing(10, 10 / rate, (1 / rate,) * 10) for rate in rates],
+    )
+
+
+def test_decoding_starts_when_every_request_has_its_first_token() -> None:
+    """The early request's first two tokens came while the other's prompt was being processed."""
+    timing = timing_of([[0.0, 0.5, 1.5, 2.0], [1.0, 1.5, 2.0, 2.5]])
+    assert timing.tokens == 5
+    assert timing.seconds == 1.5
+    assert timing.gaps == (1.0, 0.5, 0.5, 0.5, 0.5)
+
+
+def test_decoding_of_one_token_cannot_be_timed() -> None:
+    with pytest.raises(ValueError, match="two tokens"):
+        timing_of([[1.0]])
+
+
+def test_batches_one_after_the_other_add_up() -> None:
+    timing = together([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
+    assert timing.rate == 3.0
+    assert len(timing.gaps) == 6
+
+
+def test_percentiles_by_hand() -> None:
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([float(value) for value in range(101)], 99) == pytest.approx(99.0)
+    assert percentile([0.0, 1.0], 50) == pytest.approx(0.5)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=200))
+def test_a_percentile_lies_within_the_data(values: list[float]) -> None:
+    assert min(values) - 1e-9 <= percentile(values, 99) <= max(values) + 1e-9
+
+
+def test_spread_is_ordered() -> None:
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+def test_steps_line_up_the_rows_of_a_batch() -> None:
+    steps = steps_of([(2, 4), (2, 2)], prompt_lengths=[7, 9], checked_layers=(2, 3))
+    assert steps == [
+        Step(depths=(2, 2), contexts=(8, 10), checks=1),
+        Step(depths=(4, 2), contexts=(9, 11), checks=2),
+    ]
+
+
+def test_a_case_has_the_documented_keys_and_adds_up() -> None:
+    plain = observed(PLAIN, [100.0, 50.0, 80.0], [4, 4, 4, 4], checks=0)
+    fixed = observed(
+        Setting(mode="fixed", exit_layer=2), [150.0, 90.0, 120.0], [2, 2, 2, 4], checks=1
+    )
+    case = case_of(fixed, plain, SHAPE, (1, 2))
+    assert case.keys() == CASE_KEYS
+    # Within repeats: 1.5, 1.8, 1.5; the median of rates over the median of rates would agree
+    # here only by accident, and the spread would be lost.
+    assert case["wall_speedup"] == {"median": 1.5, "min": 1.5, "max": 1.8}
+    assert case["tokens_per_second"] == 120.0
+    assert case["tpot_ms"]["median"] == pytest.approx(1e3 / 120, abs=1e-3)
+    assert case["exit_layers"] == {"1": 0, "2": 3, "4": 1}
+    assert case["mean_depth"] == 2.5
+    assert case["depth_speedup"] == 1.6
+    assert case["efficiency"] == pytest.approx(1.5 / case["limit_speedup"], abs=1e-3)
+    assert case["agreement"] is None
+
+
+def test_plain_is_its_own_yardstick() -> None:
+    plain = observed(PLAIN, [100.0, 50.0], [4, 4], checks=0)
+    case = case_of(plain, plain, SHAPE, (1, 2))
+    assert case["wall_speedup"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert case["limit_speedup"] == case["efficiency"] == case["depth_speedup"] == 1.0
+
+
+def test_a_result_above_the_limit_is_flagged_unless_noise_explains_it() -> None:
+    plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
+    cases = [
+        case_of(observed(OFF, rates, [4, 4], checks=0), plain, SHAPE, (1, 2))
+        for rates in ([101.0, 150.0], [110.0, 150.0])
+    ]
+    assert notes_on(cases[:1]) == []
+    assert len(notes_on(cases)) == 1
+    assert "above the limit: check the measurement" in notes_on(cases)[0]
+
+
+def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
+    plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
+    cases = [
+        case_of(observed(OFF, rates, [4, 4], checks=0), plain, SHAPE, (1, 2))
+        for rates in ([90.0, 99.0], [85.0, 90.0])
+    ]
+    assert notes_on(cases[:1]) == []
+    assert "for the same work" in notes_on(cases)[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "label"),
+    [
+        (PLAIN, "plain vLLM"),
+        (OFF, "exits off"),
+        (Setting(mode="confidence", exit_threshold=0.5), "threshold 0.5"),
+        (Setting(mode="fixed", exit_layer=6), "exit at 6"),
+    ],
+)
+def test_labels(setting: Setting, label: str) -> None:
+    assert setting.label == label
+    plain = observed(PLAIN, [1.0], [4], checks=0)
+    assert label_of(case_of(observed(setting, [1.0], [4], 0), plain, SHAPE, ())) == label
+
+
+def test_rates_are_finite() -> None:
+    assert math.isfinite(timing_of([[0.0, 1e-9]]).rate)

@@ -1,0 +1,119 @@
+"""The report's human side says what it must."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from exitserve.bench.page import HEADERS, SHORT_HEADERS, markdown, plot, short_rows, table_rows
+from exitserve.report import PLOT_DPI, terminal_table
+
+
+def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dict[str, Any]:
+    return {
+        "batch_size": batch,
+        "mode": mode,
+        "exit_threshold": 0.5 if mode == "confidence" else None,
+        "exit_layer": 2 if mode == "fixed" else None,
+        "tokens_per_second": 100.0 * wall,
+        "tpot_ms": {"median": 10.0 / wall, "p99": 12.0},
+        "mean_depth": 4.0 / depth,
+        "depth_speedup": depth,
+        "wall_speedup": {"median": wall, "min": wall - 0.05, "max": wall + 0.1},
+        "limit_speedup": depth,
+        "efficiency": wall / depth,
+        "agreement": None if mode == "fixed" else 0.987,
+        "exit_layers": {"2": 3, "4": 1},
+    }
+
+
+def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {
+        "model": "some-model",
+        "synthetic": synthetic,
+        "machine": {"cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "gpus": []},
+        "versions": {"python": "3.11"},
+        "settings": {
+            "num_layers": 4,
+            "exit_layers": [2],
+            "requests": 8,
+            "prompts": "bundled prompts",
+            "max_tokens": 64,
+            "repeats": 3,
+            "dtype": "float32",
+            "compile": "compiled",
+            "prefix_caching": False,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+        },
+        "notes": list(notes),
+        "cases": [
+            entry
+            for batch in (1, 8)
+            for entry in (
+                case("plain", batch),
+                case("off", batch),
+                case("confidence", batch, wall=1.3, depth=1.6),
+                case("fixed", batch, wall=1.6, depth=2.0),
+            )
+        ],
+    }
+
+
+def test_the_page_has_the_table_the_conditions_and_no_bare_speedup() -> None:
+    page = markdown(report())
+    assert "prefix caching off" in page
+    assert "threshold 0.5" in page
+    assert "0.987" in page
+    assert "a cpu" in page
+    assert "SYNTHETIC" not in page
+    for before in (part[-6:] for part in page.lower().replace("_", " ").split("speedup")[:-1]):
+        assert before.endswith(("depth ", "wall ")), before
+
+
+def test_synthetic_is_said_on_the_page_and_the_plot() -> None:
+    data = report(synthetic=True)
+    assert markdown(data).count("SYNTHETIC") >= 2
+    title = plot(data).get_suptitle()
+    assert "SYNTHETIC" in title
+
+
+def test_notes_become_warnings() -> None:
+    assert "> **Warning.** look here" in markdown(report(notes=("look here",)))
+
+
+def test_the_plot_has_one_labelled_panel_for_each_batch_size(tmp_path: Path) -> None:
+    figure = plot(report())
+    assert [axes.get_title() for axes in figure.axes] == ["batch 1", "batch 8"]
+    assert all("ratio to plain vLLM" in axes.get_xlabel() for axes in figure.axes)
+    rows = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert rows == ["plain vLLM", "exits off", "threshold 0.5", "exit at 2"]
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name.split(" (")[0] for name in named] == [
+        "depth speedup",
+        "limit on wall speedup",
+        "wall speedup",
+    ]
+    figure.savefig(tmp_path / "plot.png", dpi=PLOT_DPI)
+
+
+@pytest.mark.parametrize("synthetic", [True, False])
+def test_rows_fit_the_headers(synthetic: bool) -> None:
+    cases = report(synthetic=synthetic)["cases"]
+    assert {len(row) for row in table_rows(cases)} == {len(HEADERS)}
+    assert {len(row) for row in short_rows(cases)} == {len(SHORT_HEADERS)}
+
+
+def test_the_terminal_table_fits_80_characters_unbroken() -> None:
+    cases = report()["cases"]
+    cases[0] |= {"tokens_per_second": 12345.6}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table("title", SHORT_HEADERS, short_rows(cases)))
+    text = console.export_text()
+    assert "…" not in text
+    assert "12345.6" in text
+    assert "1.55-1.70" in text

@@ -1,0 +1,183 @@
+"""The compose file and what it mounts, read as text."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SERVERS = {"exitserve-cpu": "cpu", "exitserve-cuda": "cuda"}
+PORTS = {"exitserve-cpu": 8000, "exitserve-cuda": 8000, "prometheus": 9090, "grafana": 3000}
+
+
+def default(text: str) -> str:
+    """A value with the defaults of its `${NAME:-default}` filled in."""
+    return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda match: match[1] or "", text)
+
+
+def mounts(service: dict[str, Any]) -> list[tuple[str, str]]:
+    """Source and target of each volume."""
+    found = []
+    for volume in service.get("volumes", []):
+        if isinstance(volume, dict):
+            found.append((default(volume["source"]), volume["target"]))
+        else:
+            source, target, *_ = default(volume).split(":")
+            found.append((source, target))
+    return found
+
+
+def service_problems(compose: dict[str, Any]) -> list[str]:
+    """Services that are missing, unpinned, unchecked or unreachable."""
+    services = compose["services"]
+    found = [f"no service {name}" for name in PORTS if name not in services]
+    for name, service in services.items():
+        repository, _, tag = service["image"].partition(":")
+        if not tag or tag == "latest":
+            found.append(f"{name}: image {repository} has no pinned tag")
+        if "healthcheck" not in service:
+            found.append(f"{name}: no health check")
+        published = [default(port) for port in service.get("ports", [])]
+        if published != [f"127.0.0.1:{PORTS.get(name)}:{PORTS.get(name)}"]:
+            found.append(f"{name}: ports {published}")
+        found += [
+            f"{name}: depends on {other}, which is not there"
+            for other in service.get("depends_on", {})
+            if other not in services
+        ]
+    return found
+
+
+def mount_problems(compose: dict[str, Any]) -> list[str]:
+    """Mounted files and volumes that are not there."""
+    found = []
+    for name, service in compose["services"].items():
+        for source, target in mounts(service):
+            if not source.startswith("."):
+                if source not in compose["volumes"]:
+                    found.append(f"{name}: volume {source} is not declared")
+            # The models are the user's; the configuration is ours.
+            elif target != "/models" and not (DEPLOY / source).is_dir():
+                found.append(f"{name}: {source} is not in deploy/")
+    return found
+
+
+def server_problems(compose: dict[str, Any]) -> list[str]:
+    """What makes the two builds of the server interchangeable."""
+    found = []
+    for name, target in SERVERS.items():
+        service = compose["services"][name]
+        build = service["build"]
+        if not (DEPLOY / build["context"] / build["dockerfile"]).is_file():
+            found.append(f"{name}: no {build['dockerfile']}")
+        if build["target"] != target or service["profiles"] != [target]:
+            found.append(f"{name}: target {build['target']}, profiles {service['profiles']}")
+        command = " ".join(service["command"])
+        found += [
+            f"{name}: no ${v}" for v in ("MODEL", "EXIT_THRESHOLD") if f"${{{v}:-" not in command
+        ]
+        if "exitserve" not in service["networks"]["default"]["aliases"]:
+            found.append(f"{name}: Prometheus does not find it")
+    devices = compose["services"]["exitserve-cuda"].get("deploy", {}).get("resources", {})
+    if devices.get("reservations", {}).get("devices", [{}])[0].get("capabilities") != ["gpu"]:
+        found.append("exitserve-cuda: reserves no GPU")
+    return found
+
+
+CHECKS = (service_problems, mount_problems, server_problems)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_compose_file_is_sound(check):
+    assert check(COMPOSE) == []
+
+
+def set_at(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with one value replaced; `path` is slash separated."""
+    planted = copy.deepcopy(tree)
+    *parents, last = path.split("/")
+    node = planted
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "value", "problem"),
+    [
+        (service_problems, "services/grafana/image", "grafana/grafana:latest", "no pinned tag"),
+        (service_problems, "services/prometheus/image", "prom/prometheus", "no pinned tag"),
+        (service_problems, "services/grafana/ports", ["3000:3000"], "ports"),
+        (service_problems, "services/grafana/depends_on", {"prom": {}}, "not there"),
+        (service_problems, "services/other", {"image": "other:1"}, "no health check"),
+        (service_problems, "services", {}, "no service grafana"),
+        (mount_problems, "services/prometheus/volumes", ["./prom:/etc:ro"], "not in deploy"),
+        (mount_problems, "services/prometheus/volumes", ["data:/prometheus"], "not declared"),
+        (server_problems, "services/exitserve-cpu/build/target", "cuda", "target cuda"),
+        (
+            server_problems,
+            "services/exitserve-cuda/build/dockerfile",
+            "Dockerfile",
+            "no Dockerfile",
+        ),
+        (server_problems, "services/exitserve-cpu/command", ["/models/fixed"], "no $MODEL"),
+        (server_problems, "services/exitserve-cpu/networks/default/aliases", [], "does not find"),
+        (server_problems, "services/exitserve-cuda/deploy", {}, "no GPU"),
+    ],
+)
+def test_planted_errors_are_found(check, path, value, problem):
+    assert any(problem in line for line in check(set_at(COMPOSE, path, value)))
+
+
+def test_the_default_profile_is_cpu():
+    lines = (DEPLOY / ".env").read_text().splitlines()
+    assert "COMPOSE_PROFILES=cpu" in lines
+
+
+def test_the_command_is_one_that_exitserve_takes():
+    from exitserve.cli import build_parser
+
+    command = [default(word) for word in COMPOSE["services"]["exitserve-cpu"]["command"]]
+    args, rest = build_parser().parse_known_args(["serve", *command])
+    assert args.model == "/models/exit-py-10m"
+    assert 0 < args.exit_threshold < 1
+    assert rest == ["--host=0.0.0.0", "--port=8000"]
+
+
+def test_prometheus_reads_rules_and_scrapes_the_server():
+    folder = DEPLOY / "prometheus"
+    config = yaml.safe_load((folder / "prometheus.yml").read_text())
+    assert [name for name in config["rule_files"] if not (folder / name).is_file()] == []
+    targets = [
+        target
+        for job in config["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    ]
+    assert targets == ["exitserve:8000"]
+    for job in config["scrape_configs"]:
+        assert job.get("metrics_path", "/metrics") == "/metrics"
+
+
+def test_grafana_is_provisioned_from_what_compose_mounts():
+    mounted = {target: DEPLOY / source for source, target in mounts(COMPOSE["services"]["grafana"])}
+    provisioning = mounted["/etc/grafana/provisioning"]
+    sources = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())
+    address, _, port = sources["datasources"][0]["url"].removeprefix("http://").partition(":")
+    assert address in COMPOSE["services"]
+    assert PORTS[address] == int(port)
+    providers = yaml.safe_load((provisioning / "dashboards" / "exitserve.yaml").read_text())
+    for provider in providers["providers"]:
+        assert list(mounted[provider["options"]["path"]].glob("*.json"))
+    home = COMPOSE["services"]["grafana"]["environment"][
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
+    ]
+    assert (mounted[str(Path(home).parent)] / Path(home).name).is_file()

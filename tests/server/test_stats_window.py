@@ -1,0 +1,126 @@
+"""`GET /exitserve/stats`: totals since the start and over the last minute."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.engine.recorder import Recorder
+from exitserve.server.metrics import WINDOW_SECONDS, StatsWindow
+
+LAYERS = 6
+EXITS = (2, 4)
+
+# Steps of a server: seconds that pass, then the depths of the tokens generated meanwhile.
+STEPS = st.lists(
+    st.tuples(st.integers(1, 50), st.lists(st.integers(1, LAYERS), max_size=5)), max_size=20
+)
+
+
+def window_of(steps: list[tuple[int, list[int]]]) -> tuple[StatsWindow, int]:
+    """A window that was told of `steps`, and the time of the last."""
+    recorder, window, now = Recorder(LAYERS, EXITS), StatsWindow(), 0
+    window.add(now, recorder.snapshot())
+    for seconds, depths in steps:
+        now += seconds
+        for depth in depths:
+            recorder.generated(depth)
+        window.add(now, recorder.snapshot())
+    return window, now
+
+
+def expected(depths: list[int]) -> dict[str, Any]:
+    """The depth figures, from the definitions."""
+    return {
+        "tokens": len(depths),
+        "mean_depth": sum(depths) / len(depths) if depths else None,
+        "depth_speedup": LAYERS * len(depths) / sum(depths) if depths else None,
+    }
+
+
+@given(STEPS)
+def test_figures_follow_from_the_tokens(steps: list[tuple[int, list[int]]]) -> None:
+    window, now = window_of(steps)
+    times = [0]
+    for seconds, _ in steps:
+        times.append(times[-1] + seconds)
+    # The last minute counts from the newest sample that is a minute old, or else from the first.
+    start = max([time for time in times if time <= now - WINDOW_SECONDS], default=0)
+    lately = [
+        depth
+        for time, (_, depths) in zip(times[1:], steps, strict=True)
+        if time > start
+        for depth in depths
+    ]
+    report = window.report(now)
+    everything = [depth for _, depths in steps for depth in depths]
+    for part, depths in (("since_start", everything), ("last_minute", lately)):
+        figures = report[part]
+        assert {name: figures[name] for name in expected(depths)} == expected(depths)
+        assert sum(figures["tokens_by_exit_layer"].values()) == figures["tokens"]
+        for layer, count in figures["tokens_by_exit_layer"].items():
+            assert count == depths.count(int(layer))
+
+
+def test_without_samples_or_tokens_depths_are_null() -> None:
+    window = StatsWindow()
+    for _ in range(2):
+        report = window.report(1.0)
+        for part in ("since_start", "last_minute"):
+            assert report[part]["tokens"] == 0
+            assert report[part]["mean_depth"] is None
+            assert report[part]["depth_speedup"] is None
+        window.add(1.0, Recorder(LAYERS, EXITS).snapshot())
+
+
+def test_traffic_leaves_the_last_minute_without_new_samples() -> None:
+    window, now = window_of([(1, [2, 4, 6])])
+    assert window.report(now)["last_minute"]["tokens"] == 3
+    assert window.report(now + WINDOW_SECONDS + 1)["last_minute"]["tokens"] == 0
+    assert window.report(now + WINDOW_SECONDS + 1)["since_start"]["tokens"] == 3
+
+
+def test_a_restarted_worker_does_not_subtract() -> None:
+    window = StatsWindow()
+    for now, tokens in enumerate((5, 2)):
+        recorder = Recorder(LAYERS, EXITS)
+        recorder.checked(2, 10, 3)
+        for _ in range(tokens):
+            recorder.generated(2)
+        window.add(float(now), recorder.snapshot())
+    report = window.report(1.0)
+    assert report["since_start"]["tokens"] == 7
+    assert report["since_start"]["checks"] == 20
+    assert report["since_start"]["checks_passed"] == 6
+    assert report["last_minute"]["tokens"] == 2
+
+
+def test_layers_come_in_order_and_as_json() -> None:
+    window, now = window_of([(1, [6, 2])])
+    report = window.report(now)
+    assert list(report["since_start"]["tokens_by_exit_layer"]) == ["2", "4", "6"]
+    assert json.loads(json.dumps(report)) == report
+
+
+@pytest.mark.parametrize("step", [0.001, 1.0])
+def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
+    recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
+    count = 2000
+    for index in range(count):
+        recorder.generated(4)
+        window.add(index * step, recorder.snapshot())
+    assert len(window._samples) <= 130
+    assert window.report((count - 1) * step)["since_start"]["tokens"] == count
+
+
+def test_merged_samples_still_span_the_whole_minute() -> None:
+    recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
+    for index in range(1200):  # two minutes, ten samples a second, a token each
+        recorder.generated(4)
+        window.add(index / 10, recorder.snapshot())
+    # Merging may move the start of the minute by one spacing: 600 tokens, 5 more at most.
+    assert 600 <= window.report(119.9)["last_minute"]["tokens"] <= 606

@@ -1,0 +1,79 @@
+"""The command line: exit codes, one clear line, and help that teaches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exitserve.cli import main
+
+
+def _fails(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("exitserve: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path):
+    def make(**config: object) -> str:
+        known = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 12}
+        (tmp_path / "config.json").write_text(json.dumps(known | config))
+        return str(tmp_path)
+
+    return make
+
+
+def test_help_names_every_command(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("serve", "bench", "demo", "train"):
+        assert command in text
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "demo", "train"])
+def test_every_command_has_help(capsys, command: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert len(capsys.readouterr().out) > 300
+
+
+def test_a_missing_model(capsys) -> None:
+    assert "nowhere" in _fails(capsys, "serve", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "ViTForImageClassification", "GPT2LMHeadModel"]
+)
+def test_an_unsupported_architecture_is_named_with_the_supported(
+    capsys, checkpoint, name: str
+) -> None:
+    error = _fails(capsys, "serve", checkpoint(architectures=[name]))
+    assert name in error and "LlamaForCausalLM, MistralForCausalLM" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exit-threshold", "nan"], "finite number above 0"),
+        (["--exit-threshold", "-1"], "finite number above 0"),
+        (["--exit-layers", "4,12"], "exit layer 12 is out of range"),
+        (["--exit-layers", "8,4"], "must ascend"),
+        (["--exit-layers", "4", "--exit-layer", "8"], "not one of this model's exit layers"),
+        (["--mode", "fixed"], "--exit-layer"),
+        (["--mode", "confidence"], "--exit-threshold"),
+        (["--eos-threshold", "0"], "eos_threshold"),
+    ],
+)
+def test_bad_options(capsys, checkpoint, options: list[str], message: str) -> None:
+    assert message in _fails(capsys, "serve", checkpoint(), *options)
+
+
+def test_the_demo_needs_its_model(capsys, tmp_path: Path) -> None:
+    assert "--model" in _fails(capsys, "demo", "--model", str(tmp_path / "none"))

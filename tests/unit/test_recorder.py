@@ -1,0 +1,49 @@
+"""Counts and traces where the forward pass runs."""
+
+from __future__ import annotations
+
+from exitserve.engine.recorder import MAX_TRACES, Recorder
+
+
+def test_counts() -> None:
+    recorder = Recorder(num_layers=6, exit_layers=(2, 4))
+    recorder.checked(2, checks=5, passed=3)
+    recorder.checked(4, checks=2, passed=0)
+    for depth in (2, 2, 2, 6, 6):
+        recorder.generated(depth)
+    assert recorder.snapshot() == {
+        "num_layers": 6,
+        "exit_layers": [2, 4],
+        "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 2},
+        "checks": {2: 5, 4: 2},
+        "passed": {2: 3, 4: 0},
+        "frozen_tokens": 3,
+        "involuntary_stays": 0,
+    }
+
+
+def test_traces_are_taken_once_and_follow_the_rows() -> None:
+    recorder = Recorder(6, (2,))
+    rows = ["a", "b"]
+    recorder.request_ids = lambda: rows
+    recorder.trace("key", row=0, index=0, depth=6)
+    recorder.trace("key", row=1, index=0, depth=6)
+    rows.reverse()  # vLLM moved the rows
+    recorder.trace("key", row=0, index=1, depth=2)
+    assert recorder.take_traces("key") == {"a": {0: 6}, "b": {0: 6, 1: 2}}
+    assert recorder.take_traces("key") == {}
+
+
+def test_recomputed_tokens_are_traced_once() -> None:
+    recorder = Recorder(6, (2,))
+    for _ in range(2):
+        recorder.trace("key", row=0, index=3, depth=2)
+    assert recorder.take_traces("key") == {"": {3: 2}}
+
+
+def test_abandoned_traces_are_dropped_oldest_first() -> None:
+    recorder = Recorder(6, (2,))
+    for number in range(MAX_TRACES + 1):
+        recorder.trace(str(number), row=0, index=0, depth=6)
+    assert recorder.take_traces("0") == {}
+    assert recorder.take_traces(str(MAX_TRACES)) != {}

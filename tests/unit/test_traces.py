@@ -1,0 +1,113 @@
+"""Response fields: which choice a trace belongs to, and how streams carry it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from exitserve.server.traces import TraceFields, choice_index, exit_metrics
+
+BASE = "cmpl-abc"
+
+
+@pytest.mark.parametrize(
+    ("request_id", "samples", "chat", "index"),
+    [
+        ("cmpl-abc-0-12345678", 1, False, 0),
+        ("cmpl-abc-2-12345678", 1, False, 2),
+        ("1_cmpl-abc-2-12345678", 3, False, 7),
+        ("cmpl-user-7-0-0123abcd", 1, False, 0),
+        ("chatcmpl-abc-12345678", 1, True, 0),
+        ("2_chatcmpl-abc-12345678", 3, True, 2),
+    ],
+)
+def test_choices(request_id: str, samples: int, chat: bool, index: int) -> None:
+    assert choice_index(request_id, samples, chat=chat) == index
+
+
+def test_totals() -> None:
+    assert exit_metrics([[4, 2], [2]], num_layers=4) == {
+        "tokens": 3,
+        "mean_depth": pytest.approx(8 / 3),
+        "depth_speedup": pytest.approx(1.5),
+    }
+    assert exit_metrics([[]], num_layers=4)["depth_speedup"] is None
+
+
+def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> TraceFields:
+    answers = iter(parts)
+
+    async def take() -> dict[str, dict[int, int]]:
+        return next(answers, {})
+
+    return TraceFields(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep)
+
+
+def _chunk(index: int, tokens: list[int], finish: str | None = None) -> str:
+    choice = {"index": index, "text": "t", "token_ids": tokens, "finish_reason": finish}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def _stream(fields: TraceFields, events: list[str]) -> list[str]:
+    async def source() -> AsyncIterator[str]:
+        for event in events:
+            yield event
+
+    async def collect() -> list[str]:
+        return [event async for event in fields.stream(source())]
+
+    return asyncio.run(collect())
+
+
+def _body(event: str) -> dict:
+    return json.loads(event.removeprefix("data: "))
+
+
+def test_a_stream_of_two_samples() -> None:
+    fields = _fields(
+        {f"0_{BASE}-0-12345678": {0: 6, 1: 2}, f"1_{BASE}-0-12345678": {0: 6}},
+        {f"1_{BASE}-0-12345678": {1: 4, 2: 2}},
+    )
+    events = [
+        _chunk(0, [7]),
+        _chunk(1, [7]),
+        _chunk(0, [8], "length"),
+        _chunk(1, [8]),
+        _chunk(1, [9], "stop"),
+        "data: [DONE]\n\n",
+    ]
+    sent = _stream(fields, events)
+    assert len(sent) == len(events) and sent[-1] == events[-1]
+    assert _body(sent[2])["choices"][0]["exit_layers"] == [6, 2]
+    assert "exit_metrics" not in _body(sent[2])
+    assert _body(sent[4])["choices"][0]["exit_layers"] == [6, 4, 2]
+    assert _body(sent[4])["exit_metrics"]["tokens"] == 5
+    assert all("token_ids" not in _body(event)["choices"][0] for event in sent[:-1])
+
+
+def test_a_usage_chunk_carries_the_totals_too() -> None:
+    fields = _fields({f"{BASE}-0-12345678": {0: 6}})
+    sent = _stream(fields, [_chunk(0, [7], "stop"), 'data: {"choices": [], "usage": {}}\n\n'])
+    assert _body(sent[0])["exit_metrics"] == _body(sent[1])["exit_metrics"]
+
+
+def test_tokens_past_a_stop_string_are_cut() -> None:
+    fields = _fields({f"{BASE}-0-12345678": {0: 6, 1: 2, 2: 2, 3: 2}})
+    sent = _stream(fields, [_chunk(0, [7, 8], "stop"), "data: [DONE]\n\n"])
+    assert _body(sent[0])["choices"][0]["exit_layers"] == [6, 2]
+
+
+def test_errors_and_keep_alives_pass_through() -> None:
+    events = [": keep-alive\n\n", 'data: {"error": {"message": "x"}}\n\n', "data: [DONE]\n\n"]
+    assert _stream(_fields(), events) == events
+
+
+def test_token_ids_stay_where_the_client_asked() -> None:
+    fields = _fields({f"{BASE}-0-12345678": {0: 6}}, keep=True)
+    body = {"choices": [{"index": 0, "token_ids": [7], "finish_reason": "stop"}]}
+    answer = asyncio.run(fields.response(body))
+    assert answer["choices"][0]["token_ids"] == [7]
+    assert answer["choices"][0]["exit_layers"] == [6]
