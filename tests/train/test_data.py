@@ -1,0 +1,154 @@
+"""Documents, their split into train and validation, the tokenizer, and packing."""
+
+import sysconfig
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.errors import ExitServeError
+from exitserve_training.packing import pack, pack_split
+from exitserve_training.recipe import DataRecipe
+from exitserve_training.sources import Document, Split, load_split
+from exitserve_training.tokenization import END_OF_TEXT, train_bpe
+
+PYTHON = "def area(width, height):\n    if width:\n        return width * height\n    return 0\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([PYTHON] * 20, vocab_size=300, max_length=64)
+
+
+def write(folder: Path, count: int = 20) -> None:
+    for index in range(count):
+        (folder / f"{index}.txt").write_text(f"document {index} " * 40, encoding="utf-8")
+
+
+def test_documents_are_split_whole_and_without_leakage(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "copy.txt").write_text("document 3 " * 40, encoding="utf-8")
+    recipe = DataRecipe(files=[f"{tmp_path}/*.txt"], validation_fraction=0.25)
+    split = load_split(recipe, seed=0)
+    train = {doc.text for doc in split.train}
+    held_out = {doc.text for doc in split.validation}
+    assert len(train) == 15
+    assert len(held_out) == 5, "the copy counts once, so it cannot be on both sides"
+    assert not train & held_out
+    assert load_split(recipe, seed=0) == split
+    assert load_split(recipe, seed=1) != split
+
+
+def test_validation_files_are_left_out_of_training(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    recipe = DataRecipe(
+        files=[f"{tmp_path}/*.txt"], validation_files=[f"{tmp_path}/2.txt"], sequence_length=8
+    )
+    split = load_split(recipe, seed=0)
+    assert [doc.text for doc in split.validation] == ["document 2 " * 40]
+    assert len(split.train) == 3
+
+
+@given(st.text(alphabet="ab\n", min_size=40, max_size=200), st.floats(0.05, 0.5))
+def test_a_single_document_gives_its_tail(text: str, fraction: float) -> None:
+    from exitserve_training.sources import _cut
+
+    split = _cut(Document("one", text), fraction)
+    assert split.train[0].text + split.validation[0].text == text
+    assert split.train[0].text
+    assert split.validation[0].text
+
+
+def test_tables_and_text_give_the_same_documents(tmp_path: Path) -> None:
+    texts = [f"row {i}" for i in range(5)]
+    rows = datasets.Dataset.from_dict({"body": texts, "id": list(range(5))})
+    rows.to_json(str(tmp_path / "rows.jsonl"))
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    for name in ("rows.jsonl", "rows.parquet"):
+        recipe = DataRecipe(files=[str(tmp_path / name)], text_field="body")
+        split = load_split(recipe, seed=0)
+        assert sorted(doc.text for doc in [*split.train, *split.validation]) == texts
+        with pytest.raises(ExitServeError, match=r"has no column 'boddy'.*Did you mean 'body'"):
+            load_split(recipe.model_copy(update={"text_field": "boddy"}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "is empty"),
+        ("blank.txt", b" \n ", "has no text"),
+        ("latin.txt", b"caf\xe9", "is not UTF-8"),
+        ("broken.jsonl", b'{"text": ', "no valid jsonl"),
+        ("broken.parquet", b"PAR0", "no valid parquet"),
+        ("blank.jsonl", b'{"text": ""}\n', "has no text"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ExitServeError, match=f"{name}.*{message}"):
+        load_split(DataRecipe(files=[str(path)]), seed=0)
+
+
+def test_python_source_of_this_installation() -> None:
+    recipe = DataRecipe(
+        python_source=["stdlib"],
+        exclude=["*/test/*", "stdlib/encodings/*"],
+        max_file_bytes=50_000,
+        max_package_bytes=100_000,
+        max_bytes=1_000_000,
+    )
+    split = load_split(recipe, seed=0)
+    documents = [*split.train, *split.validation]
+    assert 500_000 < sum(len(doc.text.encode()) for doc in documents) <= 1_000_000
+    assert all(doc.name.startswith("stdlib/") and doc.name.endswith(".py") for doc in documents)
+    assert not any("/test/" in doc.name or "site-packages" in doc.name for doc in documents)
+    assert max(len(doc.text.encode()) for doc in documents) <= 50_000
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    sample = documents[0]
+    text = (stdlib / sample.name.removeprefix("stdlib/")).read_text(encoding="utf-8")
+    assert text == sample.text
+
+
+def test_limits_that_leave_nothing_are_an_error(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with pytest.raises(ExitServeError, match="data gives no document"):
+        load_split(DataRecipe(files=[f"{tmp_path}/*.txt"], max_bytes=5), seed=0)
+
+
+@given(text=st.text(max_size=80))
+def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_indentation_is_one_token_and_chat_is_plain(tokenizer) -> None:
+    pieces = tokenizer.tokenize("\n        return width")
+    assert pieces == ["Ċ", "ĠĠĠĠĠĠĠ", "Ġreturn", "Ġwidth"]
+    messages = [{"role": "user", "content": "import os"}, {"role": "user", "content": "x = 1"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "import os\nx = 1\n"
+
+
+def test_packing_loses_only_the_last_piece(tokenizer) -> None:
+    documents = [Document(str(i), PYTHON + f"# {i}\n") for i in range(7)]
+    stream = [
+        token
+        for doc in documents
+        for token in [*tokenizer(doc.text)["input_ids"], tokenizer.eos_token_id]
+    ]
+    rows = pack(documents, tokenizer, 16)["input_ids"]
+    assert [token for row in rows for token in row] == stream[: len(stream) // 16 * 16]
+    assert tokenizer.eos_token == tokenizer.bos_token == END_OF_TEXT
+
+
+def test_validation_is_spread_over_all_held_out_documents(tokenizer) -> None:
+    held_out = [Document(str(i), f"value_{i} = {i}\n" * 30) for i in range(10)]
+    packed = pack_split(Split(held_out, held_out), tokenizer, 16, validation_blocks=10)
+    text = tokenizer.decode([i for row in packed["validation"]["input_ids"] for i in row])
+    assert len(packed["validation"]) == 10
+    assert "= 0\n" in text
+    assert "= 9\n" in text
+    with pytest.raises(ExitServeError, match="the validation documents have fewer"):
+        pack_split(Split(held_out, held_out[:1]), tokenizer, 1000, 10)

@@ -1,0 +1,208 @@
+"""The aligned loss against the plain computation that it must equal."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from exitserve.errors import ExitServeError
+from exitserve_training.losses import (
+    aligned_cross_entropy,
+    chunked_cross_entropy,
+    layer_weights,
+)
+
+# Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
+# few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def problem(
+    layers: int = 4, rows: int = 2, tokens: int = 7, width: int = 8, vocab: int = 19
+) -> tuple[list[Tensor], nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(layers * 1000 + tokens)
+    hidden = [
+        torch.randn(rows, tokens, width, generator=generator).requires_grad_()
+        for _ in range(layers)
+    ]
+    torch.manual_seed(1)
+    classifier = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, vocab, bias=False))
+    labels = torch.randint(vocab, (rows, tokens), generator=generator)
+    return hidden, classifier, labels
+
+
+def naive(
+    hidden: list[Tensor], classifier: Callable[[Tensor], Tensor], labels: Tensor, scale: list[float]
+) -> Tensor:
+    """All logits at once, the definition as it stands."""
+    total = torch.zeros(())
+    for states, weight in zip(hidden, scale, strict=True):
+        logits = classifier(states)
+        total = total + weight * functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+        )
+    return total
+
+
+def gradients(
+    loss: Tensor, hidden: list[Tensor], classifier: nn.Module, upstream: float = 1.0
+) -> list[Tensor]:
+    leaves = [*hidden, *classifier.parameters()]
+    found = torch.autograd.grad(loss * upstream, leaves, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 12])
+def test_linear_weights_are_equation_3(num_layers: int) -> None:
+    weights = layer_weights(range(1, num_layers + 1))
+    expected = [2 * i / (num_layers * (num_layers + 1)) for i in range(1, num_layers + 1)]
+    assert weights == pytest.approx(expected)
+    assert sum(weights) == pytest.approx(1.0)
+
+
+@given(st.sets(st.integers(1, 40), min_size=1), st.sampled_from(["linear", "uniform"]))
+def test_named_weights_sum_to_one_and_keep_their_ratios(layers: set[int], scheme: str) -> None:
+    ordered = sorted(layers)
+    weights = layer_weights(ordered, scheme)
+    assert sum(weights) == pytest.approx(1.0)
+    for layer, weight in zip(ordered, weights, strict=True):
+        share = layer / ordered[0] if scheme == "linear" else 1.0
+        assert weight / weights[0] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("upstream", [1.0, -2.5])
+@pytest.mark.parametrize("weights", ["linear", "uniform", [0.0, 1.0, 0.5, 2.0]])
+def test_value_and_gradients_equal_the_full_logit_computation(
+    weights: str | list[float], upstream: float
+) -> None:
+    hidden, classifier, labels = problem()
+    labels[0, 2] = labels[1, -1] = -100
+    scale = layer_weights(range(1, 5), weights)
+    loss = aligned_cross_entropy(hidden, classifier, labels, weights=weights)
+    expected = naive(hidden, classifier, labels, scale)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    ours = gradients(loss, hidden, classifier, upstream)
+    theirs = gradients(expected, hidden, classifier, upstream)
+    for mine, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, truth, **CLOSE)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layers=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    chunk=st.integers(1, 30),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_chunk_and_mask(
+    layers: int, rows: int, tokens: int, chunk: int, seed: int
+) -> None:
+    hidden, classifier, labels = problem(layers, rows, tokens)
+    mask = torch.rand(rows, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
+    mask[0, 0] = True
+    masked = labels.masked_fill(~mask, -100)
+    scale = layer_weights(range(1, layers + 1))
+    expected = naive(hidden, classifier, masked, scale)
+    by_mask = aligned_cross_entropy(hidden, classifier, labels, mask=mask)
+    by_label = aligned_cross_entropy(hidden, classifier, masked)
+    torch.testing.assert_close(by_mask, expected, **CLOSE)
+    torch.testing.assert_close(by_label, expected, **CLOSE)
+    kept = hidden[0][mask]
+    whole = chunked_cross_entropy(kept, classifier, labels[mask], chunk_tokens=10_000)
+    parts = chunked_cross_entropy(kept, classifier, labels[mask], chunk_tokens=chunk)
+    torch.testing.assert_close(parts, whole, **CLOSE)
+
+
+def test_exit_subset_counts_those_layers_and_the_last() -> None:
+    hidden, classifier, labels = problem(layers=6)
+    loss = aligned_cross_entropy(hidden, classifier, labels, exit_layers=[2, 4])
+    chosen = [hidden[1], hidden[3], hidden[5]]
+    expected = naive(chosen, classifier, labels, [2 / 12, 4 / 12, 6 / 12])
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    unused = gradients(loss, [hidden[0], hidden[2], hidden[4]], classifier)[:3]
+    assert all(bool((grad == 0).all()) for grad in unused)
+
+
+def test_layers_that_do_not_count_need_not_be_given() -> None:
+    hidden, classifier, labels = problem(layers=6)
+    sparse = [None, hidden[1], None, None, None, hidden[5]]
+    loss = aligned_cross_entropy(sparse, classifier, labels, exit_layers=[2])
+    full = aligned_cross_entropy(hidden, classifier, labels, exit_layers=[2])
+    assert torch.equal(loss, full)
+    with pytest.raises(ExitServeError, match=r"no tensor for layers \[3\]"):
+        aligned_cross_entropy(sparse, classifier, labels, exit_layers=[2, 3])
+
+
+def test_no_exit_layer_is_plain_cross_entropy_of_the_last() -> None:
+    hidden, classifier, labels = problem()
+    loss = aligned_cross_entropy(hidden, classifier, labels, exit_layers=[])
+    torch.testing.assert_close(loss, naive(hidden[-1:], classifier, labels, [1.0]), **CLOSE)
+
+
+def test_nothing_to_predict_is_zero_with_zero_gradient() -> None:
+    hidden, classifier, labels = problem()
+    loss = aligned_cross_entropy(hidden, classifier, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(bool((states.grad == 0).all()) for states in hidden if states.grad is not None)
+    assert hidden[-1].grad is not None
+
+
+def test_bfloat16_hidden_states_are_summed_in_float32() -> None:
+    hidden, classifier, labels = problem(tokens=300)
+    half = [states.detach().bfloat16() for states in hidden]
+    loss = aligned_cross_entropy(half, classifier.bfloat16(), labels)
+    expected = naive(hidden, classifier.float(), labels, layer_weights(range(1, 5)))
+    assert loss.dtype == torch.float32
+    # bf16 keeps 8 bits: logits of size ~1 are off by up to 2^-8 each; their mean by far less.
+    torch.testing.assert_close(loss, expected, rtol=4e-3, atol=0.0)
+
+
+def test_logits_of_one_chunk_at_a_time() -> None:
+    """The memory claim: no logits survive the chunk that made them, until backward or in it."""
+    hidden, classifier, labels = problem(layers=3, rows=4, tokens=64)
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(states: Tensor) -> Tensor:
+        nonlocal most
+        logits: Tensor = classifier(states)
+        alive.append(weakref.ref(logits))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return logits
+
+    total = torch.zeros(())
+    for states in hidden:
+        flat = states.flatten(0, 1)
+        total = total + chunked_cross_entropy(flat, watched, labels.flatten(), chunk_tokens=32)
+    assert sum(ref() is not None for ref in alive) == 0
+    total.backward()
+    assert len(alive) == 2 * 3 * 8, "each chunk is classified once forward, once in backward"
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"exit_layers": [0]}, "exit layer 0 is out of range"),
+        ({"exit_layers": [5]}, "exit layer 5 is out of range: the model has 4 layers"),
+        ({"exit_layers": [True]}, "exit layer True"),
+        ({"weights": "linaer"}, "Did you mean 'linear'"),
+        ({"weights": [1.0, 2.0]}, "2 numbers, but 4 layers count"),
+        ({"weights": [1.0, -1.0, 1.0, 1.0]}, "non-negative"),
+        ({"mask": torch.ones(2, 3, dtype=torch.bool)}, "mask has shape"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
+    hidden, classifier, labels = problem()
+    with pytest.raises(ExitServeError, match=message):
+        aligned_cross_entropy(hidden, classifier, labels, **change)  # type: ignore[arg-type]

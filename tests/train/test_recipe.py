@@ -1,0 +1,176 @@
+"""Recipes: what is allowed, and how a mistake is answered."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from exitserve.errors import ExitServeError
+from exitserve_training.recipe import load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_committed_recipes_are_valid(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.objective == "aligned"
+    assert recipe.alternate
+    assert recipe.output_dir.startswith("runs/")
+
+
+def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
+    recipe = load_recipe(
+        make_recipe(),
+        ["seed=7", "training.learning_rate=2e-3", "data.max_bytes=10", "exit_layers=all"],
+    )
+    assert recipe.seed == 7
+    assert recipe.training["learning_rate"] == pytest.approx(2e-3)
+    assert recipe.training["max_steps"] == 4, "the other keys of the section stay"
+    assert recipe.data.max_bytes == 10
+    assert recipe.exit_layers == "all"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objectve=ce", "'objectve' is unknown. Did you mean 'objective'"),
+        ("data.file=[a]", "'data.file' is unknown. Did you mean 'files'"),
+        ("tokenizer.train_bpe.vocabsize=300", "Did you mean 'vocab_size'"),
+        ("objective=alligned", "'objective': Input should be 'aligned' or 'ce'"),
+        ("weights=square", "'weights'"),
+        ("seed=minus", "'seed'"),
+        ("data.validation_fraction=1.5", "'data.validation_fraction'"),
+        ("data.files=[]", "data needs one of data.files"),
+        ("model=gpt2", "exactly one of model"),
+        ("config.architecture=null", "architecture"),
+        ("tokenizer=null", "from scratch. needs a tokenizer"),
+        ("tokenizer.path=x", "exactly one of tokenizer.path"),
+        ("resume", "not key=value"),
+        ("=3", "not key=value"),
+        ("a..b=3", "not key=value"),
+        ("seed=[1", "not valid YAML"),
+    ],
+)
+def test_mistakes_are_named(make_recipe: MakeRecipe, override: str, message: str) -> None:
+    with pytest.raises(ExitServeError, match=message) as caught:
+        load_recipe(make_recipe(), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_and_overwrite_exclude_each_other(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(ExitServeError, match="exclude each other"):
+        load_recipe(make_recipe(), ["resume=true", "overwrite=true"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("a: [", "not valid YAML"), ("- a", "keys and values"), ("", "keys and values")],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ExitServeError, match=message):
+        load_recipe(path)
+    with pytest.raises(ExitServeError, match="no recipe at"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=[absent/*.txt]", "no data file matches 'absent/"),
+        ("data.text_field=body", None),
+        ("training.lerning_rate=1", "'training.lerning_rate' is unknown. Did you mean 'learning"),
+        ("training.seed=1", "'training.seed': set 'seed' instead"),
+        ("training.eval_strategy=sometimes", "'training'"),
+        ("config.hiden_size=8", "'config.hiden_size' is unknown to llama. Did you mean 'hidden"),
+        ("config.architecture=lama", "not supported; allowed: .* Did you mean 'llama'"),
+        ("exit_layers=[4, 9]", "exit layer 9 is out of range: the model has 4 layers"),
+        ("data.sequence_length=128", "longer than the model's context of 64 tokens"),
+        ("data.sequence_length=100000", "fewer than data.sequence_length=100000 tokens"),
+        ("config.vocab_size=100", "the model's vocabulary only 100"),
+        ("resume=true", "no checkpoint in"),
+    ],
+)
+def test_runs_that_cannot_be_done_leave_no_folder(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train, override: str, message: str | None
+) -> None:
+    if message is None:
+        assert train(make_recipe(), override, "training.max_steps=1") == 0
+        return
+    with pytest.raises(ExitServeError, match=message) as caught:
+        train(make_recipe(), override)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_cannot_be_trained(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    recipe = make_recipe(config=None, tokenizer={"train_bpe": {"vocab_size": 300}}, model="absent")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(ExitServeError, match="no model directory at"):
+        train(recipe, "model=./absent")
+    with pytest.raises(ExitServeError, match=r"has no config\.json"):
+        train(recipe, f"model={folder}")
+    for config, message in (
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'bert'; supported"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification, not a causal",
+        ),
+    ):
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with pytest.raises(ExitServeError, match=message):
+            train(recipe, f"model={folder}")
+
+
+def test_a_used_output_folder_is_not_touched(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    (tmp_path / "out").mkdir()
+    keep = tmp_path / "out" / "precious.txt"
+    keep.write_text("mine", encoding="utf-8")
+    with pytest.raises(ExitServeError, match="exists and is not empty"):
+        train(make_recipe())
+    with pytest.raises(ExitServeError, match="holds no earlier training run"):
+        train(make_recipe(), "overwrite=true")
+    keep.unlink()
+    assert train(make_recipe(), "training.max_steps=1") == 0
+    weights = tmp_path / "out" / "model.safetensors"
+    with pytest.raises(ExitServeError, match="no data file"):
+        train(make_recipe(), "overwrite=true", "data.files=[absent.txt]")
+    assert weights.is_file(), "nothing is deleted for a run that fails"
+    first = weights.stat().st_mtime_ns
+    assert train(make_recipe(), "overwrite=true", "training.max_steps=1") == 0
+    assert weights.stat().st_mtime_ns > first
+    with pytest.raises(ExitServeError, match="'seed' differs from the run in"):
+        train(make_recipe(), "resume=true", "seed=4")
+
+
+def test_command_and_recipe_import_nothing_heavy() -> None:
+    code = (
+        "import sys, exitserve_training.commands, exitserve_training.recipe_help;"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_missing_training_packages_are_named(make_recipe: MakeRecipe) -> None:
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from exitserve.cli import main\n"
+        f"sys.exit(main(['train', {str(make_recipe())!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "needs the package 'yaml'" in done.stderr
+    assert "exitserve[train]" in done.stderr

@@ -1,0 +1,214 @@
+"""`exitserve train` from recipe to checkpoint: the tiny Python recipe, families, resuming."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from exitserve.checkpoint import read_multi_exit
+from exitserve.errors import ExitServeError
+
+TINY = Path(__file__).parents[2] / "training" / "recipes" / "python-tiny.yaml"
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
+    """The tiny recipe as committed, trained once."""
+    folder = tmp_path_factory.mktemp("tiny") / "out"
+    assert train(TINY, f"output_dir={folder}", "training.disable_tqdm=true") == 0
+    return folder
+
+
+def test_tiny_recipe_learns_at_every_depth(trained: Path) -> None:
+    report = read(trained, "report.json")
+    assert report["schema_version"] == 1
+    assert report["num_layers"] == 4
+    assert report["exit_layers"] == [1, 2]
+    assert report["steps"] == 300
+    assert report["tokens_seen"] == 300 * 8 * 128
+    assert report["seconds"] > 0
+    assert set(report["layers"]) == {"1", "2", "4"}
+    assert report["last_layer"] == report["layers"]["4"]
+    for depth, quality in report["layers"].items():
+        assert quality["perplexity"] == pytest.approx(math.exp(quality["loss"]))
+        # From ~1000 (uniform over the vocabulary) to a fifth of that or less.
+        assert quality["perplexity"] < report["initial_layers"][depth]["perplexity"] / 5
+    assert report["samples"][0]["prompt"].startswith("import os")
+    page = (trained / "report.md").read_text(encoding="utf-8")
+    assert "| 1 of 4 |" in page
+
+
+def test_checkpoint_is_an_ordinary_one(trained: Path) -> None:
+    block = read_multi_exit(trained)
+    assert block is not None
+    assert block.exit_layers == (1, 2)
+    assert block.objective == "aligned"
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.use_cache
+    inputs = tokenizer("import os\n", return_tensors="pt")
+    text = tokenizer.decode(model.generate(inputs["input_ids"], max_new_tokens=8)[0])
+    assert text.startswith("import os\n")
+    assert not [path for path in trained.glob("*") if path.suffix in {".bin", ".pt", ".pkl"}]
+
+
+def test_provenance_and_logs_are_beside_it(trained: Path) -> None:
+    run = read(trained, "training_run.json")
+    assert run["command"]
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["recipe"]["objective"] == "aligned"
+    assert "git_revision" in run
+    assert run["earlier_sessions"] == []
+    logs = EventAccumulator(str(trained / "logs")).Reload()
+    tags = set(logs.Tags()["scalars"])
+    assert {"train/loss_layer_1", "train/aligned_loss", "train/ce_loss"} <= tags
+    assert "eval/perplexity_layer_2" in tags
+    assert len(logs.Scalars("train/loss")) == 15
+
+
+def test_reported_loss_is_that_of_plain_transformers(trained: Path) -> None:
+    """The last layer's loss, computed without any code of ours on the kept validation data."""
+    from datasets import load_from_disk
+
+    data = load_from_disk(str(next((trained / "data").glob("*/"))))["validation"]
+    ids = torch.tensor(data["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    reported = read(trained, "report.json")["last_layer"]["loss"]
+    # float32 sums over 8128 tokens, in another order.
+    assert reported == pytest.approx(loss, rel=1e-4)
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"head_dim": 16},
+    "gpt2": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fine_tuning_a_directory_of_each_family(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train, family: str
+) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2}
+    if family != "gpt2":
+        sizes |= {"intermediate_size": 64, "num_key_value_heads": 1}
+    config = {"architecture": family, "max_position_embeddings": 32, **sizes, **FAMILIES[family]}
+    scratch = make_recipe(config=config, exit_layers=[1])
+    assert train(scratch, "training.max_steps=1", "objective=ce") == 0
+    tuned = tmp_path / "tuned"
+    recipe = make_recipe(
+        config=None, tokenizer=None, model=str(tmp_path / "out"), output_dir=str(tuned)
+    )
+    # 1e-2 for a model of this size: a few steps must show in the loss.
+    assert train(recipe, "training.learning_rate=0.01", "training.max_steps=10") == 0
+    report = read(tuned, "report.json")
+    assert AutoConfig.from_pretrained(tuned).model_type == family
+    assert report["exit_layers"] == [1, 2]
+    for depth in ("1", "2", "3"):
+        assert report["layers"][depth]["loss"] < report["initial_layers"][depth]["loss"]
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tuned).state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resuming_continues_the_same_run(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    """Stopped at step 5 and resumed, a run of 9 steps ends where the unbroken one does.
+
+    5 is odd, so the alternation of objectives has to go on with the plain step.
+    """
+    recipe = make_recipe(
+        training={
+            "max_steps": 9,
+            "save_steps": 5,
+            "save_total_limit": 10,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+        }
+    )
+    out = tmp_path / "out"
+    assert train(recipe) == 0
+    unbroken = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    whole = read(out, "report.json")
+    shutil.rmtree(out / "checkpoint-9")
+    (out / "model.safetensors").unlink()
+
+    assert train(recipe, "resume=true") == 0
+    state = read(out / "checkpoint-9", "trainer_state.json")
+    assert state["global_step"] == 9
+    names = [
+        "ce" if "ce_loss" in entry else "aligned"
+        for entry in state["log_history"]
+        if "loss" in entry
+    ]
+    assert names == ["aligned", "ce"] * 4 + ["aligned"]
+    resumed = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    for name, tensor in unbroken.items():
+        # The same operations in the same order; threads may split a sum differently.
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+    again = read(out, "report.json")
+    assert again["tokens_seen"] == whole["tokens_seen"] == 9 * 4 * 32
+    assert again["initial_layers"] == {}
+    run = read(out, "training_run.json")
+    assert len(run["earlier_sessions"]) == 1
+
+
+def test_gradient_accumulation_is_the_larger_batch(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    common = {"max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
+    states = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        folder = tmp_path / f"batch-{batch}"
+        training = {
+            **common,
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+        }
+        assert train(make_recipe(output_dir=str(folder), training=training)) == 0
+        states.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    for name, tensor in states[0].items():
+        # Adam divides by the gradient's size, so rounding shows where a gradient is tiny.
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def test_no_exit_layer_is_the_plain_objective(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    states = []
+    for name, objective in (("aligned", "aligned"), ("plain", "ce")):
+        folder = tmp_path / name
+        recipe = make_recipe(output_dir=str(folder), objective=objective, exit_layers=[])
+        assert train(recipe) == 0
+        states.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+        assert read_multi_exit(folder).exit_layers == ()
+    for name, tensor in states[0].items():
+        assert torch.equal(states[1][name], tensor)
+
+
+def test_resume_without_a_checkpoint_says_so(make_recipe: MakeRecipe, train: Train) -> None:
+    with pytest.raises(ExitServeError, match="start the run without resume first"):
+        train(make_recipe(), "resume=true")

@@ -1,0 +1,1 @@
+"""Training of multi-exit decoders: objectives, data, recipes, and the `train` command."""

@@ -1,0 +1,57 @@
+"""The `train` command. Light to import: what is heavy is imported when the command runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from exitserve.errors import ExitServeError
+from exitserve_training.recipe_help import RECIPE_HELP
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_commands(subparsers: Subparsers) -> None:
+    """Adds `train` to the `exitserve` command line."""
+    parser = subparsers.add_parser(
+        "train",
+        help="fine-tune or pretrain a decoder with several exits",
+        description="Trains a decoder so that one norm and one LM head can be read after several "
+        "layers, and leaves an ordinary Hugging Face checkpoint.",
+        epilog=RECIPE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="what to train, on what, and how")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="replaces a recipe key, dotted where nested: training.max_steps=100",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+
+        from exitserve_training.recipe import load_recipe
+
+        recipe = load_recipe(args.recipe, args.overrides)
+        # After the recipe is known to be sound: this takes seconds to import.
+        from exitserve_training.pipeline import run
+    except ModuleNotFoundError as error:
+        raise ExitServeError(
+            f"training needs the package {error.name!r}; install the extra: "
+            f"pip install 'exitserve[train]'."
+        ) from error
+    report = run(recipe)
+    console = Console()
+    console.print(report.table())
+    console.print(
+        f"{report.steps:,} steps, {report.tokens_seen:,} tokens, {report.seconds:,.0f} s. "
+        f"Checkpoint and report: {recipe.output_dir}",
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,101 @@
+"""The training report: `report.json` for programs, `report.md` for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerQuality:
+    """How well one depth predicts the held-out text."""
+
+    loss: float
+    """Mean cross-entropy, nats per token."""
+    perplexity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A greedy completion at full depth."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingReport:
+    """What a training run achieved; the keys of `report.json` are these fields."""
+
+    model: str
+    """The checkpoint's folder."""
+    architecture: str
+    parameters: int
+    objective: str
+    num_layers: int
+    exit_layers: list[int]
+    layers: dict[str, LayerQuality]
+    """By depth: every exit layer, and the last layer."""
+    last_layer: LayerQuality
+    initial_layers: dict[str, LayerQuality]
+    """The same before training; empty for a resumed run."""
+    steps: int
+    tokens_seen: int
+    seconds: float
+    """Training time over all sessions, evaluation during training included."""
+    train_tokens: int
+    """Tokens of one epoch."""
+    validation_tokens: int
+    samples: list[Sample] = field(default_factory=list)
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "training"
+
+    def write(self, folder: Path) -> None:
+        """Writes `report.json` and `report.md` into `folder`."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / "report.json").write_text(text, encoding="utf-8")
+        (folder / "report.md").write_text(self.markdown(), encoding="utf-8")
+
+    def markdown(self) -> str:
+        """The report as a page."""
+        lines = [
+            f"# Training report: {self.model}",
+            "",
+            f"{self.architecture}, {self.parameters:,} parameters, {self.num_layers} layers, "
+            f"objective `{self.objective}`. {self.steps:,} steps, {self.tokens_seen:,} tokens, "
+            f"{self.seconds:,.0f} s. Held out: {self.validation_tokens:,} tokens.",
+            "",
+            "| depth | loss (nats/token) | perplexity | perplexity before training |",
+            "|---|---|---|---|",
+        ]
+        lines += ["| " + " | ".join(row) + " |" for row in self._rows()]
+        for sample in self.samples:
+            lines += ["", "Greedy completion at full depth, between ⟦ and ⟧:", "", "````text"]
+            lines += [sample.prompt + "⟦" + sample.completion + "⟧", "````"]
+        return "\n".join(lines) + "\n"
+
+    def table(self) -> Table:
+        """The report as a short table for the terminal."""
+        table = Table("depth", "loss (nats/token)", "perplexity", "before training")
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = []
+        for depth, quality in self.layers.items():
+            before = self.initial_layers.get(depth)
+            rows.append(
+                (
+                    f"{depth} of {self.num_layers}",
+                    f"{quality.loss:.4f}",
+                    f"{quality.perplexity:.2f}",
+                    "" if before is None else f"{before.perplexity:.2f}",
+                )
+            )
+        return rows

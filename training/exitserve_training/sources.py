@@ -1,0 +1,204 @@
+"""Documents: read text, JSONL, Parquet, a `datasets` id, or this installation's Python source."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import random
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import datasets
+
+from exitserve.errors import ExitServeError, nearest
+from exitserve_training.recipe import DataRecipe
+
+_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and the name it goes by; a document is never split between train and validation."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents to train on and documents held out; no text is in both."""
+
+    train: list[Document]
+    validation: list[Document]
+
+
+def load_split(recipe: DataRecipe, seed: int) -> Split:
+    """Reads the documents and holds some of them out.
+
+    Documents with equal text are read once, so that a copied file cannot be on both sides. A
+    single document is cut near its end, at a line break, and its tail is held out.
+
+    Raises:
+        ExitServeError: a file is missing or empty, a column is missing, or nothing is left.
+    """
+    documents = _distinct(_all_documents(recipe))
+    if recipe.max_file_bytes is not None:
+        limit = recipe.max_file_bytes
+        documents = [doc for doc in documents if len(doc.text.encode()) <= limit]
+    random.Random(seed).shuffle(documents)
+    documents = _within_package_limit(documents, recipe.max_package_bytes)
+    documents = _within_limit(documents, recipe.max_bytes)
+    if not documents:
+        raise ExitServeError("data gives no document; check data.files, exclude and the limits.")
+    if recipe.validation_files:
+        held_out = _distinct(list(_read_files(recipe.validation_files, recipe.text_field)))
+        texts = {doc.text for doc in held_out}
+        return _checked([doc for doc in documents if doc.text not in texts], held_out)
+    if len(documents) == 1:
+        return _cut(documents[0], recipe.validation_fraction)
+    count = max(1, round(len(documents) * recipe.validation_fraction))
+    return _checked(documents[count:], documents[:count])
+
+
+def _checked(train: list[Document], validation: list[Document]) -> Split:
+    if not train:
+        raise ExitServeError(
+            "no document is left to train on; lower data.validation_fraction or give more data."
+        )
+    return Split(train, validation)
+
+
+def _cut(document: Document, fraction: float) -> Split:
+    """Holds out the tail of a single document."""
+    text = document.text
+    middle = text.rfind("\n", 0, int(len(text) * (1.0 - fraction))) + 1
+    middle = middle or int(len(text) * (1.0 - fraction))
+    if not 0 < middle < len(text):
+        raise ExitServeError(f"'{document.name}' is too short to hold out a validation part.")
+    head, tail = text[:middle], text[middle:]
+    return Split([Document(document.name, head)], [Document(f"{document.name} (tail)", tail)])
+
+
+def _all_documents(recipe: DataRecipe) -> list[Document]:
+    documents = list(_read_files(recipe.files, recipe.text_field))
+    if recipe.dataset is not None:
+        documents += _read_dataset(recipe)
+    for place in recipe.python_source:
+        documents += _read_python(place, recipe.exclude)
+    return documents
+
+
+def _distinct(documents: Sequence[Document]) -> list[Document]:
+    seen = {hashlib.sha256(doc.text.encode()).digest(): doc for doc in reversed(documents)}
+    return list(reversed(seen.values()))
+
+
+def _within_package_limit(documents: list[Document], limit: int | None) -> list[Document]:
+    if limit is None:
+        return documents
+    used: Counter[str] = Counter()
+    kept = []
+    for document in documents:
+        package = "/".join(document.name.split("/")[:2])
+        used[package] += len(document.text.encode())
+        if used[package] <= limit:
+            kept.append(document)
+    return kept
+
+
+def _within_limit(documents: list[Document], limit: int | None) -> list[Document]:
+    if limit is None:
+        return documents
+    kept, used = [], 0
+    for document in documents:
+        used += len(document.text.encode())
+        if used <= limit:
+            kept.append(document)
+    return kept
+
+
+def _read_files(patterns: Sequence[str], text_field: str) -> Iterator[Document]:
+    for pattern in patterns:
+        # Path.glob refuses absolute patterns, which are what users paste.
+        found = glob.glob(pattern, recursive=True)  # noqa: PTH207
+        paths = sorted(path for path in found if Path(path).is_file())
+        if not paths:
+            raise ExitServeError(f"no data file matches '{pattern}'; check the path or the glob.")
+        for path in map(Path, paths):
+            if path.stat().st_size == 0:
+                raise ExitServeError(f"data file '{path}' is empty; remove it or give another.")
+            yield from _read_file(path, text_field)
+
+
+def _read_file(path: Path, text_field: str) -> list[Document]:
+    loader = _TABLES.get(path.suffix)
+    if loader is None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
+        documents = [Document(str(path), text)]
+    else:
+        try:
+            # Kept in memory: a cache keyed by path would hide later changes of the file.
+            table = datasets.Dataset
+            read = table.from_json if loader == "json" else table.from_parquet
+            rows = read(str(path), keep_in_memory=True)
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+            raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+        documents = _rows(rows, str(path), text_field)
+    if not any(doc.text.strip() for doc in documents):
+        raise ExitServeError(f"data file '{path}' has no text in it; remove it or give another.")
+    return documents
+
+
+def _read_dataset(recipe: DataRecipe) -> list[Document]:
+    name = str(recipe.dataset)
+    try:
+        rows = datasets.load_dataset(name, recipe.dataset_config, split=recipe.dataset_split)
+    except Exception as error:  # the library raises dozens of types for a bad id
+        reason = " ".join(str(error).split())[:200]
+        raise ExitServeError(f"dataset {name!r} could not be loaded: {reason}") from error
+    return _rows(rows, name, recipe.text_field)
+
+
+def _rows(rows: datasets.Dataset, name: str, text_field: str) -> list[Document]:
+    columns = list(rows.column_names)
+    if text_field not in columns:
+        raise ExitServeError(
+            f"'{name}' has no column {text_field!r}; it has: {', '.join(columns)}. "
+            f"Set data.text_field.{nearest(text_field, columns)}"
+        )
+    texts = rows[text_field]
+    return [
+        Document(f"{name}#{i}", text)
+        for i, text in enumerate(texts)
+        if isinstance(text, str) and text
+    ]
+
+
+def _read_python(place: str, exclude: Sequence[str]) -> list[Document]:
+    """The .py files of the standard library or of the installed packages, named from `place`."""
+    paths = sysconfig.get_paths()
+    root = Path(paths["stdlib" if place == "stdlib" else "purelib"])
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root).as_posix()
+        # Packages are not the standard library; finders of editable installs hold local paths.
+        if inside.startswith(("site-packages/", "dist-packages/", "__editable__")):
+            continue
+        name = f"{place}/{inside}"
+        if any(fnmatch(name, pattern) for pattern in exclude):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            # The standard library's own tests hold files that are broken on purpose.
+            continue
+        if text.strip():
+            documents.append(Document(name, text))
+    return documents

@@ -1,0 +1,73 @@
+"""Tokenizers: load one, or train a byte-level BPE on the run's training documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from exitserve.errors import ExitServeError
+
+END_OF_TEXT = "<|endoftext|>"
+"""Ends every document, and so also stands before the next: both eos and bos."""
+PAD = "<|pad|>"
+
+# Words with the one character before them (" return", "_name", ".join"), up to three digits,
+# punctuation, line ends, then runs of spaces: an indentation is one token, not one per space.
+_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# No roles and no special tokens: the model continues text, it was never taught to converse.
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE with `vocab_size` entries; every text can be encoded and decoded.
+
+    Args:
+        texts: training documents.
+        vocab_size: entries, bytes and special tokens included.
+        max_length: the model's context in tokens, written into the tokenizer's config.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrap: Any = PreTrainedTokenizerFast  # untyped in transformers
+    wrapped: PreTrainedTokenizerFast = wrap(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    )
+    return wrapped
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from a directory or hub id.
+
+    Raises:
+        ExitServeError: there is none.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExitServeError(
+            f"no tokenizer could be loaded from '{path}'; set tokenizer.path to a directory or "
+            f"hub id that has one."
+        ) from error
+    return tokenizer
