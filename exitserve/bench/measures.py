@@ -13,6 +13,8 @@ from exitserve.costs import DecoderShape, Step, checks_made, limit_speedup
 
 NOISE = 0.02
 """A wall speedup above its limit by no more than this share is taken for noise."""
+UNSTEADY = 1.25
+"""Repeats of one setting that differ by more than this factor say more about the machine."""
 
 
 @dataclass(frozen=True)
@@ -160,18 +162,26 @@ def case_of(
 
 def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
     """What a reader must know before believing the numbers: results that need an explanation."""
-    notes = []
+    notes, unsteady = [], []
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         if wall["min"] > limit * (1.0 + NOISE):
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
+        elif wall["max"] > wall["min"] * UNSTEADY:
+            unsteady.append(f"{where} ({wall['min']:.2f} to {wall['max']:.2f})")
         elif case["mode"] == "off" and wall["max"] < 1.0 - NOISE:
             notes.append(
                 f"{where}: wall speedup {wall['median']:.2f} for the same work. Either exitserve "
                 f"has overhead, or the memory of its processes lies less well than plain vLLM's "
                 f"in this run; run again, and read the other settings against this one."
             )
+    if unsteady:
+        notes.append(
+            f"the machine was busy or unsteady: wall speedup of repeats differs by more than a "
+            f"factor of {UNSTEADY} for {'; '.join(unsteady)}. Do not quote these; run again on a "
+            f"quiet machine, with more --repeats."
+        )
     return notes
 
 

@@ -26,6 +26,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the leader of a process group to stop; ends the whole group if it does not."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 class LocalServer:
     """`exitserve serve MODEL ...` on loopback; ready inside the `with` block, gone after it."""
 
@@ -80,14 +90,8 @@ class LocalServer:
     def stop(self) -> None:
         """Asks the server to stop, and makes sure that it did."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process is not None:
+            stop(process)
 
     def _healthy(self) -> bool:
         try:

@@ -133,11 +133,19 @@ def test_a_result_above_the_limit_is_flagged_unless_noise_explains_it() -> None:
     plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
     cases = [
         case_of(observed(OFF, rates, [4, 4], checks=0), plain, SHAPE, (1, 2))
-        for rates in ([101.0, 150.0], [110.0, 150.0])
+        for rates in ([101.0, 120.0], [110.0, 150.0])
     ]
     assert notes_on(cases[:1]) == []
     assert len(notes_on(cases)) == 1
     assert "above the limit: check the measurement" in notes_on(cases)[0]
+
+
+def test_repeats_that_differ_widely_are_flagged_together() -> None:
+    plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
+    unsteady = case_of(observed(OFF, [80.0, 120.0], [4, 4], checks=0), plain, SHAPE, (1, 2))
+    notes = notes_on([unsteady, unsteady])
+    assert len(notes) == 1
+    assert "exits off at batch 1 (0.80 to 1.20)" in notes[0]
 
 
 def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.server.local import LocalServer, free_port
+from exitserve.server.local import LocalServer, free_port, stop
 
 NAME = "exit-py"
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
@@ -42,15 +42,16 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300
     while not _healthy(url):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.5)
     yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    process.terminate()
-    process.wait(60)
+    stop(process)
 
 
 def _healthy(url: str) -> bool:
