@@ -73,10 +73,21 @@ class Rows:
     def plan(self, shape: BatchShape, positions: Tensor) -> StepPlan:
         """The plan for one forward pass over `positions` [T]."""
         num_rows = shape.row_ends.shape[0]
+        positions = positions[: shape.num_tokens]
+        last_positions = positions[shape.row_ends.long() - 1]
+        if all(row.policy.mode == "off" for row in self._rows.values()):
+            no_checks = torch.empty((0, shape.num_tokens))
+            return StepPlan(
+                layers=(),
+                num_layers=self.rules.num_layers,
+                thresholds=no_checks,
+                eos_thresholds=no_checks,
+                row_ends=shape.row_ends,
+                last_positions=last_positions,
+            )
         if self._tensors is None or self._tensors[2].shape[0] != num_rows:
             self._tensors = self._gather(num_rows)
         thresholds, eos_thresholds, prompt_lengths = self._tensors
-        positions = positions[: shape.num_tokens]
         if shape.num_tokens != num_rows:  # prompt chunks: several tokens a row
             lengths = torch.diff(shape.row_ends, prepend=shape.row_ends.new_zeros(1))
             row_of_token = torch.repeat_interleave(torch.arange(num_rows), lengths)
@@ -92,7 +103,7 @@ class Rows:
             thresholds=thresholds.masked_fill(~decode, math.inf),
             eos_thresholds=eos_thresholds,
             row_ends=shape.row_ends,
-            last_positions=positions[shape.row_ends.long() - 1],
+            last_positions=last_positions,
         )
 
     def _gather(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +160,7 @@ class StepPlan:
 
     def candidates(self, layer: int) -> Tensor:
         """Indices of the active tokens that are to be checked after `layer` layers."""
-        if not self._wanted[layer]:
+        if not self._wanted.get(layer):
             return torch.empty(0, dtype=torch.long)
         may_exit = self.thresholds[self._exit_index[layer]] < math.inf
         return (may_exit & ~self.frozen).nonzero().flatten()

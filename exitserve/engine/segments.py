@@ -4,7 +4,9 @@ A decoder of L layers with exit layers e1 < e2 < ... is run as segments (0, e1],
 After each exit layer the rows that may exit are checked; those that pass are frozen. When every
 row of the batch is frozen, the rest of the cache is filled in one go and the pass ends; while
 only some are, the next segment runs on all rows and restores the frozen ones after each layer,
-so that their keys and values come from the frozen state.
+so that their keys and values come from the frozen state. (Restoring is part of the compiled
+segment, with an empty mask where nothing is frozen: a second compiled form would double the time
+that a cold start spends compiling.)
 
 vLLM carries the residual stream as a pair (hidden, residual) whose sum it is; the sum is taken
 by the next norm. A frozen row is the pair (0, state).
@@ -54,17 +56,23 @@ def compiled_segment(vllm_config: Any, layers: list[nn.Module], start: int, end:
     name = f"segment_{start}_{end}"
 
     def forward(
-        self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
+        self: Segment,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor | None,
+        state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
+            if frozen is not None and state is not None:
+                hidden, residual = _restore(hidden, residual, frozen, state)
         assert residual is not None
         return hidden, residual
 
     forward.__qualname__ = f"{name}.forward"
-    decorate = support_torch_compile(
-        dynamic_arg_dims={"positions": {0: "t"}, "hidden": {0: "t"}, "residual": {0: "t"}}
-    )
+    arguments = ("positions", "hidden", "residual", "frozen", "state")
+    decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
     segment_class: Any = decorate(type(name, (Segment,), {"forward": forward}))
     with set_model_tag(name):
         segment: Segment = segment_class(
@@ -119,15 +127,15 @@ class MultiExitMixin:
         """The loop over segments."""
         model: Any = self
         residual: Tensor | None = None
-        state: Tensor | None = None  # [T, D] states of frozen rows, once there are any
+        frozen: Tensor | None = None  # [T, 1] rows frozen so far
+        state: Tensor | None = None  # [T, D] their states; other rows are not read
         last = len(self._segments) - 1
         for index, segment in enumerate(self._segments):
-            if plan is None or state is None:
-                hidden, residual = segment(positions, hidden, residual)
-            else:
-                hidden, residual = _run_mixed(
-                    segment, positions, hidden, residual, state, plan.frozen
-                )
+            if index and frozen is None and not segment.do_not_compile:
+                # What is compiled once with tensors must always be called with tensors.
+                frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
+                state = torch.zeros_like(hidden)
+            hidden, residual = segment(positions, hidden, residual, frozen, state)
             if (
                 plan is None
                 or index == last
@@ -143,8 +151,8 @@ class MultiExitMixin:
                 self._propagation.fill(stream, positions, segment.end)
                 return normed if tokens.numel() == stream.shape[0] else model.model.norm(stream)
             if bool(plan.frozen.any()):
-                state = stream
-                hidden, residual = _restore(hidden, residual, state, plan.frozen)
+                frozen, state = plan.frozen[:, None], stream
+                hidden, residual = _restore(hidden, residual, frozen, state)
         final, _ = model.model.norm(hidden, residual)
         return final  # type: ignore[no-any-return]
 
@@ -174,28 +182,18 @@ class MultiExitMixin:
         return _merge_logits(plan, hidden_states, compute)
 
 
-def _run_mixed(
-    segment: Any,
-    positions: Tensor,
-    hidden: Tensor,
-    residual: Tensor | None,
-    state: Tensor,
-    frozen: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Runs a segment on all rows, restoring the frozen ones after each layer."""
-    for layer in segment.layers:
-        hidden, residual = layer(positions, hidden, residual)
-        hidden, residual = _restore(hidden, residual, state, frozen)
-    assert residual is not None
-    return hidden, residual
-
-
 def _restore(
-    hidden: Tensor, residual: Tensor, state: Tensor, frozen: Tensor
+    hidden: Tensor, residual: Tensor, frozen: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sets frozen rows to the pair (0, state); leaves the others bit for bit."""
-    mask = frozen[:, None]
-    return hidden.masked_fill(mask, 0.0), torch.where(mask, state, residual)
+    """Sets frozen rows to the pair (0, state); leaves the others bit for bit.
+
+    Args:
+        hidden: [T, D].
+        residual: [T, D].
+        frozen: [T, 1] bool.
+        state: [T, D].
+    """
+    return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
 
 
 def _merge_logits(

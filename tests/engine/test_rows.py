@@ -106,7 +106,5 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
             model[other] = mine
             if swap and theirs is not None:
                 model[index] = theirs
-    plan = _plan(rows, [0] * 6, list(range(1, 7)))
     lengths = rows._gather(6)[2].tolist()
     assert lengths == [model.get(index, 0) for index in range(6)]
-    assert plan.thresholds.shape == (2, 6)
