@@ -93,6 +93,12 @@ class LocalServer:
         if process is not None:
             stop(process)
 
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        assert self._process is not None, "the server is not running"
+        return self._process.pid
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:

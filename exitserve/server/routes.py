@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.api_router import (
     create_chat_completion as vllm_chat_completion,
 )
@@ -34,8 +35,8 @@ from exitserve.errors import ExitServeError
 from exitserve.server.metrics import ExitMetrics, StatsWindow
 from exitserve.server.traces import Depths, TraceFields
 
-POLL_SECONDS = 1.0
-"""How stale the counters on /metrics may be."""
+POLL_SECONDS = 2.0
+"""How often the counts are sampled while requests are being served, for the last minute's sums."""
 
 
 class ExitServer:
@@ -46,6 +47,9 @@ class ExitServer:
         self.rules = rules_from(engine_client.vllm_config)
         self.window = StatsWindow()
         self.metrics = ExitMetrics(get_prometheus_registry(), model_name)
+        self.open_requests = 0
+        self.unsampled = False
+        """Whether a request ended since the last sample."""
         self._poller: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -65,6 +69,11 @@ class ExitServer:
     async def _poll(self) -> None:
         while not self.engine.errored:
             await asyncio.sleep(POLL_SECONDS)
+            # vLLM's worker polls its queue without sleeping for a second after each message, so
+            # asking an idle server for its counts would keep a core busy for nothing.
+            if not (self.open_requests or self.unsampled):
+                continue
+            self.unsampled = False
             # A dying engine ends the poll at the next turn; it must not end the server's loop.
             with suppress(Exception):
                 await self.snapshot()
@@ -190,6 +199,31 @@ class JsonRoute(APIRoute):
         return checked
 
 
+class Traffic:
+    """ASGI middleware: notes requests in progress, and brings /metrics up to date when read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        server = getattr(scope["app"].state, "exitserve", None) if "app" in scope else None
+        if server is None or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].startswith("/metrics"):
+            # With a dead engine the page shows the last counts.
+            with suppress(Exception):
+                await server.snapshot()
+        serving = scope["method"] == "POST"
+        server.open_requests += serving
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            server.open_requests -= serving
+            server.unsampled |= serving
+
+
 class ExitServePlugin:
     """vLLM's endpoint-plugin protocol (`vllm/plugins/endpoint_plugins/interface.py`)."""
 
@@ -198,6 +232,7 @@ class ExitServePlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Puts our routes on the app; those of an existing path replace vLLM's."""
+        app.add_middleware(Traffic)
         for path, endpoint in (
             ("/v1/completions", create_completion),
             ("/v1/chat/completions", create_chat_completion),

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 
 from exitserve.policy import ExitPolicy
@@ -171,7 +172,6 @@ def test_stats_and_metrics_count_what_was_served(server, complete) -> None:
             "tokens_by_exit_layer"
         ].get(str(layer), 0)
         assert grown == layers.count(layer)
-    time.sleep(2.5)  # the metrics follow within a second or two
     page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
     for layer, tokens in after["tokens_by_exit_layer"].items():
         line = f'exitserve_tokens_total{{exit_layer="{layer}",model_name="{NAME}"}} {tokens}.0'
@@ -181,3 +181,15 @@ def test_stats_and_metrics_count_what_was_served(server, complete) -> None:
 def test_models_and_health(client, server) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_an_idle_server_leaves_the_processor_alone(server, complete) -> None:
+    """Asking the worker for counts keeps it awake, so an idle server must not be asked."""
+    complete("x", exit_threshold=0.5)
+    time.sleep(5)  # a last sample is taken, and the worker's own second of polling is over
+    leader = psutil.Process(server.pid)
+    family = [leader, *leader.children(recursive=True)]
+    before = sum(sum(one.cpu_times()[:2]) for one in family)
+    time.sleep(6)
+    used = sum(sum(one.cpu_times()[:2]) for one in family) - before
+    assert used < 3, f"{used:.1f} s of processor time in 6 idle seconds"
