@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,16 @@ def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[st
 
 
 def prepare_environment() -> None:
-    """Sets what vLLM reads from the environment, where the user has not."""
+    """Sets what vLLM reads from the environment, where the user has not.
+
+    Raises:
+        ExitServeError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ExitServeError(
+            "this command needs vLLM, which is not installed: pip install 'exitserve[gpu]', "
+            "or on a CPU the environment of requirements/cpu.txt (make setup)."
+        )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", DEFAULT_CPU_CACHE_GIB)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     plugins = os.environ.get("VLLM_PLUGINS")

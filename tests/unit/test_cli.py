@@ -75,5 +75,10 @@ def test_bad_options(capsys, checkpoint, options: list[str], message: str) -> No
     assert message in _fails(capsys, "serve", checkpoint(), *options)
 
 
+def test_without_vllm_serving_says_what_to_install(capsys, checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr("exitserve.engine.launch.find_spec", lambda name: None)
+    assert "needs vLLM" in _fails(capsys, "serve", checkpoint())
+
+
 def test_the_demo_needs_its_model(capsys, tmp_path: Path) -> None:
     assert "--model" in _fails(capsys, "demo", "--model", str(tmp_path / "none"))
