@@ -14,18 +14,26 @@ exits reads the head once for each check and never again at the end. A layer's w
 once for the whole batch. Left out, because they are small and the same on both sides: embedding
 rows, norms, activations, and the write of the new token's keys and values.
 
-Pure Python, for decoders of the Llama type. Shapes: B rows, L layers, D hidden, V vocabulary.
+Pure Python. Shapes: B rows, L layers, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from exitserve.errors import ExitServeError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_GPT2_NAMES = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "vocab_size": "vocab_size",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,7 @@ class DecoderShape:
     hidden_size: int
     """D."""
     intermediate_size: int
-    """F, the width of the gated feed-forward block (three D x F matrices)."""
+    """F, the width of the feed-forward block; of all active experts together in a mixture."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -45,6 +53,8 @@ class DecoderShape:
     """V."""
     dtype_bytes: int
     """Bytes of one weight, and of one number in the key-value cache."""
+    feed_forward_matrices: int = 3
+    """D x F matrices: three in a gated block, two in a plain one."""
 
     @property
     def kv_projection_bytes(self) -> int:
@@ -55,7 +65,7 @@ class DecoderShape:
     def layer_bytes(self) -> int:
         """All matrices of one layer: Q and output, K and V, and the feed-forward block."""
         query_and_output = 2 * self.hidden_size * self.num_heads * self.head_dim
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        feed_forward = self.feed_forward_matrices * self.hidden_size * self.intermediate_size
         return (query_and_output + feed_forward) * self.dtype_bytes + self.kv_projection_bytes
 
     @property
@@ -77,12 +87,12 @@ class Step:
     """[B] layers run by each row; L for full depth."""
     contexts: tuple[int, ...]
     """[B] tokens of each row in the cache that its attention reads."""
-    checks: int
+    checks: int = 0
     """Exit checks made; each reads the head once, for all its rows together."""
 
 
 def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
-    """Reads the sizes from a Llama-type `config.json`.
+    """Reads the sizes from a `config.json` of the Llama type, a mixture of experts, or GPT-2.
 
     Args:
         config: the parsed file; `num_key_value_heads` and `head_dim` may be absent, as
@@ -94,18 +104,46 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
     """
     if dtype not in DTYPE_BYTES:
         raise ExitServeError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPE_BYTES)}.")
+    plain = "n_embd" in config
+    if plain:
+        config = {name: config.get(old) for name, old in _GPT2_NAMES.items()}
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
+    width = _size(config, "intermediate_size", 4 * hidden if plain else None)
+    if config.get("num_experts_per_tok"):
+        width = _size(config, "moe_intermediate_size", width) * _size(config, "num_experts_per_tok")
     return DecoderShape(
         num_layers=_size(config, "num_hidden_layers"),
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=width,
         num_heads=heads,
         num_kv_heads=_size(config, "num_key_value_heads", heads),
         head_dim=_size(config, "head_dim", hidden // heads),
         vocab_size=_size(config, "vocab_size"),
         dtype_bytes=DTYPE_BYTES[dtype],
+        feed_forward_matrices=2 if plain else 3,
     )
+
+
+def break_even_rates(config: Mapping[str, Any], exit_layers: Sequence[int]) -> dict[int, float]:
+    """`break_even` of every exit layer of a checkpoint; empty for shapes that are not known."""
+    try:
+        shape = shape_of(config, "bfloat16")
+    except ExitServeError:
+        return {}
+    return {layer: break_even(shape, layer) for layer in exit_layers}
+
+
+def break_even(shape: DecoderShape, exit_layer: int) -> float:
+    """Success rate from which a check after `exit_layer` layers pays, between 0 and 1.
+
+    A check that passes replaces the final head, and saves the layers above but for their K/V
+    projections; one that fails has read the head for nothing. A ratio of bytes, so the dtype
+    does not matter.
+    """
+    skipped = shape.num_layers - exit_layer
+    saved = skipped * (shape.layer_bytes - shape.kv_projection_bytes)
+    return shape.head_bytes / (shape.head_bytes + saved)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -143,21 +181,13 @@ def full_depth(shape: DecoderShape, step: Step) -> Step:
     return Step(depths=(shape.num_layers,) * len(step.depths), contexts=step.contexts, checks=0)
 
 
-def checks_made(depths: Iterable[int], checked_layers: Sequence[int]) -> int:
-    """How many checks a step needs in which rows stopped at `depths`.
-
-    A check is made after layer e while any row is still active on arriving there.
+def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -> float:
+    """The most that wall speedup can be: full-depth least bytes over those of `steps`.
 
     Args:
-        depths: [B] layers run by each row.
-        checked_layers: the exit layers at which the rows' policy allows an exit.
-    """
-    deepest = max(depths, default=0)
-    return sum(1 for layer in checked_layers if layer <= deepest)
-
-
-def limit_speedup(shape: DecoderShape, steps: Sequence[Step]) -> float:
-    """The most that wall speedup can be: full-depth least bytes over those of `steps`.
+        shape: the decoder.
+        steps: as observed.
+        checks: exit checks made in all steps together, where steps do not carry their own.
 
     Returns:
         A ratio (no unit); 1.0 for no steps. Below 1.0 where checks cost more than they save.
@@ -165,4 +195,5 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[Step]) -> float:
     if not steps:
         return 1.0
     full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
-    return full / sum(step_bytes(shape, step) for step in steps)
+    observed = sum(step_bytes(shape, step) for step in steps)
+    return full / (observed + checks * shape.head_bytes)

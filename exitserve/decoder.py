@@ -12,11 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from exitserve.errors import ExitServeError
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Hugging Face model types that can be trained and traced."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,8 @@ class DecoderParts:
     layers: nn.ModuleList
     norm: nn.Module
     head: nn.Module
+    soft_cap: float | None = None
+    """Bound of the logits, where the architecture has one (Gemma 2)."""
 
     @property
     def num_layers(self) -> int:
@@ -35,11 +51,13 @@ class DecoderParts:
     def classify(self, hidden: Tensor) -> Tensor:
         """Final norm, then LM head: un-normed `hidden` [..., D] to raw logits [..., V]."""
         logits: Tensor = self.head(self.norm(hidden))
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
 
 
 def decoder_parts(model: Any) -> DecoderParts:
-    """Takes a causal LM of a supported family apart (Llama, Mistral, Qwen2, Qwen3, GPT-2).
+    """Takes a causal LM of a supported family (`FAMILIES`) apart.
 
     Raises:
         ExitServeError: the model is of another family.
@@ -51,7 +69,8 @@ def decoder_parts(model: Any) -> DecoderParts:
         )
     if family == "gpt2":
         return DecoderParts(model.transformer.h, model.transformer.ln_f, model.lm_head)
-    return DecoderParts(model.model.layers, model.model.norm, model.lm_head)
+    soft_cap = getattr(model.config, "final_logit_softcapping", None)
+    return DecoderParts(model.model.layers, model.model.norm, model.lm_head, soft_cap)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from exitserve.errors import ExitServeError, nearest
+from exitserve.schedule import CheckSchedule
 
 Mode = Literal["off", "confidence", "fixed"]
 
@@ -93,6 +94,12 @@ class ExitRules:
     default: ExitPolicy = ExitPolicy()
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
+    break_even: Mapping[int, float] = field(default_factory=dict)
+    """Success rate from which a check pays, by exit layer; empty: every check is made."""
+
+    def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
+        """A new request's check schedule. A fixed exit always passes, so it always pays."""
+        return CheckSchedule(self.break_even if policy.mode == "confidence" else {})
 
     def policy_for(
         self, fields: Mapping[str, Any] | None, *, structured: bool = False

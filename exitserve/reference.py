@@ -15,7 +15,7 @@ Shapes: T tokens, L layers, D hidden, V vocabulary. One sequence at a time (B = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from exitserve.confidence import exit_mask, max_prob
+from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
 from exitserve.policy import ExitPolicy
+from exitserve.schedule import CheckSchedule
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,22 @@ class Reference:
     """Frozen-row forward over a causal LM of a supported family."""
 
     def __init__(
-        self, model: Any, exit_layers: Sequence[int], eos_token_ids: Iterable[int] = ()
+        self,
+        model: Any,
+        exit_layers: Sequence[int],
+        eos_token_ids: Iterable[int] = (),
+        break_even: Mapping[int, float] | None = None,
     ) -> None:
-        """Wraps `model` (float32, evaluation mode) with checks after `exit_layers`."""
+        """Wraps `model` (float32, evaluation mode) with checks after `exit_layers`.
+
+        Args:
+            model: a causal LM.
+            exit_layers: ascending, each below the depth of the model.
+            eos_token_ids: ends of sequence, which have a threshold of their own.
+            break_even: success rates from which a check pays, for the check schedule
+                (`exitserve.schedule`); None makes every check.
+        """
+        self.break_even = dict(break_even or {})
         self.model = model.eval()
         self.parts: DecoderParts = decoder_parts(model)
         self.exit_layers = tuple(exit_layers)
@@ -67,7 +82,8 @@ class Reference:
     @torch.no_grad()
     def trace(self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy) -> Trace:
         """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
-        rows = _FrozenRows(self, policy, decode=torch.arange(len(input_ids)) >= prompt_length)
+        decode = torch.arange(len(input_ids)) >= prompt_length
+        rows = _FrozenRows(self, policy, decode, self._schedule(policy))
         with rows.hooked():
             hidden = self._run(torch.tensor([list(input_ids)]), cache=None)
         return rows.finish(hidden)
@@ -83,12 +99,12 @@ class Reference:
         """Greedy decoding, one token at a time, with a key-value cache."""
         from transformers import DynamicCache
 
-        cache = DynamicCache()
+        cache, schedule = DynamicCache(), self._schedule(policy)
         step, token_ids, depths = list(prompt_ids), list[int](), list[int]()
         while len(token_ids) < max_tokens:
             # Only the prompt pass has no generated token behind it.
             decode = torch.full((len(step),), bool(token_ids))
-            rows = _FrozenRows(self, policy, decode=decode)
+            rows = _FrozenRows(self, policy, decode, schedule)
             with rows.hooked():
                 hidden = self._run(torch.tensor([step]), cache=cache)
             found = rows.finish(hidden)
@@ -98,6 +114,9 @@ class Reference:
                 break
             step = token_ids[-1:]
         return Generation(token_ids, depths)
+
+    def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
+        return CheckSchedule(self.break_even if policy.mode == "confidence" else {})
 
     def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
@@ -117,9 +136,12 @@ class Reference:
 class _FrozenRows:
     """Freezes rows during one forward pass, by hooks around each decoder layer."""
 
-    def __init__(self, reference: Reference, policy: ExitPolicy, decode: Tensor) -> None:
+    def __init__(
+        self, reference: Reference, policy: ExitPolicy, decode: Tensor, schedule: CheckSchedule
+    ) -> None:
         self.ref = reference
         self.policy = policy
+        self.schedule = schedule
         self.decode = decode
         num_tokens = decode.shape[0]
         self.frozen = torch.zeros(num_tokens, dtype=torch.bool)
@@ -161,20 +183,33 @@ class _FrozenRows:
         if threshold == float("inf") or not rows.numel():
             return
         logits = self.ref.parts.classify(hidden[rows])
-        token, confidence = max_prob(logits)
+        confidence, ends = max_prob(logits, self.ref.eos_token_ids)
         exits = exit_mask(
-            token,
             confidence,
+            ends,
             torch.full_like(confidence, threshold),
             torch.full_like(confidence, eos_threshold),
-            self.ref.eos_token_ids,
         )
+        exits &= self._scheduled(depth, exits)
         for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
             self.exit_logits[row] = row_logits
         self.frozen[rows[exits]] = True
         self.depth[rows[exits]] = depth
         # Rows frozen earlier hold their state in `hidden` already; active rows are not read.
         self.state = hidden
+
+    def _scheduled(self, depth: int, would_exit: Tensor) -> Tensor:
+        """Which rows [N] the schedule checks at `depth`, in the order of their positions.
+
+        A row's own earlier checks at this layer decide, and those are all in this pass or an
+        earlier one: so what token-by-token decoding finds can be told here all at once.
+        """
+        checked = torch.zeros_like(would_exit)
+        for index, passes in enumerate(would_exit.tolist()):
+            if self.schedule.wants(depth):
+                checked[index] = True
+                self.schedule.saw(depth, passes)
+        return checked
 
     def finish(self, hidden: Tensor) -> Trace:
         """Full-depth logits for active rows, the check's own logits for frozen ones."""
@@ -190,8 +225,16 @@ def _hidden_of(output: Any) -> Tensor:
     return hidden
 
 
-def load_reference(model_dir: str, exit_layers: Sequence[int] | None = None) -> Reference:
-    """Loads a checkpoint in float32 with the exits and end-of-sequence ids it declares."""
+def load_reference(
+    model_dir: str, exit_layers: Sequence[int] | None = None, *, exit_checks: str = "paying"
+) -> Reference:
+    """Loads a checkpoint in float32 with the exits and end-of-sequence ids it declares.
+
+    Args:
+        model_dir: the checkpoint.
+        exit_layers: instead of those the checkpoint declares.
+        exit_checks: as the server's option: "paying" leaves out checks that do not pay.
+    """
     from transformers import AutoModelForCausalLM
 
     from exitserve.checkpoint import read_multi_exit
@@ -200,7 +243,8 @@ def load_reference(model_dir: str, exit_layers: Sequence[int] | None = None) -> 
     if exit_layers is None:
         block = read_multi_exit(model_dir)
         exit_layers = block.exit_layers if block else ()
-    return Reference(model, exit_layers, eos_ids(model))
+    rates = break_even_rates(model.config.to_dict(), exit_layers) if exit_checks == "paying" else {}
+    return Reference(model, exit_layers, eos_ids(model), rates)
 
 
 def eos_ids(model: Any) -> list[int]:

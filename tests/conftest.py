@@ -65,6 +65,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
             "max_position_embeddings": 256,
             "bos_token_id": 0,
             "eos_token_id": 1,
+            "pad_token_id": 1,
             "initializer_range": 0.12,
             "tie_word_embeddings": True,
         }
@@ -83,6 +84,11 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **(shape | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Fresh gains are all one and fresh biases zero, which would hide a forgotten one.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
         directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory)
         _tokenizer().save_pretrained(directory)

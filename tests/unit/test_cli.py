@@ -49,7 +49,7 @@ def test_a_missing_model(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["BertForMaskedLM", "ViTForImageClassification", "GPT2LMHeadModel"]
+    "name", ["BertForMaskedLM", "ViTForImageClassification", "BloomForCausalLM"]
 )
 def test_an_unsupported_architecture_is_named_with_the_supported(
     capsys, checkpoint, name: str

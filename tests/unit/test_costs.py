@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from exitserve.costs import (
     DecoderShape,
     Step,
-    checks_made,
+    break_even,
+    break_even_rates,
     full_depth,
     limit_speedup,
     shape_of,
@@ -71,14 +74,48 @@ def test_no_steps_limit_nothing() -> None:
     assert limit_speedup(TINY, []) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("depths", "layers", "expected"),
-    [((2,), (2, 3), 1), ((3,), (2, 3), 2), ((2, 4), (2, 3), 2), ((4,), (), 0), ((1,), (2,), 0)],
-)
-def test_checks_are_made_while_a_row_is_active(
-    depths: tuple[int, ...], layers: tuple[int, ...], expected: int
-) -> None:
-    assert checks_made(depths, layers) == expected
+def test_checks_may_be_counted_for_all_steps_together() -> None:
+    apart = limit_speedup(TINY, [step(1, checks=1), step(4, checks=2)])
+    assert limit_speedup(TINY, [step(1), step(4)], checks=3) == pytest.approx(apart)
+
+
+@given(st.integers(1, 3), st.integers(16, 4096))
+def test_checks_pay_from_the_break_even_rate(exit_layer: int, vocab: int) -> None:
+    """At that rate the bytes of a check that passes or fails come to those of plain decoding."""
+    shape = dataclasses.replace(TINY, vocab_size=vocab)
+    rate = break_even(shape, exit_layer)
+    assert 0 < rate < 1
+    exits = step_bytes(shape, step(exit_layer, checks=1, contexts=(0,)))
+    stays = step_bytes(shape, step(4, checks=1, contexts=(0,)))
+    plain = step_bytes(shape, step(4, contexts=(0,)))
+    assert rate * exits + (1 - rate) * stays == pytest.approx(plain)
+
+
+def test_break_even_of_other_shapes() -> None:
+    """GPT-2 has names of its own; a mixture reads its active experts; the unknown gets no rate."""
+    gpt2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 100, "n_inner": None}
+    shape = shape_of(gpt2, "float32")
+    assert (shape.intermediate_size, shape.feed_forward_matrices) == (256, 2)
+    mixture = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 999,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    assert shape_of(mixture, "float32").intermediate_size == 64
+    assert break_even_rates(gpt2, (1, 2)).keys() == {1, 2}
+    assert break_even_rates({"model_type": "odd"}, (1, 2)) == {}
+
+
+def test_a_batch_of_early_and_full_rows_by_hand() -> None:
+    """All layers and both heads, as at full depth and one more; only the early row's cache."""
+    limit = limit_speedup(TINY, [step(1, 4, contexts=(1000, 1000), checks=1)])
+    weights = 4 * 1152 + 512
+    full, mixed = weights + 8 * 1000 * 16, weights + 512 + 5 * 1000 * 16
+    assert limit == pytest.approx(full / mixed)
 
 
 def test_shape_of_fills_in_what_transformers_defaults() -> None:
@@ -95,7 +132,12 @@ def test_shape_of_fills_in_what_transformers_defaults() -> None:
 
 @pytest.mark.parametrize("value", [None, 0, True, "8", 1.5])
 def test_shape_of_names_a_size_it_cannot_use(value: object) -> None:
-    config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": value}
+    config = {
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": value,
+    }
     with pytest.raises(ExitServeError, match="num_hidden_layers"):
         shape_of(config, "float32")
 

@@ -17,19 +17,17 @@ def test_counts() -> None:
         "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 2},
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
+        "head_passes": 2,
         "frozen_tokens": 3,
         "involuntary_stays": 0,
     }
 
 
-def test_traces_are_taken_once_and_follow_the_rows() -> None:
+def test_traces_are_taken_once_and_keep_requests_apart() -> None:
     recorder = Recorder(6, (2,))
-    rows = ["a", "b"]
-    recorder.request_ids = lambda: rows
-    recorder.trace("key", row=0, index=0, depth=6)
-    recorder.trace("key", row=1, index=0, depth=6)
-    rows.reverse()  # vLLM moved the rows
-    recorder.trace("key", row=0, index=1, depth=2)
+    recorder.trace("key", "a", index=0, depth=6)
+    recorder.trace("key", "b", index=0, depth=6)
+    recorder.trace("key", "b", index=1, depth=2)
     assert recorder.take_traces("key") == {"a": {0: 6}, "b": {0: 6, 1: 2}}
     assert recorder.take_traces("key") == {}
 
@@ -37,13 +35,13 @@ def test_traces_are_taken_once_and_follow_the_rows() -> None:
 def test_recomputed_tokens_are_traced_once() -> None:
     recorder = Recorder(6, (2,))
     for _ in range(2):
-        recorder.trace("key", row=0, index=3, depth=2)
-    assert recorder.take_traces("key") == {"": {3: 2}}
+        recorder.trace("key", "a", index=3, depth=2)
+    assert recorder.take_traces("key") == {"a": {3: 2}}
 
 
 def test_abandoned_traces_are_dropped_oldest_first() -> None:
     recorder = Recorder(6, (2,))
     for number in range(MAX_TRACES + 1):
-        recorder.trace(str(number), row=0, index=0, depth=6)
+        recorder.trace(str(number), "a", index=0, depth=6)
     assert recorder.take_traces("0") == {}
     assert recorder.take_traces(str(MAX_TRACES)) != {}

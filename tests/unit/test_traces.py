@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from exitserve.server.traces import TraceFields, choice_index, exit_metrics
+from exitserve.server.traces import ExitFields, Trace, choice_index, exit_metrics
 
 BASE = "cmpl-abc"
 
@@ -37,13 +37,13 @@ def test_totals() -> None:
     assert exit_metrics([[]], num_layers=4)["depth_speedup"] is None
 
 
-def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> TraceFields:
+def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> ExitFields:
     answers = iter(parts)
 
     async def take() -> dict[str, dict[int, int]]:
         return next(answers, {})
 
-    return TraceFields(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep)
+    return ExitFields(Trace(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep))
 
 
 def _chunk(index: int, tokens: list[int], finish: str | None = None) -> str:
@@ -51,7 +51,7 @@ def _chunk(index: int, tokens: list[int], finish: str | None = None) -> str:
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
-def _stream(fields: TraceFields, events: list[str]) -> list[str]:
+def _stream(fields: ExitFields, events: list[str]) -> list[str]:
     async def source() -> AsyncIterator[str]:
         for event in events:
             yield event
@@ -100,6 +100,14 @@ def test_tokens_past_a_stop_string_are_cut() -> None:
     assert _body(sent[0])["choices"][0]["exit_layers"] == [6, 2]
 
 
+def test_depths_without_token_ids_are_all_told() -> None:
+    fields = _fields({f"{BASE}-0-12345678": {0: 6, 1: 2}})
+    finish = 'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
+    sent = _stream(fields, [finish, "data: [DONE]\n\n"])
+    assert _body(sent[0])["choices"][0]["exit_layers"] == [6, 2]
+    assert _body(sent[0])["exit_metrics"]["tokens"] == 2
+
+
 def test_errors_and_keep_alives_pass_through() -> None:
     events = [": keep-alive\n\n", 'data: {"error": {"message": "x"}}\n\n', "data: [DONE]\n\n"]
     assert _stream(_fields(), events) == events
@@ -111,3 +119,21 @@ def test_token_ids_stay_where_the_client_asked() -> None:
     answer = asyncio.run(fields.response(body))
     assert answer["choices"][0]["token_ids"] == [7]
     assert answer["choices"][0]["exit_layers"] == [6]
+
+
+def test_a_keep_alive_does_not_part_the_last_chunk_from_its_totals() -> None:
+    usage = 'data: {"choices": [], "usage": {}}\n\n'
+    fields = _fields({f"{BASE}-0-12345678": {0: 6}})
+    sent = _stream(fields, [_chunk(0, [7], "stop"), ": keep-alive\n\n", usage])
+    assert sent[0] == ": keep-alive\n\n"
+    assert _body(sent[1])["exit_metrics"] == _body(sent[2])["exit_metrics"]
+
+
+def test_logprobs_are_labelled_without_a_trace() -> None:
+    fields = ExitFields(logprobs_from_exits=True)
+    events = [_chunk(0, [7]), _chunk(0, [8], "stop"), "data: [DONE]\n\n"]
+    sent = _stream(fields, events)
+    assert sent[0] == events[0] and sent[2] == events[2]
+    assert _body(sent[1]) == _body(events[1]) | {"logprobs_from": "exit_layer"}
+    body = {"choices": [{"index": 0, "finish_reason": "stop"}]}
+    assert asyncio.run(fields.response(body)) == body | {"logprobs_from": "exit_layer"}
