@@ -1,19 +1,28 @@
 """Everything that depends on vLLM's version (0.32): one place to look when it moves.
 
 Read from `vllm/forward_context.py`, `vllm/v1/attention/backends/cpu_attn.py`,
-`vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_batch.py`.
+`vllm/v1/worker/gpu_model_runner.py`, `vllm/v1/worker/gpu_input_batch.py` and
+`vllm/v1/worker/utils.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from vllm.forward_context import get_forward_context
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from exitserve.engine.options import QUANTISED
 
 SUPPORTED_VLLM = "0.32"
 
@@ -49,9 +58,160 @@ def batch_shape() -> BatchShape | None:
     return BatchShape(int(first.num_actual_tokens), first.query_start_loc[1:])
 
 
-def write_kv(key: Tensor, value: Tensor, layer_name: str) -> None:
-    """Writes keys and values [T, kv_heads, head_dim] of one layer into the paged cache."""
-    unified_kv_cache_update(key, value, layer_name)
+def can_narrow() -> bool:
+    """Whether `narrowed_context` knows the attention backend of the current pass."""
+    metadata: Any = get_forward_context().attn_metadata
+    return all(isinstance(one, CPUAttentionMetadata) for one in _distinct(metadata))
+
+
+def _distinct(metadata: dict[str, Any]) -> list[Any]:
+    """The distinct metadata objects: layers of one cache group share theirs."""
+    return list({id(one): one for one in metadata.values()}.values())
+
+
+def narrowed_context(rows: Tensor, tokens: Tensor) -> ForwardContext:
+    """The current forward context for some of its rows only.
+
+    Args:
+        rows: [R] indices of the rows that stay, ascending.
+        tokens: [A] indices of all their tokens, ascending.
+    """
+    context = get_forward_context()
+    metadata: Any = context.attn_metadata
+    slots: Any = context.slot_mapping
+    layers: dict[int, list[Any]] = {}
+    for name, one in metadata.items():
+        layers.setdefault(id(one), []).append(context.no_compile_layers[name])
+    narrow = {id(one): _narrowed(one, rows, tokens, layers[id(one)]) for one in _distinct(metadata)}
+    fewer = {id(one): one[tokens] for one in _distinct(slots)}
+    return replace(
+        context,
+        attn_metadata={name: narrow[id(one)] for name, one in metadata.items()},
+        slot_mapping={name: fewer[id(one)] for name, one in slots.items()},
+    )
+
+
+def _narrowed(metadata: Any, rows: Tensor, tokens: Tensor, layers: list[Any]) -> Any:
+    """The CPU backend's metadata for some rows; see `CPUAttentionMetadataBuilder.build`."""
+    lengths = torch.diff(metadata.query_start_loc)[rows]
+    starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    seq_lens = metadata.seq_lens[rows]
+    windows = {layer.impl.sliding_window for layer in layers}
+    first = layers[0]
+    return replace(
+        metadata,
+        num_actual_tokens=tokens.shape[0],
+        max_query_len=int(lengths.max()),
+        query_start_loc=starts,
+        max_seq_len=int(seq_lens.max()),
+        seq_lens=seq_lens,
+        block_table=metadata.block_table[rows],
+        slot_mapping=metadata.slot_mapping[tokens],
+        scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=rows.shape[0],
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            seq_lens=seq_lens,
+            dtype=first.kv_cache_torch_dtype,
+            query_start_loc=starts,
+            causal=metadata.causal,
+            sliding_window_size=windows.pop() if len(windows) == 1 else -1,
+            isa=first.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=first.kv_cache_dtype,
+        ),
+    )
+
+
+class CacheWriter:
+    """Writes keys and values of several layers into the paged cache."""
+
+    def __init__(self, attentions: Sequence[Any]) -> None:
+        self._attentions = list(attentions)
+        self._names = [attention.layer_name for attention in attentions]
+        self._together: Tensor | None = None
+        self._offsets: Tensor | None = None
+        """[S] where each layer begins in the joint cache, in slots; None until looked at."""
+
+    def write(self, keys: Tensor, values: Tensor, tokens: Tensor | None) -> None:
+        """Writes one position of each row.
+
+        Args:
+            keys: [N, S, H, P] for S layers.
+            values: [N, S, H, P].
+            tokens: [N] indices in the forward pass, None for all of it.
+        """
+        if self._offsets is None:  # caches are bound after the model's first passes
+            self._together, self._offsets = _one_cache(self._attentions)
+        slots: Any = get_forward_context().slot_mapping
+        first: Tensor = slots[self._names[0]]
+        if self._together is None or any(slots[name] is not first for name in self._names):
+            self._write_each(keys, values, tokens, slots)
+            return
+        own = first if tokens is None else first[tokens]
+        attention = self._attentions[0]
+        attention.impl.do_kv_cache_update(
+            attention,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            self._together,
+            (own[:, None] + self._offsets).flatten(),
+        )
+
+    def _write_each(
+        self, keys: Tensor, values: Tensor, tokens: Tensor | None, slots: dict[str, Tensor]
+    ) -> None:
+        for index, attention in enumerate(self._attentions):
+            key, value = keys[:, index].contiguous(), values[:, index].contiguous()
+            if tokens is None:
+                unified_kv_cache_update(key, value, attention.layer_name)
+                continue
+            attention.impl.do_kv_cache_update(
+                attention, key, value, attention.kv_cache, slots[attention.layer_name][tokens]
+            )
+
+
+def _one_cache(attentions: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
+    """One view of the caches of consecutive layers, if they lie in a row in memory.
+
+    On the CPU a layer's cache is [blocks, heads, block size, 2 * head size], and the caches of a
+    group's layers follow each other in one allocation, so that S layers of n blocks are one
+    cache of S * n blocks.
+
+    Returns:
+        The view, None where caches lie otherwise; and the slot [S] at which each layer begins.
+    """
+    first = attentions[0]
+    none = None, torch.empty(0, dtype=torch.long)
+    if first.attn_backend.get_name() != "CPU_ATTN" or first.kv_cache_dtype not in ("auto", None):
+        return none
+    caches: list[Tensor] = [attention.kv_cache for attention in attentions]
+    size = caches[0].numel() * caches[0].element_size()
+    in_a_row = all(
+        cache.is_contiguous()
+        and cache.shape == caches[0].shape
+        and cache.untyped_storage().data_ptr() == caches[0].untyped_storage().data_ptr()
+        and cache.data_ptr() == caches[0].data_ptr() + index * size
+        for index, cache in enumerate(caches)
+    )
+    if not in_a_row:
+        return none
+    blocks, _, block_size, _ = caches[0].shape
+    view = caches[0].as_strided((len(caches) * blocks, *caches[0].shape[1:]), caches[0].stride())
+    return view, torch.arange(len(caches)) * (blocks * block_size)
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A linear map [N, D] to [N, K] with `weight` [K, D], packed as vLLM packs its own."""
+    if not current_platform.is_cpu():
+        return lambda x: functional.linear(x, weight, bias)
+    holder: Any = nn.Module()
+    holder.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    holder.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
+    return lambda x: holder.cpu_linear(x, holder.weight, holder.bias)
 
 
 def request_ids(model_runner: Any) -> Callable[[], list[str]]:
@@ -74,11 +234,11 @@ def eos_token_ids(vllm_config: Any) -> Tensor:
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
+    scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
-        "quantised weights (--quantization)": vllm_config.quant_config is not None,
-        "tensor parallelism (--tensor-parallel-size)": parallel.tensor_parallel_size > 1,
+        f"{scheme} weights (supported: {', '.join(QUANTISED)})": scheme not in ("none", *QUANTISED),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from exitserve.checkpoint import parse_multi_exit, read_config
 from exitserve.engine.options import KEY, make_rules
-from exitserve.engine.plugin import ARCHITECTURES
+from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
 
@@ -25,22 +25,20 @@ def served_architecture(model_dir: Path | str) -> str:
     """
     config = read_config(model_dir)
     names = config.get("architectures") or ["none named"]
-    if names[0] not in ARCHITECTURES:
+    known = architectures()
+    if names[0] not in known:
         raise ExitServeError(
             f"architecture {names[0]} of '{model_dir}' is not supported with exits; "
-            f"supported: {', '.join(ARCHITECTURES)}."
+            f"supported: {', '.join(known)}. docs/adding-an-architecture.md adds another."
         )
-    return ARCHITECTURES[names[0]]
+    return class_name(known[names[0]])
 
 
 def check_rules(model_dir: Path | str, options: Mapping[str, Any]) -> ExitRules:
     """Checks the checkpoint's exits and server options before anything slow starts."""
     config = read_config(model_dir)
-    num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int):
-        raise ExitServeError(f"config.json of '{model_dir}' names no num_hidden_layers.")
     block = parse_multi_exit(config)
-    return make_rules(num_layers, block.exit_layers if block else (), dict(options))
+    return make_rules(config, block.exit_layers if block else (), options)
 
 
 def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from exitserve.checkpoint import check_exit_layers, parse_multi_exit
+from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import ExitPolicy, ExitRules, check_threshold
 
 KEY = "exitserve"
-OPTIONS = ("exit_layers", "mode", "exit_threshold", "exit_layer", "eos_threshold")
+OPTIONS = (
+    "exit_layers",
+    "mode",
+    "exit_threshold",
+    "exit_layer",
+    "eos_threshold",
+    "exit_checks",
+    "exit_path",
+)
+EXIT_CHECKS = ("paying", "all")
+"""Whether checks that do not pay are left out (`exitserve.schedule`)."""
+QUANTISED = ("compressed-tensors",)
+"""Quantisation methods that exits were tried with."""
+EXIT_PATHS = ("compact", "masked")
+"""How a batch of mixed depths runs: active rows alone, or, as a plain yardstick, all of them."""
 
 
 def make_rules(
-    num_layers: int, declared_layers: tuple[int, ...], options: dict[str, Any]
+    config: Mapping[str, Any], declared_layers: tuple[int, ...], options: Mapping[str, Any]
 ) -> ExitRules:
     """Checks server options against a model and returns its rules.
 
     Args:
-        num_layers: L.
+        config: the checkpoint's `config.json`.
         declared_layers: the checkpoint's own exit layers.
         options: any of `OPTIONS`; `exit_layers` replaces the declared ones.
 
@@ -28,20 +45,36 @@ def make_rules(
     for name in options:
         if name not in OPTIONS:
             raise ExitServeError(f"unknown exitserve option {name!r}.{nearest(name, OPTIONS)}")
+    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if not isinstance(num_layers, int):
+        raise ExitServeError("the checkpoint's config.json names no num_hidden_layers.")
     layers = options.get("exit_layers")
     exit_layers = check_exit_layers(declared_layers if layers is None else layers, num_layers)
     eos = options.get("eos_threshold")
-    eos_threshold = None if eos is None else check_threshold(eos, "eos_threshold")
-    rules = ExitRules(num_layers=num_layers, exit_layers=exit_layers, eos_threshold=eos_threshold)
-    return ExitRules(
+    choose(options, "exit_path", EXIT_PATHS)
+    every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
+    rules = ExitRules(
         num_layers=num_layers,
         exit_layers=exit_layers,
-        default=_default_policy(rules, options),
-        eos_threshold=eos_threshold,
+        eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
+        break_even={} if every else break_even_rates(config, exit_layers),
     )
+    return replace(rules, default=_default_policy(rules, options))
 
 
-def _default_policy(rules: ExitRules, options: dict[str, Any]) -> ExitPolicy:
+def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+    """Returns option `name`, by default the first allowed value.
+
+    Raises:
+        ExitServeError: it has another value.
+    """
+    value = options.get(name, allowed[0])
+    if value not in allowed:
+        raise ExitServeError(f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}.")
+    return str(value)
+
+
+def _default_policy(rules: ExitRules, options: Mapping[str, Any]) -> ExitPolicy:
     threshold, layer = options.get("exit_threshold"), options.get("exit_layer")
     mode = options.get("mode")
     if mode is None:
@@ -59,9 +92,13 @@ def _default_policy(rules: ExitRules, options: dict[str, Any]) -> ExitPolicy:
     raise ExitServeError(f"mode {mode!r} is unknown; allowed: off, confidence, fixed.")
 
 
+def options_of(vllm_config: Any) -> dict[str, Any]:
+    """The server's own options, as they were given at the start."""
+    return dict((vllm_config.additional_config or {}).get(KEY, {}))
+
+
 def rules_from(vllm_config: Any) -> ExitRules:
     """The rules of the engine that `vllm_config` describes; raises like `make_rules`."""
-    hf_config = vllm_config.model_config.hf_config
-    block = parse_multi_exit({"multi_exit": getattr(hf_config, "multi_exit", None)})
-    options = dict((vllm_config.additional_config or {}).get(KEY, {}))
-    return make_rules(hf_config.num_hidden_layers, block.exit_layers if block else (), options)
+    config = vllm_config.model_config.hf_config.to_dict()
+    block = parse_multi_exit(config)
+    return make_rules(config, block.exit_layers if block else (), options_of(vllm_config))

@@ -1,21 +1,51 @@
 """vLLM's plugin entry point, and which architectures exits are available for.
 
-Light to import: the command line reads `ARCHITECTURES` before vLLM is loaded.
+Light to import: the command line reads the table before vLLM is loaded.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
+
+_FAMILIES = "exitserve.engine.families"
+
 ARCHITECTURES = {
-    "LlamaForCausalLM": "MultiExitLlamaForCausalLM",
-    "MistralForCausalLM": "MultiExitMistralForCausalLM",
+    "GPT2LMHeadModel": f"{_FAMILIES}:MultiExitGPT2LMHeadModel",
+    "Gemma2ForCausalLM": f"{_FAMILIES}:MultiExitGemma2ForCausalLM",
+    "Gemma3ForCausalLM": f"{_FAMILIES}:MultiExitGemma3ForCausalLM",
+    "LlamaForCausalLM": f"{_FAMILIES}:MultiExitLlamaForCausalLM",
+    "MistralForCausalLM": f"{_FAMILIES}:MultiExitMistralForCausalLM",
+    "MixtralForCausalLM": f"{_FAMILIES}:MultiExitMixtralForCausalLM",
+    "Olmo2ForCausalLM": "exitserve.engine.olmo2:MultiExitOlmo2ForCausalLM",
+    "Phi3ForCausalLM": f"{_FAMILIES}:MultiExitPhi3ForCausalLM",
+    "Qwen2ForCausalLM": f"{_FAMILIES}:MultiExitQwen2ForCausalLM",
+    "Qwen3ForCausalLM": f"{_FAMILIES}:MultiExitQwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": f"{_FAMILIES}:MultiExitQwen3MoeForCausalLM",
 }
-"""Checkpoint architecture to the class that serves it with exits."""
+"""Architecture of a checkpoint to the class, as "module:Class", that serves it with exits."""
+
+ENTRY_POINTS = "exitserve.architectures"
+"""Entry point group in which other packages name theirs, in the same form."""
+
+
+@cache
+def architectures() -> dict[str, str]:
+    """Our architectures and those of installed packages; a package's own goes before ours."""
+    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return ARCHITECTURES | found
+
+
+def class_name(location: str) -> str:
+    """The name under which vLLM knows the class at "module:Class"."""
+    return location.rpartition(":")[2]
 
 
 def register() -> None:
-    """Registers our model classes; vLLM calls this in each of its processes."""
+    """Registers the model classes; vLLM calls this in each of its processes."""
     from vllm import ModelRegistry
 
-    for name in ARCHITECTURES.values():
-        if name not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(name, f"exitserve.engine.families:{name}")
+    known = ModelRegistry.get_supported_archs()
+    for location in architectures().values():
+        if class_name(location) not in known:
+            ModelRegistry.register_model(class_name(location), location)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 MAX_TRACES = 4096
@@ -19,13 +18,21 @@ class Recorder:
         self.tokens_by_depth = [0] * (num_layers + 1)
         self.checks = dict.fromkeys(exit_layers, 0)
         self.passed = dict.fromkeys(exit_layers, 0)
+        self.head_passes = 0
         self.frozen_tokens = 0
         self.involuntary_stays = 0
-        self.request_ids: Callable[[], list[str]] | None = None
         self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
 
-    def checked(self, layer: int, checks: int, passed: int) -> None:
-        """Counts one exit check over `checks` tokens of which `passed` exited."""
+    def checked(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
+        """Counts one exit check over `checks` tokens of which `passed` exited.
+
+        Args:
+            layer: the exit layer.
+            checks: tokens checked; those that exit unconditionally count as such.
+            passed: tokens that exited.
+            head_passes: times the LM head was read for it; none where all exit unconditionally.
+        """
+        self.head_passes += head_passes
         self.checks[layer] += checks
         self.passed[layer] += passed
         self.frozen_tokens += passed
@@ -34,9 +41,8 @@ class Recorder:
         """Counts one generated token that stopped at `depth`."""
         self.tokens_by_depth[depth] += 1
 
-    def trace(self, key: str, row: int, index: int, depth: int) -> None:
-        """Keeps the depth of generated token `index` of the request in batch row `row`."""
-        request_id = self.request_ids()[row] if self.request_ids else ""
+    def trace(self, key: str, request_id: str, index: int, depth: int) -> None:
+        """Keeps the depth of generated token `index` of a request."""
         if key not in self._traces:
             self._traces[key] = {}
             if len(self._traces) > MAX_TRACES:
@@ -61,6 +67,7 @@ class Recorder:
             },
             "checks": dict(self.checks),
             "passed": dict(self.passed),
+            "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "involuntary_stays": self.involuntary_stays,
         }

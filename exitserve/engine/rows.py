@@ -3,13 +3,14 @@
 `RowsProcessor` is a vLLM logits processor in name only: its hook runs before every forward pass
 with the rows that came, went or moved, which is what the model needs to know.
 
-Shapes: B rows, T tokens, E exit layers.
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +19,31 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from exitserve.engine.compat import BatchShape, eos_token_ids
 from exitserve.engine.options import rules_from
+from exitserve.engine.plan import Candidate, StepPlan
 from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.schedule import CheckSchedule
+
+MAX_PASTS = 4096
+"""Requests remembered after they left the batch; a preempted one comes back and needs it."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class Past:
+    """What one request did so far; it outlives a preemption."""
+
+    request_id: str
+    schedule: CheckSchedule
+    depths: list[int] = field(default_factory=list)
+    """Depth of each generated token, by its index."""
+
+    def note(self, generated: int, depth: int, full_depth: int) -> None:
+        """Keeps the depth of generated token number `generated`; earlier gaps ran at full depth."""
+        self.depths += [full_depth] * (generated - len(self.depths))
+        self.depths[generated:] = [depth]
+
+
+@dataclass
 class Row:
     """What the engine knows of the request in one batch row."""
 
@@ -31,6 +52,8 @@ class Row:
     output_ids: list[int]
     """vLLM's own list of generated tokens, read for its length only."""
     trace_key: str | None
+    past: Past | None = None
+    """None until the row's first pass, when its request's name is known."""
 
 
 class Rows:
@@ -40,22 +63,36 @@ class Rows:
         self.rules = rules
         self.eos_token_ids = eos_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
+        self.request_ids: Callable[[], list[str]] | None = None
+        """Names of the requests in row order, once the worker is attached."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called once the rows of a pass are known."""
         self._rows: dict[int, Row] = {}
-        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
+        self._pasts: OrderedDict[str, Past] = OrderedDict()
+        """Of requests that left the batch, finished or preempted, the longest gone first."""
 
     def update(self, batch: BatchUpdate) -> None:
         """Follows vLLM's persistent batch: removed, then added, then moved rows."""
-        self._tensors = None
         for index in batch.removed:
-            self._rows.pop(index, None)
+            self._leave(index)
         for index, params, prompt_ids, output_ids in batch.added:
+            self._leave(index)
             self._rows[index] = self._row(params, prompt_ids, output_ids)
         for source, target, direction in batch.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            moved = self._rows.pop(source, None)
+            if direction == MoveDirectionality.SWAP and target in self._rows:
+                self._rows[source] = self._rows.pop(target)
+            self._leave(target)
             if moved is not None:
                 self._rows[target] = moved
-            if direction == MoveDirectionality.SWAP and replaced is not None:
-                self._rows[source] = replaced
+
+    def _leave(self, index: int) -> None:
+        """Empties a row, and keeps what its request did in case it comes back."""
+        row = self._rows.pop(index, None)
+        if row is not None and row.past is not None and row.past.request_id:
+            self._pasts[row.past.request_id] = row.past
+            if len(self._pasts) > MAX_PASTS:
+                self._pasts.popitem(last=False)
 
     def _row(self, params: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> Row:
         fields = params.extra_args or {}
@@ -72,109 +109,76 @@ class Rows:
 
     def plan(self, shape: BatchShape, positions: Tensor) -> StepPlan:
         """The plan for one forward pass over `positions` [T]."""
-        num_rows = shape.row_ends.shape[0]
-        positions = positions[: shape.num_tokens]
-        last_positions = positions[shape.row_ends.long() - 1]
-        if all(row.policy.mode == "off" for row in self._rows.values()):
-            no_checks = torch.empty((0, shape.num_tokens))
-            return StepPlan(
-                layers=(),
-                num_layers=self.rules.num_layers,
-                thresholds=no_checks,
-                eos_thresholds=no_checks,
-                row_ends=shape.row_ends,
-                last_positions=last_positions,
-            )
-        if self._tensors is None or self._tensors[2].shape[0] != num_rows:
-            self._tensors = self._gather(num_rows)
-        thresholds, eos_thresholds, prompt_lengths = self._tensors
-        if shape.num_tokens != num_rows:  # prompt chunks: several tokens a row
-            lengths = torch.diff(shape.row_ends, prepend=shape.row_ends.new_zeros(1))
-            row_of_token = torch.repeat_interleave(torch.arange(num_rows), lengths)
-            thresholds, eos_thresholds = (
-                thresholds[:, row_of_token],
-                eos_thresholds[:, row_of_token],
-            )
-            prompt_lengths = prompt_lengths[row_of_token]
-        decode = positions >= prompt_lengths
-        return StepPlan(
-            layers=self.rules.exit_layers,
-            num_layers=self.rules.num_layers,
-            thresholds=thresholds.masked_fill(~decode, math.inf),
-            eos_thresholds=eos_thresholds,
-            row_ends=shape.row_ends,
-            last_positions=last_positions,
-        )
+        ends: list[int] = shape.row_ends.tolist()
+        last: list[int] = positions[shape.row_ends.long() - 1].tolist()
+        candidates: list[Candidate] = []
+        known: list[tuple[int, int]] = []
+        start = 0
+        for index, end in enumerate(ends):
+            length, start = end - start, end
+            row = self._rows.get(index)
+            if row is None or row.policy.mode == "off":
+                continue
+            # Index of the generated token that the row's last position leads to.
+            generated = last[index] + 1 - row.prompt_length
+            if generated < 1:
+                continue
+            past = self._past(index, row)
+            if generated == len(row.output_ids):
+                candidates.append(Candidate(index, row.policy, past.schedule))
+            known += _computed_before(past.depths, row, generated, length, end)
+        known = [(token, depth) for token, depth in known if depth < self.rules.num_layers]
+        known_depth = None
+        if known:
+            known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
+            tokens, depths = zip(*known, strict=True)
+            known_depth[list(tokens)] = torch.tensor(depths)
+        return StepPlan(shape.row_ends, last, self.rules, candidates, known_depth)
 
-    def _gather(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Thresholds [E, B], end-of-sequence thresholds [E, B], prompt lengths [B]."""
-        rows = [self._rows.get(index) for index in range(num_rows)]
-        pairs = [
-            [row.policy.thresholds_at(layer) if row else (math.inf, math.inf) for row in rows]
-            for layer in self.rules.exit_layers
-        ]
-        table = torch.tensor(pairs, dtype=torch.float32).view(len(pairs), num_rows, 2)
-        lengths = torch.tensor([row.prompt_length if row else 0 for row in rows])
-        return table[..., 0], table[..., 1], lengths
+    def _past(self, index: int, row: Row) -> Past:
+        if row.past is None:
+            name = self._request_id(index)
+            row.past = self._pasts.pop(name, None) or Past(
+                name, self.rules.schedule_for(row.policy)
+            )
+        return row.past
+
+    def _request_id(self, index: int) -> str:
+        return self.request_ids()[index] if self.request_ids else ""
 
     def record(self, plan: StepPlan) -> None:
         """Counts and traces the tokens this pass generates, one for each row that is due."""
-        depths = plan.depth[plan.row_ends.long() - 1].tolist()
-        for index, (position, depth) in enumerate(
-            zip(plan.last_positions.tolist(), depths, strict=True)
-        ):
+        for index, position in enumerate(plan.last_positions):
             row = self._rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
             # chunks, and tokens recomputed after a preemption, do not generate.
             if row is None or position + 1 != row.prompt_length + len(row.output_ids):
                 continue
+            depth = plan.depth.get(index, self.rules.num_layers)
             self.recorder.generated(depth)
+            generated = len(row.output_ids)
+            if row.past is not None:
+                row.past.note(generated, depth, self.rules.num_layers)
             if row.trace_key is not None:
-                self.recorder.trace(row.trace_key, index, len(row.output_ids), depth)
+                request_id = self._request_id(index)
+                self.recorder.trace(row.trace_key, request_id, generated, depth)
 
 
-class StepPlan:
-    """Thresholds and outcome of one forward pass, token by token."""
+def _computed_before(
+    depths: list[int], row: Row, generated: int, length: int, end: int
+) -> list[tuple[int, int]]:
+    """(token index, depth) of a chunk's tokens that were computed once before a preemption.
 
-    def __init__(
-        self,
-        *,
-        layers: tuple[int, ...],
-        num_layers: int,
-        thresholds: Tensor,
-        eos_thresholds: Tensor,
-        row_ends: Tensor,
-        last_positions: Tensor,
-    ) -> None:
-        self.thresholds = thresholds  # [E, T], infinite where a token must not exit
-        self.eos_thresholds = eos_thresholds  # [E, T]
-        self.row_ends = row_ends  # [B]
-        self.last_positions = last_positions  # [B]
-        num_tokens = thresholds.shape[1]
-        self.depth = torch.full((num_tokens,), num_layers)
-        self.frozen = torch.zeros(num_tokens, dtype=torch.bool)
-        self._wanted = dict(zip(layers, (thresholds < math.inf).any(dim=1).tolist(), strict=True))
-        self._exit_index = {layer: index for index, layer in enumerate(layers)}
-        self.logits: list[tuple[Tensor, Tensor]] = []
-        """Logits of successful checks: (token indices [N], logits [N, V])."""
-
-    def candidates(self, layer: int) -> Tensor:
-        """Indices of the active tokens that are to be checked after `layer` layers."""
-        if not self._wanted.get(layer):
-            return torch.empty(0, dtype=torch.long)
-        may_exit = self.thresholds[self._exit_index[layer]] < math.inf
-        return (may_exit & ~self.frozen).nonzero().flatten()
-
-    def thresholds_of(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The two thresholds [N] of `tokens` after `layer` layers."""
-        index = self._exit_index[layer]
-        return self.thresholds[index, tokens], self.eos_thresholds[index, tokens]
-
-    def freeze(self, tokens: Tensor, layer: int, logits: Tensor) -> None:
-        """Marks `tokens` [N] as exited after `layer` layers with `logits` [N, V]."""
-        self.frozen[tokens] = True
-        self.depth[tokens] = layer
-        self.logits.append((tokens, logits))
+    Args:
+        depths: of the row's generated tokens.
+        row: the row.
+        generated: index of the generated token that the chunk's last position leads to.
+        length: of the chunk.
+        end: index after the chunk's last token.
+    """
+    first = max(1, generated + 1 - length)
+    past_last = min(generated + 1, len(row.output_ids), len(depths))
+    return [(end - 1 - (generated - one), depths[one]) for one in range(first, past_last)]
 
 
 _ENGINES: dict[str, Rows] = {}
@@ -215,6 +219,7 @@ class RowsProcessor(LogitsProcessor):
         """Called before each forward pass, with what changed in the batch."""
         if batch_update is not None:
             self._rows.update(batch_update)
+        self._rows.before_pass()
 
     def apply(self, logits: Tensor) -> Tensor:
         """Returns the logits [B, V] as they are."""

@@ -1,92 +1,39 @@
-"""THE loop: run a segment, check, freeze, propagate.
+"""THE loop: run a segment, check, freeze, propagate, go on or stop.
 
-A decoder of L layers with exit layers e1 < e2 < ... is run as segments (0, e1], (e1, e2], ...
-After each exit layer the rows that may exit are checked; those that pass are frozen. When every
-row of the batch is frozen, the rest of the cache is filled in one go and the pass ends; while
-only some are, the next segment runs on all rows and restores the frozen ones after each layer,
-so that their keys and values come from the frozen state. (Restoring is part of the compiled
-segment, with an empty mask where nothing is frozen: a second compiled form would double the time
-that a cold start spends compiling.)
+A decoder of L layers with exit layers e1 < e2 < ... runs as segments (0, e1], (e1, e2], ... After
+each exit layer the rows that may exit are checked. Those that pass fill the key-value cache of
+all layers above from their frozen state and leave the batch; the next segment runs the rows that
+are left, and when none is left the pass ends.
 
-vLLM carries the residual stream as a pair (hidden, residual) whose sum it is; the sum is taken
-by the next norm. A frozen row is the pair (0, state).
+`_run` is that loop. `_run_masked` is the same semantic as plainly as it can be said, all rows
+through all layers: the yardstick that tests compare the loop with, and the way for the rare
+passes that recompute a preempted request, whose frozen tokens lie in the midst of a chunk.
 
-Shapes: T tokens, B rows, D hidden, V vocabulary.
+Shapes: T tokens, A active tokens, B rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from vllm.compilation.backends import set_model_tag
-from vllm.compilation.decorators import support_torch_compile
-from vllm.logger import init_logger
+from torch import Tensor
+from vllm.forward_context import get_forward_context, override_forward_context
 
-from exitserve.confidence import exit_mask, max_prob
-from exitserve.engine.compat import batch_shape, refuse_unsupported
+from exitserve.engine.compat import batch_shape, can_narrow, narrowed_context, refuse_unsupported
+from exitserve.engine.compiled import Segment, Stream, compiled_segment
+from exitserve.engine.head import CheckedHead
+from exitserve.engine.options import options_of
+from exitserve.engine.plan import ActiveRows, Candidate, StepPlan, merge_logits
 from exitserve.engine.propagation import Propagation
-from exitserve.engine.rows import StepPlan, rows_of
-
-logger = init_logger(__name__)
-
-
-class Segment(nn.Module):
-    """Layers `start + 1 .. end` of a decoder. `compiled_segment` makes one."""
-
-    def __init__(
-        self, *, vllm_config: Any, prefix: str = "", layers: list[nn.Module], start: int, end: int
-    ) -> None:
-        super().__init__()
-        # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
-        self.layers = tuple(layers[start:end])
-        self.end = end
-
-
-def compiled_segment(vllm_config: Any, layers: list[nn.Module], start: int, end: int) -> Segment:
-    """A segment that is compiled as one unit where vLLM compiles.
-
-    vLLM's cache of compiled code knows a module by its forward's qualified name
-    (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
-    of its own: with a common one, a segment could be handed another's code.
-    """
-    name = f"segment_{start}_{end}"
-
-    def forward(
-        self: Segment,
-        positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
-        frozen: Tensor | None,
-        state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
-            if frozen is not None and state is not None:
-                hidden, residual = _restore(hidden, residual, frozen, state)
-        assert residual is not None
-        return hidden, residual
-
-    forward.__qualname__ = f"{name}.forward"
-    arguments = ("positions", "hidden", "residual", "frozen", "state")
-    decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
-    segment_class: Any = decorate(type(name, (Segment,), {"forward": forward}))
-    with set_model_tag(name):
-        segment: Segment = segment_class(
-            vllm_config=vllm_config, prefix=name, layers=layers, start=start, end=end
-        )
-    return segment
+from exitserve.engine.rows import rows_of
 
 
 class MultiExitMixin:
-    """Makes a vLLM decoder stop early; put it before the vLLM class in the bases.
-
-    Needs `self.model` with `layers` and `norm`, `embed_input_ids`, `lm_head` and
-    `compute_logits`, as vLLM's Llama classes have them.
-    """
+    """Makes a vLLM decoder stop early; put it, with a `Family`, before the vLLM class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         parent: Any = super()  # the vLLM class, to which this is a mixin
@@ -95,12 +42,17 @@ class MultiExitMixin:
         exit_layers = self._rows.rules.exit_layers
         if exit_layers:
             refuse_unsupported(vllm_config)
-        layers = list(self.model.layers)  # type: ignore[attr-defined]  # from the vLLM class
-        bounds = [0, *exit_layers, len(layers)]
-        # Held in a tuple for the reason given in Segment.
-        self._segments: tuple[Any, ...] = tuple(
-            compiled_segment(vllm_config, layers, start, end) for start, end in pairwise(bounds)
-        )
+        model: Any = self
+        self._masked = options_of(vllm_config).get("exit_path") == "masked"
+        self._head = CheckedHead(model, parent.compute_logits, self._rows.eos_token_ids)
+        layers = model.decoder_layers()
+        self._layers: tuple[Any, ...] = tuple(layers)  # a tuple, as in Segment
+        self._segments: tuple[Segment, ...] = ()
+        if exit_layers:
+            self._segments = tuple(
+                compiled_segment(vllm_config, layers, start, end, model.run_layer)
+                for start, end in pairwise([0, *exit_layers, len(layers)])
+            )
         self._propagation: Propagation | None = None
         self._plan: StepPlan | None = None
 
@@ -115,102 +67,176 @@ class MultiExitMixin:
         model: Any = self
         shape = batch_shape()
         plan = self._plan = None if shape is None else self._rows.plan(shape, positions)
-        if self._propagation is None and len(self._segments) > 1:
-            self._propagation = Propagation(list(model.model.layers), self._segments[0].end)
-        hidden = inputs_embeds if inputs_embeds is not None else model.embed_input_ids(input_ids)
-        normed = self._run(positions, hidden, plan)
+        if plan is None and self._segments:
+            self._warm_up(model.embed(input_ids, positions, inputs_embeds), positions)
+        if plan is None or plan.is_plain():
+            # Where nobody may exit, the pass is vLLM's own, bit for bit.
+            own: Any = super().forward  # type: ignore[misc]  # from the vLLM class
+            normed: Tensor = own(input_ids, positions, intermediate_tensors, inputs_embeds)
+        else:
+            hidden: Tensor = model.embed(input_ids, positions, inputs_embeds)
+            if plan.known_depth is not None or self._masked or not can_narrow():
+                normed = self._run_masked(positions, hidden, plan)
+            else:
+                with ExitStack() as contexts:
+                    normed = self._run(positions, hidden, plan, contexts)
         if plan is not None:
             self._rows.record(plan)
         return normed
 
-    def _run(self, positions: Tensor, hidden: Tensor, plan: StepPlan | None) -> Tensor:
+    def _warm_up(self, hidden: Tensor, positions: Tensor) -> None:
+        """Loads what propagation needs, and compiles the segments.
+
+        vLLM's own forward pass follows; passes count their mixture-of-experts layers in the
+        forward context, so this one has a context of its own.
+        """
+        self._load_propagation(hidden)
+        with override_forward_context(replace(get_forward_context())):
+            stream: Stream = (hidden, None)
+            for segment in self._segments:
+                stream = segment(positions, *stream)
+
+    def _load_propagation(self, like: Tensor) -> Propagation:
+        if self._propagation is None:  # weights are there once the first pass runs
+            model: Any = self
+            layers = [model.layer_kv(layer) for layer in self._layers]
+            self._propagation = Propagation(layers, self._rows.rules.exit_layers, like)
+        return self._propagation
+
+    def _run(
+        self, positions: Tensor, hidden: Tensor, plan: StepPlan, contexts: ExitStack
+    ) -> Tensor:
         """The loop over segments."""
         model: Any = self
-        residual: Tensor | None = None
-        frozen: Tensor | None = None  # [T, 1] rows frozen so far
-        state: Tensor | None = None  # [T, D] their states; other rows are not read
-        last = len(self._segments) - 1
-        for index, segment in enumerate(self._segments):
-            if index and frozen is None and not segment.do_not_compile:
-                # What is compiled once with tensors must always be called with tensors.
-                frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
-                state = torch.zeros_like(hidden)
-            hidden, residual = segment(positions, hidden, residual, frozen, state)
-            if (
-                plan is None
-                or index == last
-                or not (tokens := plan.candidates(segment.end)).numel()
-            ):
+        propagation = self._load_propagation(hidden)
+        active = ActiveRows(plan.row_ends)
+        stream: Stream = (hidden, None)
+        left: Tensor | None = None  # [T, D] normed states of rows that exited
+        for segment in self._segments:
+            stream = segment(positions, *stream)
+            if not (due := plan.due(segment.end)):
                 continue
-            stream = hidden + residual
-            normed = self._check(stream, tokens, segment.end, plan)
-            if bool(plan.frozen.all()):
-                assert self._propagation is not None
-                # Rows frozen earlier propagated up to this layer already, from the state that
-                # `stream` still holds for them.
-                self._propagation.fill(stream, positions, segment.end)
-                return normed if tokens.numel() == stream.shape[0] else model.model.norm(stream)
-            if bool(plan.frozen.any()):
-                frozen, state = plan.frozen[:, None], stream
-                hidden, residual = _restore(hidden, residual, frozen, state)
-        final, _ = model.model.norm(hidden, residual)
-        return final  # type: ignore[no-any-return]
+            total = _total(stream)
+            places = active.last_tokens([one.row for one in due])
+            normed, passed = self._check(total, places, due, segment.end, plan)
+            if not passed:
+                continue
+            some = places[passed]
+            everything = some.shape[0] == total.shape[0]
+            propagation.fill(
+                total if everything else total[some],
+                positions if everything else positions[some],
+                segment.end,
+                None if everything else some,
+            )
+            if everything and left is None:
+                return normed
+            left = torch.zeros_like(hidden) if left is None else left
+            left[some if active.tokens is None else active.tokens[some]] = normed[passed]
+            if everything:
+                return left
+            kept_rows, kept = active.drop([due[index].row for index in passed])
+            contexts.enter_context(override_forward_context(narrowed_context(kept_rows, kept)))
+            positions, stream = positions[kept], (stream[0][kept], _select(stream[1], kept))
+        final: Tensor = model.final_norm(*stream)
+        if left is None:
+            return final
+        assert active.tokens is not None
+        return left.index_copy_(0, active.tokens, final)
 
-    def _check(self, stream: Tensor, tokens: Tensor, layer: int, plan: StepPlan) -> Tensor:
-        """Exit check of `tokens` [N]: freezes those that pass; returns their normed states."""
+    def _check(
+        self, total: Tensor, places: Tensor, due: list[Candidate], layer: int, plan: StepPlan
+    ) -> tuple[Tensor, list[int]]:
+        """Exit check after `layer` layers.
+
+        Args:
+            total: [A, D] residual stream of the active tokens.
+            places: [N] which of them are checked.
+            due: [N] the rows they belong to.
+            layer: the exit layer.
+            plan: takes the outcome.
+
+        Returns:
+            Normed states [N, D] of those checked, and indices within `due` of those that exit.
+        """
         model: Any = self
-        rows = stream if tokens.numel() == stream.shape[0] else stream[tokens]
-        normed: Tensor = model.model.norm(rows)
-        logits = super().compute_logits(normed)  # type: ignore[misc]  # from the vLLM class
-        token, confidence = max_prob(logits)
-        threshold, eos_threshold = plan.thresholds_of(layer, tokens)
-        exits = exit_mask(token, confidence, threshold, eos_threshold, self._rows.eos_token_ids)
-        passed = int(exits.sum())
-        self._rows.recorder.checked(layer, tokens.numel(), passed)
-        if passed == tokens.numel():
-            plan.freeze(tokens, layer, logits)
-        elif passed:
-            plan.freeze(tokens[exits], layer, logits[exits])
-        return normed
+        rows = total if places.shape[0] == total.shape[0] else total[places]
+        normed: Tensor = model.final_norm(rows, None)
+        # Who exits unconditionally needs no check, and gets logits with the others at the end.
+        asked = [index for index, one in enumerate(due) if not one.is_sure(layer)]
+        exits = [True] * len(due)
+        if asked:
+            some = normed if len(asked) == len(due) else normed[asked]
+            confidence, ends, logits = self._head.check(some)
+            decided = plan.decide([due[index] for index in asked], layer, confidence, ends)
+            gone = [due[i].row for i, leaves in zip(asked, decided, strict=True) if leaves]
+            if gone:
+                plan.keep_logits(gone, self._head.logits_of(logits, decided))
+            for index, leaves in zip(asked, decided, strict=True):
+                exits[index] = leaves
+        passed = [index for index, leaves in enumerate(exits) if leaves]
+        plan.depth.update((due[index].row, layer) for index in passed)
+        self._rows.recorder.checked(layer, len(due), len(passed), head_passes=bool(asked))
+        return normed, passed
+
+    def _run_masked(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> Tensor:
+        """All rows through all layers; frozen tokens are restored after each."""
+        model: Any = self
+        active = ActiveRows(plan.row_ends)
+        frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
+        state, left = torch.zeros_like(hidden), torch.zeros_like(hidden)
+        stream: Stream = (hidden, None)
+        for depth, layer in enumerate(self._layers, start=1):
+            stream = model.run_layer(layer, positions, stream)
+            total = torch.where(frozen, state, _total(stream))
+            freezing = torch.zeros_like(frozen)
+            if plan.known_depth is not None and depth < len(self._layers):
+                freezing |= (plan.known_depth == depth)[:, None]
+            if due := plan.due(depth):
+                places = active.last_tokens([one.row for one in due])
+                normed, passed = self._check(total, places, due, depth, plan)
+                freezing[places[passed]] = True
+                left[places[passed]] = normed[passed]
+            state = torch.where(freezing, total, state)
+            frozen = frozen | freezing
+            stream = _restored(stream, frozen, state)
+        return torch.where(frozen, left, model.final_norm(*stream))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""
-        compute: Callable[[Tensor], Tensor | None] = super().compute_logits  # type: ignore[misc]
+        compute: Any = super().compute_logits  # type: ignore[misc]  # from the vLLM class
         plan, self._plan = self._plan, None  # prompt logprobs call again, for other states
-        if plan is None or not plan.logits or hidden_states.shape[0] != plan.row_ends.shape[0]:
-            return compute(hidden_states)
-        return _merge_logits(plan, hidden_states, compute)
+        num_rows = hidden_states.shape[0]
+        if plan is None or not plan.depth or num_rows != plan.row_ends.shape[0]:
+            return compute(hidden_states)  # type: ignore[no-any-return]
+        rest = plan.without_logits(num_rows)
+        if rest and len(plan.depth) == num_rows:
+            # All rows left early, some unconditionally: this is the head of their exit.
+            self._rows.recorder.head_passes += 1
+        if len(rest) == num_rows:
+            return compute(hidden_states)  # type: ignore[no-any-return]
+        return merge_logits(plan, compute(hidden_states[rest]) if rest else None, num_rows)
 
 
-def _restore(
-    hidden: Tensor, residual: Tensor, frozen: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sets frozen rows to the pair (0, state); leaves the others bit for bit.
+def _total(stream: Stream) -> Tensor:
+    """The residual stream [T, D] itself."""
+    hidden, residual = stream
+    return hidden if residual is None else hidden + residual
+
+
+def _select(tensor: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor[tokens]
+
+
+def _restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
+    """Sets frozen tokens to their state, and leaves the others bit for bit.
 
     Args:
-        hidden: [T, D].
-        residual: [T, D].
+        stream: [T, D]; a pair becomes (0, state).
         frozen: [T, 1] bool.
         state: [T, D].
     """
+    hidden, residual = stream
+    if residual is None:
+        return torch.where(frozen, state, hidden), None
     return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
-
-
-def _merge_logits(
-    plan: StepPlan, hidden_states: Tensor, compute: Callable[[Tensor], Tensor | None]
-) -> Tensor | None:
-    """Puts kept check logits and freshly computed ones into row order."""
-    ends = plan.row_ends.long() - 1
-    exited = plan.frozen[ends]
-    if bool(exited.all()) and len(plan.logits) == 1 and torch.equal(plan.logits[0][0], ends):
-        return plan.logits[0][1]
-    kept_logits = torch.cat([logits for _, logits in plan.logits])
-    slot = torch.zeros(plan.frozen.shape[0], dtype=torch.long)
-    slot[torch.cat([tokens for tokens, _ in plan.logits])] = torch.arange(kept_logits.shape[0])
-    merged = kept_logits.new_empty((ends.shape[0], kept_logits.shape[1]))
-    merged[exited] = kept_logits[slot[ends[exited]]]
-    if not bool(exited.all()):
-        fresh = compute(hidden_states[~exited])
-        assert fresh is not None
-        merged[~exited] = fresh
-    return merged

@@ -7,6 +7,7 @@ from typing import Any
 from exitserve.engine.compat import check_version, request_ids
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.rows import rows_of
+from exitserve.engine.seeds import seed_keeper
 
 
 class ExitWorkerExtension:
@@ -16,9 +17,11 @@ class ExitWorkerExtension:
     model_runner: Any
 
     def exit_attach(self) -> None:
-        """Lets the recorder see request ids; called once, after start-up."""
+        """Lets the rows see vLLM's batch; called once, after start-up."""
         check_version()
-        self._exit_recorder().request_ids = request_ids(self.model_runner)
+        rows = rows_of(self.vllm_config)
+        rows.request_ids = request_ids(self.model_runner)
+        rows.before_pass = seed_keeper(self.model_runner)
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start."""

@@ -1,9 +1,10 @@
-"""One engine a module: starting one takes half a minute, so tests share it."""
+"""Engines for tests: each holds a gigabyte, so most end with the test that started them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,21 +74,40 @@ def job() -> type[Job]:
     return Job
 
 
-@pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Harness]]:
-    """Starts engines in float32 without compilation, unless told otherwise."""
-    engines: list[Any] = []
+CACHE_BYTES = 256 << 20  # 16 rows of the bundled model's longest context fit several times
+
+
+@contextmanager
+def engines() -> Iterator[Callable[..., Harness]]:
+    """Starts engines in float32 without compilation, unless told otherwise; ends them all."""
+    started: list[Any] = []
 
     def start(model: Any, **options: Any) -> Harness:
         from exitserve.engine.launch import start_engine
 
-        settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16} | options
-        engines.append(start_engine(model, **settings))
-        return Harness(engines[-1])
+        usual = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
+        started.append(start_engine(model, kv_cache_memory_bytes=CACHE_BYTES, **usual | options))
+        return Harness(started[-1])
 
-    yield start
-    for engine in engines:
-        engine.llm_engine.engine_core.shutdown()
+    try:
+        yield start
+    finally:
+        for engine in started:
+            engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Harness]]:
+    """Starts engines that end with the test."""
+    with engines() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def start_shared() -> Iterator[Callable[..., Harness]]:
+    """Starts engines that the tests of a module share: starting one takes half a minute."""
+    with engines() as starter:
+        yield starter
 
 
 @pytest.fixture(scope="session")

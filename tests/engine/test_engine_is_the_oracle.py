@@ -27,9 +27,9 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def harness(start, bundled):
+def harness(start_shared, bundled):
     # Prefix caching is tested on its own: here every run must start from an empty cache.
-    return start(bundled, enable_prefix_caching=False)
+    return start_shared(bundled, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")

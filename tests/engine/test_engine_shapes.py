@@ -1,28 +1,8 @@
-"""The engine on tiny random checkpoints: architectures, crowding, compilation, refusals."""
+"""The engine on tiny random checkpoints: crowding, prefix caching, refusals."""
 
 from __future__ import annotations
 
 import pytest
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("mistral", {"sliding_window": 32}),
-        ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
-    ],
-    ids=["mistral-window", "llama-bias"],
-)
-def test_architectures(
-    start, oracle, expect, random_jobs, make_checkpoint, family: str, changes: dict[str, object]
-) -> None:
-    model = make_checkpoint(family, **changes)
-    jobs = random_jobs(max_tokens=40)  # past the window of 32
-    reference = oracle(model)
-    expected = [expect(reference, one) for one in jobs]
-    harness = start(model, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected
-    assert harness.run(jobs, every=2) == expected
 
 
 def test_preemption_and_prompt_chunks(start, oracle, expect, random_jobs, make_checkpoint) -> None:
@@ -52,12 +32,21 @@ def test_preemption_and_prompt_chunks(start, oracle, expect, random_jobs, make_c
     assert preempted and preempted[0] > 0, "nothing was preempted, so the test shows nothing"
 
 
-def test_compiled_segments(start, oracle, expect, random_jobs, make_checkpoint) -> None:
-    model = make_checkpoint("llama")
-    jobs = random_jobs()
-    reference = oracle(model)
-    harness = start(model, enforce_eager=False, enable_prefix_caching=False)
-    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+def test_seeded_prompts_in_chunks(start, bundled) -> None:
+    """Plain vLLM 0.32 on a CPU dies of the first such request."""
+    from vllm import SamplingParams
+
+    prompts = ["x = 1\n" * 30, "import os\n" * 25, "def f(a, b):\n    return a\n" * 8]
+    params = [
+        SamplingParams(max_tokens=16, temperature=1.0, seed=seed, extra_args=fields)
+        for seed, fields in ((1, {}), (2, {"exit_threshold": 0.4}), (3, {"exit_layer": 6}))
+    ]
+    answers = []
+    for options in ({"max_num_batched_tokens": 64}, {"enable_chunked_prefill": False}):
+        engine = start(bundled, enable_prefix_caching=False, max_model_len=512, **options).engine
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].text for output in outputs])
+    assert answers[0] == answers[1]
 
 
 def test_prefix_cache_keeps_policies_apart(start, random_jobs, job, make_checkpoint) -> None:
@@ -87,7 +76,7 @@ def _cache_hits(harness) -> int:
     ("options", "message"),
     [
         ({"enable_lora": True}, "LoRA"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     ],
 )
 def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, message) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -42,32 +40,80 @@ def _plan(rows, positions: list[int], row_ends: list[int]):
 def test_each_row_has_its_own_thresholds(rows) -> None:
     prompt = [5, 6, 7]
     added = [
-        (0, _params(exit_threshold=0.25), prompt, []),
-        (1, _params(exit_layer=4), prompt, []),
-        (2, _params(exit_threshold=1), prompt, []),
-        (3, _params(), prompt, []),
+        (0, _params(exit_threshold=0.25), prompt, [9]),
+        (1, _params(exit_layer=4), prompt, [9]),
+        (2, _params(exit_threshold=1), prompt, [9]),
+        (3, _params(), prompt, [9]),
     ]
     _update(rows, added=added)
     plan = _plan(rows, [3, 3, 3, 3], [1, 2, 3, 4])
-    inf = math.inf
-    assert plan.thresholds.tolist() == [[0.25, inf, inf, 0.5], [0.25, -1.0, inf, 0.5]]
-    assert plan.eos_thresholds[0].tolist() == [0.625, inf, inf, 0.75]
-    assert plan.candidates(2).tolist() == [0, 3]
-    plan.freeze(torch.tensor([3]), 2, torch.zeros(1, 8))
-    assert plan.candidates(4).tolist() == [0, 1]
-    assert plan.depth.tolist() == [6, 6, 6, 2]
+    due = plan.due(2)
+    assert [one.row for one in due] == [0, 3]
+    for confidence, ends, expected in (
+        ([0.3, 0.3], [False, False], [True, False]),
+        ([0.3, 0.6], [True, False], [False, True]),
+        ([0.7, 0.7], [True, True], [True, False]),
+    ):
+        assert plan.decide(due, 2, torch.tensor(confidence), torch.tensor(ends)) == expected
+    plan.depth[3] = 2
+    assert [one.row for one in plan.due(4)] == [0, 1]
+    assert plan.due(3) == plan.due(6) == [], "no exit layers"
+    assert plan.depth == {3: 2}
 
 
-def test_prompt_tokens_stay_and_recomputed_tokens_may_exit(rows) -> None:
-    """A prompt chunk, a decode token, and a preempted request recomputed in one chunk."""
+def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:
+    """A prompt chunk, the last chunk of a prompt, a decode token."""
     added = [
         (0, _params(), [5] * 9, []),
-        (1, _params(), [5] * 2, [7]),
-        (2, _params(), [5] * 2, [7, 8]),
+        (1, _params(), [5] * 2, []),
+        (2, _params(), [5] * 2, [7]),
     ]
     _update(rows, added=added)
-    plan = _plan(rows, [0, 1, 2, 2, 0, 1, 2, 3], [3, 4, 8])
-    assert plan.candidates(2).tolist() == [3, 6, 7]
+    plan = _plan(rows, [0, 1, 2, 1, 2], [3, 4, 5])
+    assert [one.row for one in plan.due(2)] == [2]
+    assert plan.known_depth is None
+
+
+def _live_through(rows, depths: list[int], output: list[int]) -> None:
+    """Row 0 generates from a prompt of two tokens, each token at the given depth."""
+    _update(rows, added=[(0, _params(), [5, 5], output)])
+    for position, depth in enumerate(depths, start=1):
+        plan = _plan(rows, [position], [1])
+        if depth < 6:
+            for layer in (2, 4):
+                due = plan.due(layer)
+                if due and layer == depth:
+                    plan.depth[0] = layer
+        rows.record(plan)
+        output.append(7)
+
+
+def test_a_preempted_request_is_recomputed_at_the_depths_it_had(rows) -> None:
+    rows.request_ids = lambda: ["a"]
+    output: list[int] = []
+    _live_through(rows, [6, 4, 6, 2], output)
+    _update(rows, removed=[0])
+    _update(rows, added=[(0, _params(), [5, 5], output)])
+    whole = _plan(rows, [0, 1, 2, 3, 4, 5], [6])
+    assert whole.known_depth is not None
+    assert whole.known_depth.tolist() == [6, 6, 4, 6, 2, 6], "the last token is new"
+    assert [one.row for one in whole.due(2)] == [0]
+    part = _plan(rows, [0, 1, 2], [3])
+    assert part.known_depth is not None and part.known_depth.tolist() == [6, 6, 4]
+    assert part.due(2) == []
+    middle = _plan(rows, [4], [1])
+    assert middle.known_depth is not None and middle.known_depth.tolist() == [2]
+    assert middle.due(2) == [], "computed before, although it is a single token"
+
+
+def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
+    names = ["a"]
+    rows.request_ids = lambda: names
+    _live_through(rows, [6, 2, 2], [])
+    _update(rows, removed=[0])
+    names[0] = "b"
+    _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
+    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth is None
 
 
 def test_only_rows_that_are_due_generate(rows) -> None:
@@ -77,8 +123,8 @@ def test_only_rows_that_are_due_generate(rows) -> None:
 
 
 def test_bad_fields_that_slipped_through_mean_full_depth(rows) -> None:
-    _update(rows, added=[(0, _params(exit_layer=3), [5], [])])
-    assert _plan(rows, [4], [1]).candidates(2).numel() == 0
+    _update(rows, added=[(0, _params(exit_layer=3), [5], [7])])
+    assert _plan(rows, [1], [1]).due(2) == []
 
 
 @given(st.data())
@@ -106,5 +152,5 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
             model[other] = mine
             if swap and theirs is not None:
                 model[index] = theirs
-    lengths = rows._gather(6)[2].tolist()
-    assert lengths == [model.get(index, 0) for index in range(6)]
+    found = {index: row.prompt_length for index, row in rows._rows.items()}
+    assert found == model

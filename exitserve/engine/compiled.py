@@ -1,0 +1,74 @@
+"""The layers between two exits, compiled as one unit.
+
+Data-dependent branches lie between segments, never inside one, so vLLM's own compilation (and,
+on a GPU, its CUDA graphs) sees ordinary straight code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream [T, D]: alone, or as a pair whose sum it is (the next norm adds them)."""
+
+RunLayer = Callable[[Any, Tensor, Stream], Stream]
+"""Runs one decoder layer: (layer, positions [T], stream) to stream."""
+
+
+class Segment(nn.Module):
+    """Layers `start + 1 .. end` of a decoder. `compiled_segment` makes one."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: Any,
+        prefix: str = "",
+        layers: list[nn.Module],
+        start: int,
+        end: int,
+        run_layer: RunLayer,
+    ) -> None:
+        super().__init__()
+        # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
+        self.layers = tuple(layers[start:end])
+        self.end = end
+        self.run_layer = run_layer
+
+
+def compiled_segment(
+    vllm_config: Any, layers: list[nn.Module], start: int, end: int, run_layer: RunLayer
+) -> Segment:
+    """A segment that is compiled as one unit where vLLM compiles.
+
+    vLLM's cache of compiled code knows a module by its forward's qualified name
+    (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
+    of its own: with a common one, a segment could be handed another's code.
+    """
+    name = f"segment_{start}_{end}"
+
+    def forward(
+        self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> Stream:
+        for layer in self.layers:
+            hidden, residual = self.run_layer(layer, positions, (hidden, residual))
+        return hidden, residual
+
+    forward.__qualname__ = f"{name}.forward"
+    arguments = ("positions", "hidden", "residual")
+    decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
+    segment_class: Any = decorate(type(name, (Segment,), {"forward": forward}))
+    with set_model_tag(name):
+        segment: Segment = segment_class(
+            vllm_config=vllm_config,
+            prefix=name,
+            layers=layers,
+            start=start,
+            end=end,
+            run_layer=run_layer,
+        )
+    return segment

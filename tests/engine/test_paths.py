@@ -1,0 +1,72 @@
+"""Each optimisation beside the plain way: same tokens, same depths, and the oracle's."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint):
+    return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def jobs(random_jobs):
+    return random_jobs(max_tokens=60)  # long enough for checks to be left out
+
+
+@pytest.fixture(scope="module")
+def expected(model, jobs, expect):
+    from exitserve.reference import load_reference
+
+    return {
+        checks: [expect(load_reference(str(model), exit_checks=checks), one) for one in jobs]
+        for checks in ("paying", "all")
+    }
+
+
+def _depths(outcomes) -> list[int]:
+    return [depth for _, depths in outcomes for depth in depths]
+
+
+def test_the_schedule_leaves_checks_out(expected) -> None:
+    """Else the comparisons below would show nothing of it."""
+    assert _depths(expected["paying"]).count(6) > _depths(expected["all"]).count(6)
+
+
+@pytest.mark.parametrize("path", ["compact", "masked"])
+@pytest.mark.parametrize("checks", ["paying", "all"])
+def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, checks: str) -> None:
+    exits = {"exit_path": path, "exit_checks": checks}
+    harness = start(model, exits=exits, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected[checks]
+    assert harness.run(jobs, every=3) == expected[checks]
+    counted = harness.engine.collective_rpc("exit_stats")[0]
+    assert sum(counted["checks"].values()) > 0
+    assert counted["involuntary_stays"] == 0
+
+
+def test_compiled_segments(start, model, jobs, expected) -> None:
+    harness = start(model, enforce_eager=False, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected["paying"]
+
+
+def test_tensor_parallel(start, model, jobs, expected, monkeypatch) -> None:
+    """Every rank takes the same branch, and the cache of each holds its own heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    harness = start(model, tensor_parallel_size=2, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected["paying"]
+    assert harness.run(jobs, every=2) == expected["paying"]
+
+
+def test_weights_in_bfloat16(start, model, jobs) -> None:
+    """Rounding differs with the batch, so tokens may; the machinery must still add up."""
+    harness = start(model, dtype="bfloat16", enable_prefix_caching=False)
+    outcomes = harness.run(jobs)
+    assert {2, 4, 6} == set(_depths(outcomes))
+    fixed = [
+        set(depths[1:])
+        for one, (_, depths) in zip(jobs, outcomes, strict=True)
+        if "exit_layer" in one.fields
+    ]
+    assert fixed == [{one.fields["exit_layer"]} for one in jobs if "exit_layer" in one.fields]

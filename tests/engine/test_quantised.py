@@ -1,0 +1,107 @@
+"""An 8-bit checkpoint (compressed-tensors, int8 weights and activations) of the bundled model.
+
+Propagation works from dequantised weights where a layer would also round its activations, so the
+oracle's tokens are not promised; that the machinery adds up, and full depth is plain vLLM's, is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
+SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("int8")
+    shutil.copytree(bundled, directory, dirs_exist_ok=True)
+    tensors = {}
+    for name, weight in load_file(bundled / "model.safetensors").items():
+        if ".layers." in name and name.endswith("_proj.weight"):
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+        else:
+            tensors[name] = weight
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": SCHEME}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def jobs(job, bundled):
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(bundled).encode
+    fields = ({"exit_layer": 6}, {"exit_threshold": 1.0}, {"exit_threshold": 0.5}, {})
+    return [
+        job(encode(prompt), field, max_tokens=32)
+        for prompt, field in zip(PROMPTS, fields, strict=True)
+    ]
+
+
+def test_rows_exit_and_full_depth_is_plain_vllm(start, quantised, jobs) -> None:
+    harness = start(quantised, dtype="bfloat16", enable_prefix_caching=False)
+    outcomes = harness.run(jobs)
+    assert set(outcomes[0][1][1:]) == {6}
+    assert {3, 12} <= set(outcomes[2][1])
+
+    from vllm import LLM, SamplingParams
+
+    plain = LLM(str(quantised), dtype="bfloat16", enforce_eager=True, max_num_seqs=16)
+    prompts = [{"prompt_token_ids": one.prompt} for one in jobs]
+    answers = plain.generate(
+        prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True), use_tqdm=False
+    )
+    plain.llm_engine.engine_core.shutdown()
+    for index in (1, 3):
+        assert outcomes[index][0] == list(answers[index].outputs[0].token_ids)
+
+
+def test_compacted_rows_are_the_masked_ones(start, quantised, jobs) -> None:
+    """The propagated cache differs by rounding only, which these prompts do not feel."""
+    results = []
+    for path in ("compact", "masked"):
+        harness = start(
+            quantised, dtype="bfloat16", exits={"exit_path": path}, enable_prefix_caching=False
+        )
+        results.append(harness.run(jobs))
+    same = [
+        one == other
+        for (ours, _), (theirs, _) in zip(*results, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    assert sum(same) / len(same) > 0.9
