@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
-from exitserve.engine.launch import engine_options, prepare_environment
-from exitserve.errors import ExitServeError
+from exitserve.checkpoint import read_config
+from exitserve.engine.launch import check_rules, engine_options, prepare_environment
+from exitserve.engine.options import EXIT_CHECKS, KEY
+from exitserve.errors import ExitServeError, nearest
+from exitserve.server.refusals import refuse, refuse_checkpoint
 
 DESCRIPTION = """\
 Serve a multi-exit checkpoint on vLLM's OpenAI-compatible server.
@@ -55,6 +59,12 @@ def add_serve(subparsers: Any) -> None:
         metavar="T",
         help="threshold for end-of-sequence tokens (default: half way between the request's and 1)",
     )
+    parser.add_argument(
+        "--exit-checks",
+        choices=EXIT_CHECKS,
+        help="paying: a request whose checks keep failing is checked less often (default); "
+        "all: every token is checked at every exit layer",
+    )
     parser.set_defaults(run=serve, takes_rest=True)
 
 
@@ -81,24 +91,65 @@ def serve(args: argparse.Namespace) -> int:
             "exit_threshold": args.exit_threshold,
             "exit_layer": args.exit_layer,
             "eos_threshold": args.eos_threshold,
+            "exit_checks": args.exit_checks,
         },
     )
+    rules = check_rules(args.model, ours["additional_config"][KEY])
+    if rules.exit_layers:
+        refuse_checkpoint(read_config(args.model))
     prepare_environment()
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
+
+    vllm_args = parse_vllm_args(args.model, args.rest)
+    refuse(vllm_args, has_exits=bool(rules.exit_layers))
+    add_engine_options(vllm_args, ours)
+    try:
+        uvloop.run(run_server(vllm_args))
+    except ValueError as error:  # flags that vLLM finds not to fit the model, before it loads it
+        message = " ".join(str(error).split())
+        raise ExitServeError(f"vLLM cannot serve this: {message}") from error
+    return 0
+
+
+def parse_vllm_args(model: str, rest: list[str]) -> Any:
+    """Parses and checks the flags that are vLLM's.
+
+    Raises:
+        ExitServeError: a flag is unknown or has a bad value, in one line; vLLM's own parser would
+            print all of its three hundred flags before that.
+    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()  # type: ignore[no-untyped-call]  # vLLM's
-    new_parser: Any = FlexibleArgumentParser  # untyped in vLLM
-    parser = make_arg_parser(new_parser(prog="exitserve serve"))
-    vllm_args = parser.parse_args([args.model, *args.rest])
-    vllm_args.model = args.model
-    add_engine_options(vllm_args, ours)
-    validate_parsed_serve_args(vllm_args)
-    uvloop.run(run_server(vllm_args))
-    return 0
+    base: Any = FlexibleArgumentParser  # untyped in vLLM
+
+    class Parser(base):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ExitServeError(_parse_error(message, self._option_string_actions))
+
+    parser = make_arg_parser(Parser(prog="exitserve serve"))
+    vllm_args = parser.parse_args([model, *rest])
+    vllm_args.model = model
+    try:
+        validate_parsed_serve_args(vllm_args)
+    except (TypeError, ValueError) as error:
+        raise ExitServeError(str(error).removeprefix("Error: ")) from error
+    return vllm_args
+
+
+def _parse_error(message: str, flags: Iterable[str]) -> str:
+    if not message.startswith("unrecognized arguments: "):
+        return f"{' '.join(message.split())}; see `vllm serve --help=all`."
+    flag = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+    if flag == "--task":
+        return (
+            "--task is no flag any more, and pooling, embeddings, scores and classification are "
+            "not supported; drop it to generate text."
+        )
+    return f"unknown flag {flag}.{nearest(flag, flags)} All flags: `vllm serve --help=all`."
 
 
 def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
@@ -112,8 +163,6 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
             flag = "--" + name.replace("_", "-")
             raise ExitServeError(f"{flag} is set by exitserve itself; drop it.")
         setattr(vllm_args, name, ours[name])
-    if (getattr(vllm_args, "api_server_count", None) or 1) > 1:
-        raise ExitServeError("--api-server-count above 1 is not supported; use 1.")
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
     vllm_args.logits_processors = [
         *(vllm_args.logits_processors or []),

@@ -33,7 +33,8 @@ from exitserve.engine.options import rules_from
 from exitserve.engine.rows import RowsProcessor
 from exitserve.errors import ExitServeError
 from exitserve.server.metrics import ExitMetrics, StatsWindow
-from exitserve.server.traces import Depths, TraceFields
+from exitserve.server.refusals import NO_POOLING, POOLING_ROUTES
+from exitserve.server.traces import Depths, ExitFields, Trace
 
 POLL_SECONDS = 2.0
 """How often the counts are sampled while requests are being served, for the last minute's sums."""
@@ -107,24 +108,52 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
         traced = check_fields(server, await raw_request.json(), request)
     except ExitServeError as error:
         return _bad_request(str(error))
-    if not traced:
-        return await handler(request, raw_request)
-    key = uuid.uuid4().hex
-    request.vllm_xargs["exit_trace"] = key
-    keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
-    fields = TraceFields(
-        lambda: server.take_traces(key),
-        samples=request.n or 1,
-        chat=chat,
-        num_layers=server.rules.num_layers,
-        keep_token_ids=keep_token_ids,
-    )
+    trace: Trace | None = None
+    if traced:
+        key = uuid.uuid4().hex
+        request.vllm_xargs["exit_trace"] = key
+        keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
+        trace = Trace(
+            lambda: server.take_traces(key),
+            samples=request.n or 1,
+            chat=chat,
+            num_layers=server.rules.num_layers,
+            keep_token_ids=keep_token_ids,
+        )
     response = await handler(request, raw_request)
-    if isinstance(response, StreamingResponse):
+    streamed = isinstance(response, StreamingResponse)
+    if not streamed and not (isinstance(response, JSONResponse) and response.status_code == 200):
+        return response  # an error, or nobody there to answer
+    labelled = _has_logprobs(request) and _may_exit(server, request)
+    if trace is None and not labelled:
+        return response
+    fields = ExitFields(trace, logprobs_from_exits=labelled)
+    if streamed:
         response.body_iterator = fields.stream(aiter(response.body_iterator))
-    elif isinstance(response, JSONResponse) and response.status_code == 200:
-        return JSONResponse(await fields.response(json.loads(bytes(response.body))))
-    return response
+        return response
+    # What vLLM's handler says in headers stays; those of the body are made anew.
+    of_body = ("content-length", "content-type")
+    headers = {name: text for name, text in response.headers.items() if name not in of_body}
+    body = await fields.response(json.loads(bytes(response.body)))
+    return JSONResponse(body, headers=headers)
+
+
+def _has_logprobs(request: Any) -> bool:
+    # Completions give a number, of which 0 asks for the chosen token's; chat gives true or false.
+    return request.logprobs is not None and request.logprobs is not False
+
+
+def _may_exit(server: ExitServer, request: Any) -> bool:
+    """Whether the engine may let tokens of the request exit.
+
+    Asked after vLLM's handler, which turns tool choices and response formats into grammars.
+    """
+    limit = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    first_token_only = limit is not None and limit <= 1
+    if first_token_only or getattr(request, "use_beam_search", False):
+        return False
+    structured = request.extract_structured_outputs() is not None
+    return server.rules.policy_or_off(request.vllm_xargs, structured=structured).mode != "off"
 
 
 def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool:
@@ -142,20 +171,40 @@ def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool
             f'{{"vllm_xargs": {{"{misplaced[0]}": {json.dumps(body[misplaced[0]])}}}}}.'
         )
     fields = body.get("vllm_xargs") or {}
-    server.rules.policy_for(fields)
+    policy = server.rules.policy_for(fields)
     trace = fields.get("exit_trace")
     if trace is not None and not isinstance(trace, bool):
         raise ExitServeError(f"exit_trace must be true or false, not {trace!r}.")
-    if trace and getattr(request, "use_beam_search", False):
-        raise ExitServeError("exit_trace does not go with beam search; drop one of them.")
+    _check_combinations(request, fields, may_exit=policy.mode != "off")
     if trace is False:
         del request.vllm_xargs["exit_trace"]
     return bool(trace)
 
 
+def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
+    """Raises `ExitServeError` for exit fields that would do nothing, or harm, beside others."""
+    if fields.get("exit_trace") and getattr(request, "echo", False):
+        # A trace counts tokens by their ids, and with ids vLLM leaves the echoed text out.
+        raise ExitServeError("exit_trace does not go with echo; drop one of them.")
+    if not getattr(request, "use_beam_search", False):
+        return
+    given = ["exit_trace"] if fields.get("exit_trace") else []
+    if may_exit:
+        given += [name for name in ("exit_threshold", "exit_layer") if name in fields]
+    if given:
+        raise ExitServeError(
+            f"{given[0]} does not go with beam search, which runs at full depth; drop one of them."
+        )
+
+
 def _bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
     error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
     return JSONResponse({"error": error}, status_code=400)
+
+
+async def refuse_pooling() -> JSONResponse:
+    """The routes of pooling models: a clear answer where vLLM has no route at all."""
+    return _bad_request(NO_POOLING, param="model")
 
 
 async def stats(raw_request: Request) -> JSONResponse:
@@ -245,6 +294,8 @@ class ExitServePlugin:
                 route_class_override=JsonRoute,
                 response_model=None,
             )
+        for path in POOLING_ROUTES:
+            app.post(path, include_in_schema=False)(refuse_pooling)
         app.get("/exitserve/stats")(stats)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

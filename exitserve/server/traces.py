@@ -1,4 +1,4 @@
-"""Response fields of traced requests: `exit_layers` per choice, `exit_metrics` per response.
+"""Response fields: `exit_layers` per choice, `exit_metrics` and `logprobs_from` per response.
 
 vLLM names the requests behind one HTTP call `cmpl-X-{prompt}-{random}` or `chatcmpl-X-{random}`,
 with `{sample}_` in front when n > 1. From that follows which choice a trace belongs to.
@@ -36,8 +36,8 @@ def exit_metrics(layers: list[list[int]], num_layers: int) -> dict[str, Any]:
     }
 
 
-class TraceFields:
-    """Adds the trace of one HTTP request to its response."""
+class Trace:
+    """The depths of one HTTP request's tokens, collected while its response is built."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TraceFields:
         num_layers: int,
         keep_token_ids: bool,
     ) -> None:
-        """Prepares to decorate one response.
+        """Starts without depths.
 
         Args:
             take: asks the worker for what it recorded since the last call.
@@ -64,74 +64,104 @@ class TraceFields:
         self._num_layers = num_layers
         self._keep_token_ids = keep_token_ids
         self._depths: dict[int, Depths] = {}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, int | None] = {}
 
-    async def response(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Decorates a whole (not streamed) response."""
-        self._count(body)
-        await self._collect()
-        self._put_layers(body["choices"])
-        body["exit_metrics"] = self._metrics()
-        return body
-
-    async def stream(self, events: AsyncIterator[Any]) -> AsyncIterator[str]:
-        """Decorates a stream of server-sent events.
-
-        A chunk that finishes a choice carries the choice's `exit_layers`. Such a chunk is held
-        back until the next event, so that the last one, and a usage chunk after it, can carry
-        `exit_metrics`.
-        """
-        held: dict[str, Any] | None = None
-        async for event in events:
-            text = event.decode() if isinstance(event, bytes) else str(event)
-            chunk = _parse(text)
-            if chunk is None or "choices" not in chunk:  # keep-alives, errors, [DONE]
-                if held is not None:
-                    yield _event({**held, "exit_metrics": self._metrics()})
-                    held = None
-                yield text
-                continue
-            self._count(chunk)
-            if held is not None:
-                closing = not chunk["choices"]
-                yield _event({**held, "exit_metrics": self._metrics()} if closing else held)
-                held = None
-                if closing:
-                    chunk["exit_metrics"] = self._metrics()
-            finished = [c for c in chunk["choices"] if c.get("finish_reason") is not None]
-            if finished:
-                await self._collect()
-                self._put_layers(finished)
-                held = chunk
-            else:
-                yield _event(chunk)
-
-    def _count(self, body: dict[str, Any]) -> None:
+    def count(self, body: dict[str, Any]) -> None:
+        """Counts the tokens of a response or chunk, and takes their ids out again."""
         for choice in body["choices"]:
-            index = choice["index"]
-            self._counts[index] = self._counts.get(index, 0) + len(choice.get("token_ids") or ())
+            count = self._counts.setdefault(choice["index"], None)
+            if choice.get("token_ids") is not None:
+                self._counts[choice["index"]] = (count or 0) + len(choice["token_ids"])
             if not self._keep_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
         if not self._keep_token_ids:
             body.pop("prompt_token_ids", None)
 
-    async def _collect(self) -> None:
+    async def put_layers(self, choices: list[dict[str, Any]]) -> None:
+        """Puts `exit_layers` into choices that are finished."""
         for request_id, depths in (await self._take()).items():
             index = choice_index(request_id, self._samples, chat=self._chat)
             self._depths.setdefault(index, {}).update(depths)
-
-    def _layers(self, index: int) -> list[int]:
-        # The engine may run past a stop string before it is told to stop: cut to what was sent.
-        depths = self._depths.get(index, {})
-        return [depths[token] for token in sorted(depths)][: self._counts.get(index, 0)]
-
-    def _put_layers(self, choices: list[dict[str, Any]]) -> None:
         for choice in choices:
             choice["exit_layers"] = self._layers(choice["index"])
 
-    def _metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
+        """The response's `exit_metrics`."""
         return exit_metrics([self._layers(i) for i in sorted(self._counts)], self._num_layers)
+
+    def _layers(self, index: int) -> list[int]:
+        # The engine may run past a stop string before it is told to stop: cut to what was sent.
+        # Where vLLM hides the token ids (reasoning that is left out), all that ran is told.
+        depths = self._depths.get(index, {})
+        return [depths[token] for token in sorted(depths)][: self._counts.get(index)]
+
+
+class ExitFields:
+    """Adds our fields to the response of one HTTP request, whole or streamed."""
+
+    def __init__(self, trace: Trace | None = None, *, logprobs_from_exits: bool = False) -> None:
+        """Decides what is added.
+
+        Args:
+            trace: `exit_layers` in each choice and `exit_metrics`; None if not asked for.
+            logprobs_from_exits: the response carries log-probabilities of tokens that may have
+                exited, and says so in `logprobs_from`.
+        """
+        self._trace = trace
+        self._logprobs_from_exits = logprobs_from_exits
+
+    async def response(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Decorates a whole (not streamed) response."""
+        if self._trace is not None:
+            self._trace.count(body)
+            await self._trace.put_layers(body["choices"])
+        return body | self._totals()
+
+    async def stream(self, events: AsyncIterator[Any]) -> AsyncIterator[str]:
+        """Decorates a stream of server-sent events.
+
+        A chunk that finishes a choice carries the choice's `exit_layers`. Such a chunk is held
+        back until the next event, so that the last one, and a usage chunk after it, can carry
+        the fields of the whole response.
+        """
+        held: dict[str, Any] | None = None
+        async for event in events:
+            text = event.decode() if isinstance(event, bytes) else str(event)
+            chunk = _parse(text)
+            if text.startswith(":"):  # a keep-alive, anywhere between chunks
+                yield text
+                continue
+            if chunk is None or "choices" not in chunk:  # errors, [DONE]
+                if held is not None:
+                    yield _event(held | self._totals())
+                    held = None
+                yield text
+                continue
+            if self._trace is not None:
+                self._trace.count(chunk)
+            closing = not chunk["choices"]
+            if held is not None:
+                yield _event(held | self._totals() if closing else held)
+                held = None
+                if closing:
+                    chunk |= self._totals()
+            finished = [c for c in chunk["choices"] if c.get("finish_reason") is not None]
+            if finished:
+                if self._trace is not None:
+                    await self._trace.put_layers(finished)
+                held = chunk
+            else:
+                yield _event(chunk)
+
+    def _totals(self) -> dict[str, Any]:
+        """The fields of the whole response."""
+        fields: dict[str, Any] = {}
+        if self._trace is not None:
+            fields["exit_metrics"] = self._trace.metrics()
+        if self._logprobs_from_exits:
+            fields["logprobs_from"] = "exit_layer"
+        return fields
 
 
 def _parse(event: str) -> dict[str, Any] | None:

@@ -63,16 +63,48 @@ def _healthy(url: str) -> bool:
 
 @pytest.fixture(scope="session")
 def complete(client: OpenAI) -> Any:
-    """`complete(prompt, exit_threshold=0.5, ...)`: a greedy completion with a trace, as a dict."""
+    """`complete(prompt, exit_threshold=0.5, ...)`: a greedy completion with a trace, as a dict.
+
+    `options` are any other fields of the request, OpenAI's or vLLM's.
+    """
 
     def complete(prompt: Any, max_tokens: int = 24, *, options: Any = None, **fields: Any) -> Any:
-        answer = client.completions.create(
-            model=NAME,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            **({"temperature": 0} | (options or {})),
-            extra_body={"vllm_xargs": {**fields, "exit_trace": True}},
-        )
-        return answer.model_dump()
+        xargs = {**fields, "exit_trace": True}
+        return _complete(client, prompt, max_tokens, (options or {}) | {"vllm_xargs": xargs})
 
     return complete
+
+
+@pytest.fixture(scope="session")
+def plain_complete(plain_client: OpenAI) -> Any:
+    """`complete` of plain vLLM."""
+
+    def complete(prompt: Any, max_tokens: int = 24, *, options: Any = None) -> Any:
+        return _complete(plain_client, prompt, max_tokens, options or {})
+
+    return complete
+
+
+def _complete(client: OpenAI, prompt: Any, max_tokens: int, options: dict[str, Any]) -> Any:
+    # Fields of vLLM's own are unknown to the official client, but may all stand in extra_body.
+    answer = client.completions.create(
+        model=NAME,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        extra_body={"temperature": 0, "return_token_ids": True, **options},
+    )
+    return answer.model_dump()
+
+
+@pytest.fixture(scope="session")
+def early_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A server whose requests exit unless they say otherwise, and which may call tools."""
+    log = tmp_path_factory.mktemp("early") / "server.log"
+    options = ("--exit-threshold", "0.4", "--enable-auto-tool-choice", "--tool-call-parser")
+    # A small model would go on with blanks for ever where the grammar lets it.
+    grammar = (
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    )
+    with LocalServer(bundled, *OPTIONS, *options, "hermes", *grammar, log=log) as running:
+        yield OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

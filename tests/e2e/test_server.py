@@ -40,7 +40,13 @@ def test_trace_and_totals_fit_together(complete) -> None:
         "mean_depth": pytest.approx(sum(layers) / len(layers)),
         "depth_speedup": pytest.approx(12 * len(layers) / sum(layers)),
     }
-    assert "token_ids" not in answer["choices"][0], "the client did not ask for them"
+
+
+def test_token_ids_come_only_where_asked_for(complete) -> None:
+    """A trace needs them, but that is the server's own business."""
+    for asked in (True, False):
+        answer = complete(PROMPT, 4, exit_layer=6, options={"return_token_ids": asked})
+        assert ("token_ids" in answer["choices"][0]) is asked
 
 
 def test_several_prompts_and_samples_get_their_own_traces(complete) -> None:

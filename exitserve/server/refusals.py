@@ -1,0 +1,167 @@
+"""What `exitserve serve` refuses at once, with the reason, before any process or weight is loaded.
+
+`exitserve.engine.compat` refuses engine features a second time, where the model is built, because
+an engine may also be started from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exitserve.engine.options import QUANTISED
+from exitserve.errors import ExitServeError
+
+PLAIN = "serve this checkpoint with `vllm serve`"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing of vLLM's that cannot be served with exits."""
+
+    feature: str
+    asked: Callable[[Any], Any]
+    """Whether vLLM's parsed arguments ask for it."""
+    reason: str
+    fix: str = f"drop it, or {PLAIN}"
+    needs_exits: bool = True
+    """Whether a model without exit layers may use it."""
+
+    @property
+    def message(self) -> str:
+        """The line that the user sees."""
+        return f"{self.feature} is not supported: {self.reason}. To go on, {self.fix}."
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "LoRA (--enable-lora)",
+        lambda args: args.enable_lora or args.lora_modules,
+        "the keys and values of the layers that an exited token skips come from the base weights, "
+        "without the adapter",
+        fix="merge the adapter into the checkpoint and train its exits, or drop the flag",
+    ),
+    Refusal(
+        "speculative decoding (--speculative-config)",
+        lambda args: args.speculative_config or args.spec_method or args.spec_model,
+        "it verifies several tokens in one pass, and exits are defined for one new token a pass",
+    ),
+    Refusal(
+        "pipeline parallelism (--pipeline-parallel-size above 1)",
+        lambda args: args.pipeline_parallel_size > 1,
+        "a token that exits would still have to visit the stages that hold the layers it skips",
+        fix="use 1",
+    ),
+    Refusal(
+        "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)",
+        lambda args: (
+            args.decode_context_parallel_size > 1 or args.prefill_context_parallel_size > 1
+        ),
+        "the keys and values of exited tokens are written to one unsharded cache",
+        fix="use 1",
+    ),
+    Refusal(
+        "micro-batching (--enable-dbo, --ubatch-size)",
+        lambda args: args.enable_dbo or args.ubatch_size > 1,
+        "exits are planned for the whole batch, which it splits",
+    ),
+    Refusal(
+        "KV transfer (--kv-transfer-config, --kv-offloading-size)",
+        lambda args: args.kv_transfer_config or args.kv_offloading_size,
+        "it saves each layer's keys and values when that layer runs, and exited tokens skip layers",
+    ),
+    Refusal(
+        "this kind of quantised weights (--quantization)",
+        lambda args: (
+            args.quantization_config
+            or (args.quantization is not None and args.quantization not in QUANTISED)
+        ),
+        f"exits were tried with {', '.join(QUANTISED)} only",
+        fix=f"use the unquantised checkpoint, or {PLAIN}",
+    ),
+    Refusal(
+        "another model implementation (--model-impl)",
+        lambda args: args.model_impl not in ("auto", "vllm"),
+        "only exitserve's own model classes know exits",
+    ),
+    Refusal(
+        "pooling, embeddings, scores and classification (--runner, --convert, --task)",
+        lambda args: (
+            args.runner not in ("auto", "generate") or args.convert not in ("auto", "none")
+        ),
+        "exits are for generated tokens, and these generate none",
+        needs_exits=False,
+    ),
+    Refusal(
+        "data parallelism (--data-parallel-*)",
+        lambda args: (
+            args.data_parallel_size > 1
+            or args.data_parallel_rank is not None
+            or args.data_parallel_start_rank is not None
+        ),
+        "traces, /exitserve/stats and the exit metrics read one engine",
+        fix="start one server for each replica and balance the load before them",
+        needs_exits=False,
+    ),
+    Refusal(
+        "an --api-server-count other than 1",
+        lambda args: args.api_server_count not in (None, 1),
+        "each API process would count the engine's exits again",
+        fix="use 1, or start several servers and balance the load before them",
+        needs_exits=False,
+    ),
+    Refusal(
+        "serving over several machines, or without HTTP (--nnodes, --headless, --grpc)",
+        lambda args: args.nnodes > 1 or args.headless or args.grpc,
+        "exit fields travel over the HTTP server, which runs beside its engine",
+        needs_exits=False,
+    ),
+)
+
+
+def refuse(vllm_args: Any, *, has_exits: bool) -> None:
+    """Raises `ExitServeError` for the first thing asked for that is not supported.
+
+    Args:
+        vllm_args: vLLM's parsed arguments.
+        has_exits: the model has exit layers; without any, only what the server itself cannot do
+            is refused.
+    """
+    for refusal in REFUSALS:
+        if refusal.asked(vllm_args) and (has_exits or not refusal.needs_exits):
+            raise ExitServeError(refusal.message)
+
+
+def refuse_checkpoint(config: Mapping[str, Any]) -> None:
+    """Raises `ExitServeError` for a checkpoint that is quantised in a way that was not tried."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    if method not in QUANTISED:
+        raise ExitServeError(
+            f"weights quantised by {method!r} (in the checkpoint's config.json) are not supported: "
+            f"exits were tried with {', '.join(QUANTISED)} only. "
+            f"To go on, use the unquantised checkpoint, or {PLAIN}."
+        )
+
+
+NO_POOLING = (
+    "this server only generates text: models with exits give no embeddings, scores or classes. "
+    "Use /v1/completions or /v1/chat/completions here, and an embedding model for this route."
+)
+"""The answer of `POOLING_ROUTES`."""
+
+POOLING_ROUTES = (
+    "/classify",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+)
+"""vLLM's routes of pooling models, which would be plain 404s here."""

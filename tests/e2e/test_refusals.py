@@ -1,0 +1,93 @@
+"""What cannot be served with exits is refused: at start-up in one line, or with a 400."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+SECONDS = 60
+"""Enough to import vLLM on a busy machine; a start would take longer."""
+
+FLAGS = [
+    ("--enable-lora", "LoRA", "without the adapter"),
+    ("--pipeline-parallel-size 2", "pipeline parallelism", "stages"),
+    ("--data-parallel-size 2", "data parallelism", "one server for each replica"),
+    ("--api-server-count 2", "--api-server-count", "use 1"),
+    ("--runner pooling", "pooling", "generate none"),
+    ("--speculative-config.method ngram", "speculative decoding", "one new token a pass"),
+]
+"""All of what is refused at start-up: tests/server/test_start_up_refusals.py."""
+
+
+def serve(*options: str) -> tuple[int, list[str], float, set[str]]:
+    """Exit code, lines of output, seconds, and the names of the processes it started."""
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "exitserve", "serve", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    children: set[str] = set()
+    leader = psutil.Process(process.pid)
+    while process.poll() is None and time.monotonic() < started + SECONDS:
+        with suppress(psutil.Error):  # gone meanwhile
+            children |= {child.name() for child in leader.children(recursive=True)}
+        time.sleep(0.2)
+    process.kill()
+    output = process.communicate()[0]
+    return process.returncode, output.splitlines(), time.monotonic() - started, children
+
+
+@pytest.fixture(scope="module")
+def refused(bundled: Path) -> Any:
+    """What each line of flags leads to; two at a time, since each imports vLLM."""
+    with ThreadPoolExecutor(2) as pool:
+        commands = [flags for flags, *_ in FLAGS]
+        results = pool.map(lambda flags: serve(str(bundled), *flags.split()), commands)
+        return dict(zip(commands, results, strict=True))
+
+
+@pytest.mark.parametrize(("flags", "feature", "reason"), FLAGS, ids=lambda text: text)
+def test_start_up(refused, flags: str, feature: str, reason: str) -> None:
+    code, output, seconds, children = refused[flags]
+    assert code == 2, output
+    assert not any("Traceback" in line for line in output)
+    (line,) = [line for line in output if line.startswith("exitserve: ")]
+    assert feature in line and reason in line
+    # vLLM's import may print a line of its own before.
+    assert output[-1] == line and len(output) <= 3, output
+    assert seconds < SECONDS
+    assert not any("EngineCore" in name or "Worker" in name for name in children)
+
+
+@pytest.mark.parametrize(
+    "route", ["v1/embeddings", "pooling", "score", "v1/score", "v1/rerank", "v2/rerank", "classify"]
+)
+def test_routes_of_pooling_models(server, route: str) -> None:
+    answer = httpx.post(f"{server.url}/{route}", json={"model": "exit-py", "input": "x"})
+    assert answer.status_code == 400
+    assert "only generates text" in answer.json()["error"]["message"]
+
+
+def test_embeddings_through_the_official_client(client) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="only generates text"):
+        client.embeddings.create(model="exit-py", input="x")
+
+
+def test_an_adapter_is_an_unknown_model(client) -> None:
+    from openai import NotFoundError
+
+    with pytest.raises(NotFoundError, match="my-adapter"):
+        client.completions.create(model="my-adapter", prompt="x", max_tokens=2)

@@ -1,0 +1,211 @@
+"""What a vLLM user expects of sampling and serving, with exits on: each over HTTP."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError
+
+NAME = "exit-py"
+PROMPT = "def read_lines(path):\n    with open(path"
+EOS = 0
+FULL_DEPTH = 12
+LENGTH = 32
+SAMPLED = {"temperature": 1.0, "seed": 7}
+OPTIONS = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 1.0},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {"397": -100}},
+    {"bad_words": ["name"]},
+    {"temperature": 0.7, "seed": 3},
+    SAMPLED | {"top_p": 0.6},
+    SAMPLED | {"top_k": 5},
+    SAMPLED | {"min_p": 0.2},
+]
+
+
+def tokens(answer: dict[str, Any], index: int = 0) -> list[int]:
+    return answer["choices"][index]["token_ids"]
+
+
+def layers(answer: dict[str, Any], index: int = 0) -> list[int]:
+    return answer["choices"][index]["exit_layers"]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+def test_sampling_options(complete, plain_complete, options: dict[str, Any]) -> None:
+    """Each changes the output, the same way every time, and at full depth as in plain vLLM."""
+    first, second = (
+        complete(PROMPT, LENGTH, exit_threshold=0.2, options=options) for _ in range(2)
+    )
+    assert (tokens(first), layers(first)) == (tokens(second), layers(second))
+    assert min(layers(first)) < FULL_DEPTH
+    weaker = SAMPLED if options.get("seed") == SAMPLED["seed"] else {}
+    assert tokens(first) != tokens(complete(PROMPT, LENGTH, exit_threshold=0.2, options=weaker)), (
+        "the option changed nothing"
+    )
+    full = complete(PROMPT, LENGTH, exit_threshold=1, options=options)
+    assert tokens(full) == tokens(plain_complete(PROMPT, LENGTH, options=options))
+    assert set(layers(full)) == {FULL_DEPTH}
+
+
+def test_a_seed_fixes_tokens_and_depths_whatever_shares_the_batch(complete) -> None:
+    def draw(seed: int) -> Any:
+        options = {"temperature": 1.0, "seed": seed}
+        return complete(PROMPT, LENGTH, exit_threshold=0.4, options=options)
+
+    alone = [draw(seed) for seed in range(4)]
+    with ThreadPoolExecutor(12) as pool:
+        others = [pool.submit(draw, seed) for seed in range(100, 104)]
+        others += [pool.submit(complete, "import os\n", 40, exit_layer=3) for _ in range(2)]
+        others += [pool.submit(complete, "x", 40, exit_threshold=1) for _ in range(2)]
+        together = [job.result() for job in [pool.submit(draw, seed) for seed in range(4)]]
+        for job in others:
+            job.result()
+    for one, other in zip(alone, together, strict=True):
+        assert (tokens(one), layers(one)) == (tokens(other), layers(other))
+    assert len({tuple(tokens(answer)) for answer in alone}) == 4
+
+
+def test_several_samples_of_one_request(complete) -> None:
+    options = {"n": 3, "temperature": 1.0, "seed": 11}
+    first, second = (complete(PROMPT, exit_threshold=0.4, options=options) for _ in range(2))
+    for index in range(3):
+        assert tokens(first, index) == tokens(second, index)
+        assert layers(first, index) == layers(second, index)
+        assert len(layers(first, index)) == len(tokens(first, index))
+    assert len({tuple(tokens(first, index)) for index in range(3)}) == 3
+
+
+def test_several_samples_of_a_chat(client) -> None:
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=12,
+        n=3,
+        temperature=1.0,
+        seed=5,
+        extra_body={"vllm_xargs": {"exit_threshold": 0.4, "exit_trace": True}},
+    ).model_dump()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    total = sum(len(choice["exit_layers"]) for choice in answer["choices"])
+    assert total == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_strings(complete, include: bool) -> None:
+    free = complete(PROMPT, exit_threshold=0.4)
+    text = free["choices"][0]["text"]
+    word = text.split()[2]
+    options = {"stop": ["never this", word], "include_stop_str_in_output": include}
+    cut = complete(PROMPT, exit_threshold=0.4, options=options)
+    (choice,) = cut["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
+    assert choice["text"] == text[: text.index(word) + include * len(word)]
+    assert layers(cut) == layers(free)[: len(tokens(cut))]
+
+
+def test_stop_token_ids(complete) -> None:
+    free = complete(PROMPT, exit_threshold=0.4)
+    stop = tokens(free)[7]
+    end = tokens(free).index(stop) + 1
+    cut = complete(PROMPT, exit_threshold=0.4, options={"stop_token_ids": [stop]})
+    (choice,) = cut["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert tokens(cut) == tokens(free)[:end] and layers(cut) == layers(free)[:end]
+
+
+def test_end_of_sequence_min_tokens_and_ignore_eos(complete) -> None:
+    always_end = {"logit_bias": {str(EOS): 100}}
+
+    def length(**options: Any) -> tuple[int, str]:
+        answer = complete(PROMPT, 9, exit_threshold=0.4, options=always_end | options)
+        assert len(layers(answer)) == len(tokens(answer)) == answer["usage"]["completion_tokens"]
+        return len(tokens(answer)), answer["choices"][0]["finish_reason"]
+
+    assert length() == (1, "stop")
+    assert length(min_tokens=5) == (6, "stop")
+    assert length(ignore_eos=True) == (9, "length")
+
+
+def test_prompts_of_token_ids(complete) -> None:
+    answer = complete(PROMPT, 6, exit_layer=6)
+    again = complete(answer["choices"][0]["prompt_token_ids"], 6, exit_layer=6)
+    assert (tokens(again), layers(again)) == (tokens(answer), layers(answer))
+
+
+def test_echo(client) -> None:
+    request: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    fields = {"exit_layer": 6}
+    text = client.completions.create(**request, extra_body={"vllm_xargs": fields}).choices[0].text
+    request["echo"] = True
+    echoed = client.completions.create(**request, extra_body={"vllm_xargs": fields})
+    assert echoed.choices[0].text == PROMPT + text
+    with pytest.raises(BadRequestError, match="exit_trace does not go with echo"):
+        client.completions.create(
+            **request, extra_body={"vllm_xargs": fields | {"exit_trace": True}}
+        )
+
+
+def test_beam_search_runs_at_full_depth_and_says_so(server, plain_complete) -> None:
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "n": 2, "use_beam_search": True}
+    url = f"{server.url}/v1/completions"
+    for fields in ({"exit_threshold": 0.4}, {"exit_layer": 3}, {"exit_trace": True}):
+        refused = httpx.post(url, json=body | {"vllm_xargs": fields}, timeout=60)
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert message.startswith(next(iter(fields))) and "beam search" in message
+    served = httpx.post(url, json=body | {"vllm_xargs": {"exit_threshold": 1}}, timeout=60).json()
+    plain = plain_complete(PROMPT, 6, options={"n": 2, "use_beam_search": True})
+    assert [c["text"] for c in served["choices"]] == [c["text"] for c in plain["choices"]]
+
+
+def running(server: Any) -> float:
+    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+    counts = [
+        float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
+    ]
+    assert counts
+    return sum(counts)
+
+
+def generated(server: Any) -> int:
+    return httpx.get(f"{server.url}/exitserve/stats").json()["since_start"]["tokens"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_client_that_hangs_up_frees_its_row(server, complete, route: str, stream: bool) -> None:
+    prompt = {"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
+    key = "messages" if route.startswith("chat") else "prompt"
+    body = {
+        "model": NAME,
+        "max_tokens": 450,
+        "ignore_eos": True,
+        "stream": stream,
+        "logprobs": True if key == "messages" else 1,
+        "vllm_xargs": {"exit_threshold": 0.4, "exit_trace": True},
+        key: prompt[key],
+    }
+    before = generated(server)
+    url = f"{server.url}/v1/{route}"
+    if stream:
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert sum(next(lines).startswith("data: ") for _ in range(6)) == 3
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, timeout=0.3)
+    deadline = time.monotonic() + 30
+    while running(server) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert running(server) == 0
+    assert 0 < generated(server) - before < 450, "it was generated to the end"
+    assert len(layers(complete(PROMPT, 8, exit_threshold=0.4))) == 8
