@@ -20,8 +20,6 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import check_threshold
 
 DTYPES = ("auto", "float32", "bfloat16")
-SYNTHETIC_CONTEXT = 512
-"""Enough for the synthetic prompts and a few hundred tokens."""
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
 
@@ -30,12 +28,28 @@ Number = TypeVar("Number", int, float)
 _HELP = """\
 Runs the same requests through plain vLLM and through exitserve at every setting, interleaved
 and repeated, and writes report.json, report.md and a plot."""
+_EXAMPLES = """\
+examples:
+  a checkpoint, at three confidence thresholds, one request at a time and eight together:
+    exitserve bench MODEL --thresholds 0.5,0.7,0.9 --batch-sizes 1,8 --out DIR
+  the machinery alone, at a size where layers dominate; every token exits at layer 6, then at 12:
+    exitserve bench --synthetic llama-350m --force-exit-layer 6 12 --out DIR
+  a batch of which seven in ten requests exit at layer 6 and the others never, after long prompts:
+    exitserve bench --synthetic llama-1.3b --batch-sizes 8 --prompt-tokens 4096 \\
+      --mixed 0.7@6 --out DIR
+
+A batch reads a layer's weights if any of its requests needs the layer. The column `limit` says
+what exits can give at most; a wall speedup means something only beside it."""
 
 
 def add_command(subparsers: Any) -> None:
     """Adds `bench` to the subparsers of the command line."""
     parser = subparsers.add_parser(
-        "bench", help="compare early exit with plain vLLM, side by side", description=_HELP
+        "bench",
+        help="compare early exit with plain vLLM, side by side",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
     parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
@@ -43,6 +57,13 @@ def add_command(subparsers: Any) -> None:
     exits = parser.add_argument_group("what is compared")
     exits.add_argument("--thresholds", metavar="T,T", help="confidence (default 0.5,0.7,0.9)")
     exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
+    exits.add_argument(
+        "--mixed",
+        action="append",
+        metavar="SHARE@N",
+        help="also this share of the requests (0.7@6: seven in ten) exiting at layer N on every "
+        "token, the others never; again or with commas for more",
+    )
     exits.add_argument("--exit-layers", metavar="N,N", help="instead of the checkpoint's own")
     exits.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
     work = parser.add_argument_group("requests")
@@ -60,7 +81,13 @@ def add_command(subparsers: Any) -> None:
         "--force-exit-layer",
         nargs="+",
         metavar="N",
-        help="its exit layers; each is measured with every token exiting there",
+        help="exit layers; each is measured with every token exiting there",
+    )
+    shape.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help=f"length of its random prompts, default {synthetic.PROMPT_TOKENS}",
     )
     parser.set_defaults(run=run)
 
@@ -76,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
     with plan_of(args) as plan:
         out = prepare_out_dir(args.out, overwrite=args.overwrite)
-        data = _with_progress(plan)
+        data = _with_progress(plan, out / "engines.log")
     _publish(out, data)
     return 0
 
@@ -95,6 +122,10 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
             raise ExitServeError(
                 "--force-exit-layer belongs to --synthetic; with a MODEL use --fixed-layers."
             )
+        if args.prompt_tokens is not None:
+            raise ExitServeError(
+                "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
+            )
         yield _plan(args, Path(args.model))
         return
     synthetic.check_name(args.synthetic)
@@ -111,16 +142,18 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
 def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     is_synthetic = args.synthetic is not None
     served_architecture(model_dir)
+    mixed = [mix_of(part) for text in args.mixed or [] for part in text.split(",")]
     layers: list[int] | None
     if is_synthetic:
-        layers = sorted(numbers(",".join(args.force_exit_layer or []), int, "--force-exit-layer"))
+        fixed = sorted(numbers(",".join(args.force_exit_layer or []), int, "--force-exit-layer"))
+        layers = sorted({*fixed, *(layer for _, layer in mixed)})
     else:
+        fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
     rules = check_rules(model_dir, {} if layers is None else {"exit_layers": layers})
     default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = [check_threshold(t, "--thresholds") for t in numbers(given, float, "--thresholds")]
-    fixed = layers if is_synthetic else numbers(args.fixed_layers or "", int, "--fixed-layers")
     batch_sizes = [
         at_least(1, size, "--batch-sizes")
         for size in numbers(args.batch_sizes, int, "--batch-sizes")
@@ -129,10 +162,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
     if args.dtype not in DTYPES:
         raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
-    context = args.max_model_len
-    if context is not None:
-        at_least(MIN_TOKENS, context, "--max-model-len")
-    settings = make_settings(rules, thresholds, fixed or [])
+    settings = make_settings(rules, thresholds, fixed, mixed)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
     return BenchPlan(
@@ -149,8 +179,22 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         repeats=at_least(1, args.repeats, "--repeats"),
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
-        max_model_len=SYNTHETIC_CONTEXT if is_synthetic and context is None else context,
+        max_model_len=_context(args),
     )
+
+
+def _context(args: argparse.Namespace) -> int | None:
+    """The context to ask the engines for; None for the checkpoint's own."""
+    if args.max_model_len is not None:
+        return at_least(MIN_TOKENS, args.max_model_len, "--max-model-len")
+    if args.synthetic is None:
+        return None
+    return synthetic.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)
+
+
+def _prompt_tokens(args: argparse.Namespace) -> int:
+    given = synthetic.PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
+    return at_least(1, given, "--prompt-tokens")
 
 
 def _prompts(
@@ -158,8 +202,10 @@ def _prompts(
 ) -> tuple[tuple[tuple[int, ...], ...], str]:
     """Token ids of `count` prompts, and a word on where they are from."""
     if args.synthetic is not None:
-        ids = [tuple(prompt) for prompt in synthetic.random_prompts(args.synthetic, count)]
-        return tuple(ids), f"{synthetic.PROMPT_TOKENS} random tokens each"
+        length = _prompt_tokens(args)
+        vocab_size: int = synthetic.SHAPES[args.synthetic]["vocab_size"]
+        ids = synthetic.random_prompts(vocab_size, count, length)
+        return tuple(map(tuple, ids)), f"{length} random tokens each"
     source = "bundled prompts" if args.prompts is None else args.prompts.name
     return take(encode(load_prompts(args.prompts), model_dir), count), source
 
@@ -179,6 +225,28 @@ def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]
         ) from error
 
 
+def mix_of(text: str) -> tuple[float, int]:
+    """Reads `0.7@6`: a share of the requests, and the layer at which it exits.
+
+    Raises:
+        ExitServeError: it is not of that form, or the share not between 0 and 1.
+    """
+    share, _, layer = text.partition("@")
+    try:
+        mix = float(share), int(layer)
+    except ValueError as error:
+        raise ExitServeError(
+            f"--mixed {text!r} must be SHARE@LAYER, for example 0.7@6 for seven in ten requests "
+            f"exiting at layer 6."
+        ) from error
+    if not 0 < mix[0] < 1:
+        raise ExitServeError(
+            f"--mixed {text!r}: the share must be above 0 and below 1; for all requests use a "
+            f"fixed layer, and exits off is always measured."
+        )
+    return mix
+
+
 def at_least(least: int, value: int, flag: str) -> int:
     """Returns `value`; raises `ExitServeError` if it is below `least`."""
     if value < least:
@@ -186,16 +254,22 @@ def at_least(least: int, value: int, flag: str) -> int:
     return value
 
 
-def _with_progress(plan: BenchPlan) -> dict[str, Any]:
+def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:
+    """Runs the plan; what the engines write to the error stream goes to `log`."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from exitserve.bench.quiet import error_stream, errors_to
     from exitserve.bench.run import compare
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # On the error stream, so that what goes to a pipe is the table alone.
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with error_stream() as screen, errors_to(log):
+        console = Console(file=screen)
+        # Whatever else writes to the error stream goes to the log, not above the bar.
+        bar = Progress(
+            *columns, console=console, disable=not console.is_terminal, redirect_stderr=False
+        )
         task = bar.add_task("", total=1.0)
 
         def progress(doing: str, done: float) -> None:
@@ -203,7 +277,8 @@ def _with_progress(plan: BenchPlan) -> dict[str, Any]:
             if not console.is_terminal:  # a log file: lines instead of a bar
                 console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
 
-        return compare(plan, progress)
+        with bar:
+            return compare(plan, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:

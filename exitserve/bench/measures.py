@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exitserve.bench.settings import Setting
-from exitserve.costs import DecoderShape, Step, checks_made, limit_speedup
+from exitserve.costs import DecoderShape, Step, limit_speedup
+from exitserve.errors import ExitServeError
 
 NOISE = 0.02
 """A wall speedup above its limit by no more than this share is taken for noise."""
@@ -36,25 +37,30 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
     """Times the decoding of one batch.
 
     It starts when every request has its first token, so that no prompt is being processed any
-    more, and ends with the last token.
+    more, and ends when the first request has its last, so that the batch is full throughout.
+    (Long prompts are processed one after the other; early requests decode meanwhile.)
 
     Args:
         times: [B] moments in seconds at which each request's tokens arrived.
 
     Raises:
-        ValueError: no token arrived after the start.
+        ExitServeError: a request had ended before every other had its first token.
     """
     start = max(request[0] for request in times)
-    after = [moment for request in times for moment in request if moment > start]
-    if not after:
-        raise ValueError("decoding needs at least two tokens of a request.")
+    end = min(request[-1] for request in times)
+    if end <= start:
+        raise ExitServeError(
+            f"a request of {len(times[0])} tokens ended before the prompts of its batch of "
+            f"{len(times)} were processed, so the full batch was never seen decoding: raise "
+            f"--max-tokens, or shorten the prompts."
+        )
     gaps = tuple(
         later - earlier
         for request in times
         for earlier, later in itertools.pairwise(request)
-        if later > start
+        if start < later <= end
     )
-    return Timing(tokens=len(after), seconds=max(after) - start, gaps=gaps)
+    return Timing(tokens=len(gaps), seconds=end - start, gaps=gaps)
 
 
 def together(timings: Iterable[Timing]) -> Timing:
@@ -83,22 +89,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def steps_of(
-    depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], checked_layers: Sequence[int]
-) -> list[Step]:
+def steps_of(depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Step]:
     """The decode steps of one batch whose requests all started together.
 
     Args:
         depths: [B] depths of each request's decode tokens.
         prompt_lengths: [B].
-        checked_layers: exit layers at which these requests are checked.
     """
     return [
         Step(
             depths=tuple(row),
             # Attention reads the prompt and the generated tokens so far, its own included.
             contexts=tuple(length + index + 1 for length in prompt_lengths),
-            checks=checks_made(row, checked_layers),
         )
         for index, row in enumerate(zip(*depths, strict=True))
     ]
@@ -110,10 +112,14 @@ class Observed:
 
     setting: Setting
     batch_size: int
+    requests: int
+    """Sent in a pass."""
     depths: list[int] = field(default_factory=list)
     """Depth of every decode token of the traced pass. A request's first token is not among
     them: it comes from the prompt pass, always at full depth, and is not timed either."""
     steps: list[Step] = field(default_factory=list)
+    checks: int = 0
+    """Exit checks that the engine made in the traced pass; each reads the head once."""
     sequences: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """(prompt, generated) of every request of the traced pass."""
     repeats: list[Timing] = field(default_factory=list)
@@ -136,13 +142,16 @@ def case_of(
     ]
     gaps = [1e3 * gap for timing in seen.repeats for gap in timing.gaps]
     full = shape.num_layers
-    limit = limit_speedup(shape, seen.steps)
+    limit = limit_speedup(shape, seen.steps, seen.checks)
     wall = spread(ratios)
+    actual = seen.setting.actual_share(seen.requests)
     return {
         "batch_size": seen.batch_size,
         "mode": seen.setting.mode,
         "exit_threshold": seen.setting.exit_threshold,
         "exit_layer": seen.setting.exit_layer,
+        "exit_share": seen.setting.exit_share,
+        "actual_exit_share": None if actual is None else round(actual, 4),
         "tokens_per_second": round(statistics.median(t.rate for t in seen.repeats), 2),
         "tpot_ms": {
             "median": round(statistics.median(gaps), 3),
@@ -165,6 +174,11 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
     notes, unsteady = [], []
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
+        if case["actual_exit_share"] in {0, 1}:
+            notes.append(
+                f"{where}: so few requests that {case['actual_exit_share']:.0%} of them exit, "
+                f"which is no mix; raise --requests."
+            )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         if wall["min"] > limit * (1.0 + NOISE):
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
@@ -188,5 +202,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
 def label_of(case: Mapping[str, Any]) -> str:
     """Names the setting of a case, as in tables and plots."""
     return Setting(
-        mode=case["mode"], exit_threshold=case["exit_threshold"], exit_layer=case["exit_layer"]
+        mode=case["mode"],
+        exit_threshold=case["exit_threshold"],
+        exit_layer=case["exit_layer"],
+        exit_share=case["exit_share"],
     ).label

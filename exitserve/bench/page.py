@@ -109,6 +109,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"- Both engines: {settings['dtype']}, {settings['compile']}, context "
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
+        *_mixed_lines(cases),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
         f"depth, and is neither timed nor counted.",
@@ -120,6 +121,17 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a mixed setting came to, because a share of few requests cannot be exact."""
+    return [
+        f"- {label_of(case)}, batch {case['batch_size']}: {case['actual_exit_share']:.1%} of the "
+        f"requests, drawn once with a fixed seed, exit on every token; the others run at full "
+        f"depth."
+        for case in cases
+        if case["mode"] == "mixed"
+    ]
 
 
 def _exit_table(cases: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from exitserve.bench.engines import Engines, running
+from exitserve.bench.engines import Engines, Request, running
 from exitserve.bench.measures import (
     Observed,
     case_of,
@@ -20,7 +20,7 @@ from exitserve.bench.measures import (
     timing_of,
     together,
 )
-from exitserve.bench.settings import PLAIN, BenchPlan, rotated
+from exitserve.bench.settings import PLAIN, BenchPlan, Setting, rotated
 from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
@@ -95,12 +95,16 @@ def _observe(plan: BenchPlan, engines: Engines, progress: Progress) -> list[Obse
     done = 0
     observed = []
     for batch_size in plan.batch_sizes:
-        batches = _batches(plan, batch_size)
-        seen = {s: Observed(setting=s, batch_size=batch_size) for s in plan.settings}
+        requests = plan.requests_in_pass(batch_size)
+        seen = {
+            setting: Observed(setting=setting, batch_size=batch_size, requests=requests)
+            for setting in plan.settings
+        }
         for repeat in range(-1, plan.repeats):
             for setting in rotated(plan.settings, max(repeat, 0)):
                 phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {plan.repeats}"
                 progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
+                batches = _batches(plan, setting, batch_size)
                 if repeat < 0:
                     _trace(plan, engines, batches, seen[setting])
                 else:
@@ -111,20 +115,22 @@ def _observe(plan: BenchPlan, engines: Engines, progress: Progress) -> list[Obse
     return observed
 
 
-def _batches(plan: BenchPlan, batch_size: int) -> list[Sequence[tuple[int, ...]]]:
+def _batches(plan: BenchPlan, setting: Setting, batch_size: int) -> list[list[Request]]:
     """The requests in full batches: a last, smaller one would be another batch size."""
-    count = max(1, plan.requests // batch_size)
-    return [plan.prompts[index * batch_size :][:batch_size] for index in range(count)]
+    count = plan.requests_in_pass(batch_size)
+    pairs = zip(plan.prompts[:count], setting.fields(count), strict=True)
+    requests = [Request(prompt, fields) for prompt, fields in pairs]
+    return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
 def _trace(
     plan: BenchPlan,
     engines: Engines,
-    batches: Sequence[Sequence[tuple[int, ...]]],
+    batches: Sequence[Sequence[Request]],
     seen: Observed,
 ) -> None:
-    """The untimed pass: keeps tokens, depths and steps."""
-    checked = seen.setting.checked_layers(plan.rules)
+    """The untimed pass: keeps tokens, depths, steps and checks."""
+    before = engines.checks()
     for index, batch in enumerate(batches):
         key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
         plain = seen.setting == PLAIN
@@ -135,8 +141,10 @@ def _trace(
             depths = engines.depths(key)
         decoded = [request[1:] for request in depths]
         seen.depths += [depth for request in decoded for depth in request]
-        seen.steps += steps_of(decoded, [len(prompt) for prompt in batch], checked)
-        seen.sequences += list(zip(batch, result.tokens, strict=True))
+        seen.steps += steps_of(decoded, [len(request.prompt) for request in batch])
+        prompts = (request.prompt for request in batch)
+        seen.sequences += list(zip(prompts, result.tokens, strict=True))
+    seen.checks = engines.checks() - before
 
 
 def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress) -> None:

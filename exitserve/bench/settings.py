@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,13 @@ from typing import Any, Literal
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules
 
-Mode = Literal["plain", "off", "confidence", "fixed"]
+Mode = Literal["plain", "off", "confidence", "fixed", "mixed"]
+
+MIX_SEED = 0
+"""Draws the requests of a mixed setting that exit: the same ones in every pass and run."""
+
+Fields = dict[str, Any]
+"""A request's extra arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +28,9 @@ class Setting:
     mode: Mode
     exit_threshold: float | None = None
     exit_layer: int | None = None
+    exit_share: float | None = None
+    """Of a mixed setting: which part of the requests exits at `exit_layer`, on every token. The
+    others run at full depth."""
 
     @property
     def label(self) -> str:
@@ -28,29 +39,42 @@ class Setting:
             return f"threshold {self.exit_threshold:g}"
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
+        if self.mode == "mixed":
+            return f"{100 * (self.exit_share or 0):g}% exit at {self.exit_layer}"
         return "plain vLLM" if self.mode == "plain" else "exits off"
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The request's extra arguments; full depth is asked for by name, not by default."""
+    def fields(self, count: int) -> list[Fields]:
+        """What each of the `count` requests of a pass asks for, in the order they are sent.
+
+        Full depth is asked for by name, not by default.
+        """
         if self.mode == "plain":
-            return {}
-        if self.mode == "fixed":
-            return {"exit_layer": self.exit_layer}
-        return {"exit_threshold": 1.0 if self.mode == "off" else self.exit_threshold}
+            return [{}] * count
+        off: Fields = {"exit_threshold": 1.0}
+        early: Fields = {"exit_layer": self.exit_layer}
+        if self.mode == "mixed":
+            exits = self._exiting(count)
+            return [early if index in exits else off for index in range(count)]
+        if self.mode == "confidence":
+            return [{"exit_threshold": self.exit_threshold}] * count
+        return [early if self.mode == "fixed" else off] * count
 
-    def policy(self, rules: ExitRules) -> ExitPolicy:
-        """What the engine makes of `fields`; raises `ExitServeError` if they do not fit."""
-        return ExitPolicy.off() if self.mode == "plain" else rules.policy_for(self.fields)
+    def _exiting(self, count: int) -> set[int]:
+        """Which requests of a mixed pass exit: as near to the share as whole requests allow."""
+        exits = math.floor((self.exit_share or 0) * count + 0.5)
+        return set(random.Random(MIX_SEED).sample(range(count), exits))
 
-    def checked_layers(self, rules: ExitRules) -> tuple[int, ...]:
-        """The exit layers at which a token of this setting is checked, ascending."""
-        policy = self.policy(rules)
-        return tuple(
-            layer
-            for layer in rules.exit_layers
-            if policy.thresholds_at(layer) != ExitPolicy.off().thresholds_at(layer)
-        )
+    def actual_share(self, count: int) -> float | None:
+        """The part of `count` requests that a mixed setting lets exit; None for the others."""
+        return len(self._exiting(count)) / count if self.mode == "mixed" else None
+
+
+def policy_of(fields: Fields, rules: ExitRules) -> ExitPolicy:
+    """What the engine makes of a request's fields; raises `ExitServeError` if they do not fit.
+
+    No fields are plain vLLM's, which knows no exits.
+    """
+    return rules.policy_for(fields) if fields else ExitPolicy.off()
 
 
 PLAIN = Setting(mode="plain")
@@ -79,11 +103,24 @@ class BenchPlan:
     enforce_eager: bool
     max_model_len: int | None
 
+    def requests_in_pass(self, batch_size: int) -> int:
+        """How many requests a pass sends at a batch size: full batches, at least one."""
+        return max(1, self.requests // batch_size) * batch_size
+
 
 def make_settings(
-    rules: ExitRules, thresholds: Sequence[float], fixed_layers: Sequence[int]
+    rules: ExitRules,
+    thresholds: Sequence[float],
+    fixed_layers: Sequence[int],
+    mixed: Sequence[tuple[float, int]] = (),
 ) -> tuple[Setting, ...]:
-    """Plain vLLM, exits off, then every threshold and every fixed layer.
+    """Plain vLLM, exits off, then every threshold, every fixed layer and every mix.
+
+    Args:
+        rules: what the model allows.
+        thresholds: of the confidence settings.
+        fixed_layers: exit layers at which every request exits.
+        mixed: (share of the requests, exit layer) of each mixed setting.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -96,15 +133,19 @@ def make_settings(
     settings = [PLAIN, OFF]
     settings += [Setting(mode="confidence", exit_threshold=value) for value in thresholds]
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
+    settings += [
+        Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed
+    ]
     for setting in settings:
-        policy = setting.policy(rules)
-        if setting.mode == "confidence" and policy.mode == "off":
+        if setting.exit_layer is not None:
+            policy_of({"exit_layer": setting.exit_layer}, rules)
+        elif setting.mode == "confidence" and policy_of(setting.fields(1)[0], rules).mode == "off":
             raise ExitServeError(
                 f"threshold {setting.exit_threshold:g} never exits; exits off is always "
                 f"measured, so give thresholds below 1."
             )
     if len(set(settings)) != len(settings):
-        raise ExitServeError("a threshold or a layer is given twice; give each once.")
+        raise ExitServeError("a threshold, a layer or a mix is given twice; give each once.")
     return tuple(settings)
 
 

@@ -13,25 +13,35 @@ from typing import Any
 
 from exitserve.errors import ExitServeError, nearest
 
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-350m": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 24,
+        **_LLAMA,
         "hidden_size": 1024,
         "intermediate_size": 2816,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
+    },
+    "llama-1.3b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
 }
 """Name to `config.json`."""
@@ -39,6 +49,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 NEVER_PASSED = 0.99
 """Random weights give confidences near 1/V, so this threshold checks and never exits."""
 PROMPT_TOKENS = 32
+"""Unless --prompt-tokens says otherwise."""
+MIN_CONTEXT = 512
+"""Of the engines: enough for short prompts and a few hundred tokens."""
 
 
 def check_name(name: str) -> None:
@@ -57,10 +70,27 @@ def write_checkpoint(name: str, directory: Path) -> None:
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
-def random_prompts(name: str, count: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `PROMPT_TOKENS` random token ids."""
+def context_for(name: str, prompt_tokens: int, max_tokens: int) -> int:
+    """The context that the engines are started with: no longer than the requests need.
+
+    Raises:
+        ExitServeError: the requests are longer than the shape's context.
+    """
+    longest: int = SHAPES[name]["max_position_embeddings"]
+    needed = prompt_tokens + max_tokens
+    if needed > longest:
+        raise ExitServeError(
+            f"--prompt-tokens {prompt_tokens} with --max-tokens {max_tokens} exceeds the context "
+            f"of {name}, {longest} tokens: lower one of them."
+        )
+    return max(MIN_CONTEXT, needed)
+
+
+def random_prompts(
+    vocab_size: int, count: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
+) -> list[list[int]]:
+    """`count` prompts of `prompt_tokens` random token ids, special ones (0 to 2) left out."""
     generator = random.Random(seed)
-    vocab_size: int = SHAPES[name]["vocab_size"]
     return [
-        [generator.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)
+        [generator.randrange(3, vocab_size) for _ in range(prompt_tokens)] for _ in range(count)
     ]

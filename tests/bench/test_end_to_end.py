@@ -17,9 +17,10 @@ from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 6
+MODES = ("plain", "off", "confidence", "fixed", "mixed")
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
-    f"--thresholds 0.1 --fixed-layers 2 --batch-sizes 1,2 --requests {REQUESTS} "
+    f"--thresholds 0.1 --fixed-layers 2 --mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} "
     f"--max-tokens {MAX_TOKENS} --repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
 )
 
@@ -70,6 +71,9 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["agreement"] == 1.0
     if case["mode"] == "fixed":
         assert by_layer[2] == tokens
+    if case["mode"] == "mixed":
+        assert by_layer[4] == by_layer[NUM_LAYERS] == tokens // 2
+        assert case["actual_exit_share"] == 0.5
 
 
 def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,18 +92,20 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["settings"]["prefix_caching"] is False
     assert report["settings"]["dtype"] == "float32"
     assert [(case["batch_size"], case["mode"]) for case in report["cases"]] == [
-        (size, mode) for size in (1, 2) for mode in ("plain", "off", "confidence", "fixed")
+        (size, mode) for size in (1, 2) for mode in MODES
     ]
     for case in report["cases"]:
         check_case(case)
     # The same requests exit at the same layers whoever shares the batch.
-    halves = report["cases"][:4], report["cases"][4:]
+    halves = report["cases"][: len(MODES)], report["cases"][len(MODES) :]
     for alone, shared in zip(*halves, strict=True):
         assert alone["exit_layers"] == shared["exit_layers"]
-    assert any(case["exit_layers"]["4"] for case in report["cases"] if case["mode"] != "fixed")
+    assert any(case["exit_layers"]["4"] for case in report["cases"] if case["mode"] == "confidence")
     assert "plain vLLM" in (out / "report.md").read_text(encoding="utf-8")
     assert (out / "wall_speedup.png").stat().st_size > 10_000
     assert "plain vLLM" in capsys.readouterr().out
+    # What the engines print while they load is kept, but not shown.
+    assert (out / "engines.log").is_file()
 
     with pytest.raises(ExitServeError, match="--overwrite"):
         bench(*arguments)

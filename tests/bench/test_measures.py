@@ -22,6 +22,7 @@ from exitserve.bench.measures import (
 )
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.costs import DecoderShape, Step
+from exitserve.errors import ExitServeError
 
 SHAPE = DecoderShape(
     num_layers=4,
@@ -38,6 +39,8 @@ CASE_KEYS = {
     "mode",
     "exit_threshold",
     "exit_layer",
+    "exit_share",
+    "actual_exit_share",
     "tokens_per_second",
     "tpot_ms",
     "mean_depth",
@@ -55,23 +58,26 @@ def observed(setting: Setting, rates: list[float], depths: list[int], checks: in
     return Observed(
         setting=setting,
         batch_size=1,
+        requests=10,
         depths=depths,
         steps=[Step(depths=(depth,), contexts=(5,), checks=checks) for depth in depths],
         repeats=[Timing(10, 10 / rate, (1 / rate,) * 10) for rate in rates],
     )
 
 
-def test_decoding_starts_when_every_request_has_its_first_token() -> None:
-    """The early request's first two tokens came while the other's prompt was being processed."""
-    timing = timing_of([[0.0, 0.5, 1.5, 2.0], [1.0, 1.5, 2.0, 2.5]])
-    assert timing.tokens == 5
-    assert timing.seconds == 1.5
-    assert timing.gaps == (1.0, 0.5, 0.5, 0.5, 0.5)
+def test_decoding_is_timed_while_the_batch_is_full() -> None:
+    """The early request's first two tokens came while the other's prompt was being processed,
+    and the late one's last when the early one had ended."""
+    timing = timing_of([[0.0, 0.5, 1.5, 2.0], [1.0, 1.5, 2.0, 2.25]])
+    assert timing.tokens == 4
+    assert timing.seconds == 1.0
+    assert timing.gaps == (1.0, 0.5, 0.5, 0.5)
 
 
-def test_decoding_of_one_token_cannot_be_timed() -> None:
-    with pytest.raises(ValueError, match="two tokens"):
-        timing_of([[1.0]])
+@pytest.mark.parametrize("times", [[[1.0]], [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]])
+def test_a_batch_that_was_never_full_cannot_be_timed(times: list[list[float]]) -> None:
+    with pytest.raises(ExitServeError, match="--max-tokens"):
+        timing_of(times)
 
 
 def test_batches_one_after_the_other_add_up() -> None:
@@ -96,11 +102,18 @@ def test_spread_is_ordered() -> None:
 
 
 def test_steps_line_up_the_rows_of_a_batch() -> None:
-    steps = steps_of([(2, 4), (2, 2)], prompt_lengths=[7, 9], checked_layers=(2, 3))
-    assert steps == [
-        Step(depths=(2, 2), contexts=(8, 10), checks=1),
-        Step(depths=(4, 2), contexts=(9, 11), checks=2),
+    assert steps_of([(2, 4), (2, 2)], prompt_lengths=[7, 9]) == [
+        Step(depths=(2, 2), contexts=(8, 10)),
+        Step(depths=(4, 2), contexts=(9, 11)),
     ]
+
+
+def test_the_limit_counts_the_checks_that_were_made() -> None:
+    plain = observed(PLAIN, [100.0], [4, 4], checks=0)
+    some, none = (observed(OFF, [100.0], [4, 4], checks=0) for _ in range(2))
+    some.checks = 2
+    limits = [case_of(seen, plain, SHAPE, (1, 2))["limit_speedup"] for seen in (some, none)]
+    assert limits[0] < limits[1] == 1.0
 
 
 def test_a_case_has_the_documented_keys_and_adds_up() -> None:
@@ -165,12 +178,30 @@ def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
         (OFF, "exits off"),
         (Setting(mode="confidence", exit_threshold=0.5), "threshold 0.5"),
         (Setting(mode="fixed", exit_layer=6), "exit at 6"),
+        (Setting(mode="mixed", exit_share=0.7, exit_layer=6), "70% exit at 6"),
+        (Setting(mode="mixed", exit_share=0.125, exit_layer=6), "12.5% exit at 6"),
     ],
 )
 def test_labels(setting: Setting, label: str) -> None:
     assert setting.label == label
     plain = observed(PLAIN, [1.0], [4], checks=0)
     assert label_of(case_of(observed(setting, [1.0], [4], 0), plain, SHAPE, ())) == label
+
+
+def test_a_mix_says_what_its_share_came_to() -> None:
+    plain = observed(PLAIN, [1.0], [4], checks=0)
+    asked = [(0.7, 0.7), (0.66, 0.7), (0.01, 0.0)]
+    cases = [
+        case_of(
+            observed(Setting(mode="mixed", exit_share=share, exit_layer=2), [1.0], [4], 0),
+            plain,
+            SHAPE,
+            (2,),
+        )
+        for share, _ in asked
+    ]
+    assert [(case["exit_share"], case["actual_exit_share"]) for case in cases] == asked
+    assert ["no mix" in " ".join(notes_on([case])) for case in cases] == [False, False, True]
 
 
 def test_rates_are_finite() -> None:

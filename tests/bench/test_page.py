@@ -18,7 +18,9 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "batch_size": batch,
         "mode": mode,
         "exit_threshold": 0.5 if mode == "confidence" else None,
-        "exit_layer": 2 if mode == "fixed" else None,
+        "exit_layer": 2 if mode in {"fixed", "mixed"} else None,
+        "exit_share": 0.7 if mode == "mixed" else None,
+        "actual_exit_share": 0.625 if mode == "mixed" else None,
         "tokens_per_second": 100.0 * wall,
         "tpot_ms": {"median": 10.0 / wall, "p99": 12.0},
         "mean_depth": 4.0 / depth,
@@ -59,6 +61,7 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
                 case("off", batch),
                 case("confidence", batch, wall=1.3, depth=1.6),
                 case("fixed", batch, wall=1.6, depth=2.0),
+                case("mixed", batch, wall=1.1, depth=1.25),
             )
         ],
     }
@@ -73,6 +76,17 @@ def test_the_page_has_the_table_the_conditions_and_no_bare_speedup() -> None:
     assert "SYNTHETIC" not in page
     for before in (part[-6:] for part in page.lower().replace("_", " ").split("speedup")[:-1]):
         assert before.endswith(("depth ", "wall ")), before
+
+
+def test_every_case_has_its_spread_and_efficiency() -> None:
+    rows = [line.split("|") for line in markdown(report()).splitlines() if "70% exit at 2" in line]
+    cells = [cell.strip() for cell in rows[0]]
+    assert "1.10 (1.05 to 1.20)" in cells
+    assert cells[1 + HEADERS.index("efficiency")] == "0.88"
+
+
+def test_the_page_says_what_share_of_the_requests_exits() -> None:
+    assert "70% exit at 2, batch 8: 62.5% of the requests" in markdown(report())
 
 
 def test_synthetic_is_said_on_the_page_and_the_plot() -> None:
@@ -91,7 +105,7 @@ def test_the_plot_has_one_labelled_panel_for_each_batch_size(tmp_path: Path) -> 
     assert [axes.get_title() for axes in figure.axes] == ["batch 1", "batch 8"]
     assert all("ratio to plain vLLM" in axes.get_xlabel() for axes in figure.axes)
     rows = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert rows == ["plain vLLM", "exits off", "threshold 0.5", "exit at 2"]
+    assert rows == ["plain vLLM", "exits off", "threshold 0.5", "exit at 2", "70% exit at 2"]
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [name.split(" (")[0] for name in named] == [
         "depth speedup",

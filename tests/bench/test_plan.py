@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from exitserve.bench import prompts, synthetic
+from exitserve.bench.cache import cache_gib
 from exitserve.bench.command import add_command, plan_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
+from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
 
 CONFIG = {
@@ -90,12 +92,72 @@ def test_a_synthetic_plan_forces_its_layers_and_measures_checks_that_never_pass(
     assert not directory.exists()
 
 
-def test_checked_layers_follow_the_policy(model: Path, ids: Path) -> None:
-    with plan_of(parse(model, "--prompts", ids, "--fixed-layers", 4)) as plan:
-        checked = {s.label: s.checked_layers(plan.rules) for s in plan.settings}
-    assert checked["exits off"] == checked["plain vLLM"] == ()
-    assert checked["threshold 0.5"] == (2, 4)
-    assert checked["exit at 4"] == (4,)
+def test_a_mix_needs_no_forced_layer_and_may_be_given_again(model: Path, ids: Path) -> None:
+    arguments = ("--synthetic", "llama-350m", "--mixed", "0.7@6,0.5@6", "--mixed", "0.5@12")
+    with plan_of(parse(*arguments)) as plan:
+        assert plan.rules.exit_layers == (6, 12)
+        assert [setting.label for setting in plan.settings[3:]] == [
+            "70% exit at 6",
+            "50% exit at 6",
+            "50% exit at 12",
+        ]
+    with plan_of(parse(model, "--prompts", ids, "--mixed", "0.7@4")) as plan:
+        assert plan.settings[-1] == Setting(mode="mixed", exit_share=0.7, exit_layer=4)
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "exits"), [(0.7, 8, 6), (0.7, 16, 11), (0.5, 1, 1), (0.5, 3, 2), (0.1, 4, 0)]
+)
+def test_as_many_requests_of_a_mix_exit_as_come_nearest(
+    share: float, count: int, exits: int
+) -> None:
+    setting = Setting(mode="mixed", exit_share=share, exit_layer=6)
+    fields = setting.fields(count)
+    assert fields.count({"exit_layer": 6}) == exits
+    assert fields.count({"exit_threshold": 1.0}) == count - exits
+    assert setting.actual_share(count) == exits / count
+    assert fields == setting.fields(count)
+
+
+def test_who_exits_is_drawn_not_the_first(model: Path, ids: Path) -> None:
+    fields = Setting(mode="mixed", exit_share=0.5, exit_layer=4).fields(16)
+    assert fields != sorted(fields, key=str)
+    assert fields != sorted(fields, key=str, reverse=True)
+
+
+@pytest.mark.parametrize("name", synthetic.SHAPES)
+def test_shapes_have_the_size_of_their_name(name: str) -> None:
+    shape = shape_of(synthetic.SHAPES[name], "bfloat16")
+    numbers = (shape.num_layers * shape.layer_bytes + 2 * shape.head_bytes) / shape.dtype_bytes
+    size, unit = float(name[6:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
+    assert numbers == pytest.approx(size * unit, rel=0.12)
+
+
+def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
+    short = ("--synthetic", "llama-1.3b", "--mixed", "0.7@6")
+    with plan_of(parse(*short)) as plan:
+        assert plan.max_model_len == synthetic.MIN_CONTEXT
+    with plan_of(parse(*short, "--prompt-tokens", 4096, "--max-tokens", 100)) as plan:
+        assert {len(prompt) for prompt in plan.prompts} == {4096}
+        assert plan.max_model_len == 4196
+        assert plan.prompt_source == "4096 random tokens each"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gib"),
+    [
+        (["llama-350m"], 1),
+        # 8 rows of 33 blocks, and a spare one, of 128 tokens in 24 layers of 2 KiB: 1.55 GiB.
+        (["llama-1.3b", "--prompt-tokens", 4096], 2),
+        # The same in float32: 3.1 GiB.
+        (["llama-1.3b", "--prompt-tokens", 4096, "--dtype", "float32"], 4),
+        # One request of the whole context must fit, however short the prompts: 1.5 GiB and a block.
+        (["llama-1.3b", "--max-model-len", 32768], 2),
+    ],
+)
+def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) -> None:
+    with plan_of(parse("--force-exit-layer", 6, "--synthetic", *arguments)) as plan:
+        assert cache_gib(plan) == gib
 
 
 @pytest.mark.parametrize(
@@ -119,6 +181,14 @@ def test_checked_layers_follow_the_policy(model: Path, ids: Path) -> None:
         (["--max-model-len", "0"], "--max-model-len"),
         (["--prompts", "no/such/file"], "cannot read prompts"),
         (["--force-exit-layer", "2"], "--fixed-layers"),
+        (["--prompt-tokens", "9"], "belongs to --synthetic"),
+        (["--mixed", "0.7"], "for example 0.7@6"),
+        (["--mixed", "0.7@4,"], "for example 0.7@6"),
+        (["--mixed", "0.7@4.5"], "for example 0.7@6"),
+        (["--mixed", "1@4"], "above 0 and below 1"),
+        (["--mixed", "nan@4"], "above 0 and below 1"),
+        (["--mixed", "0.7@3"], "exit_layer 3"),
+        (["--mixed", "0.7@4", "--mixed", "0.7@4"], "twice"),
         (["--synthetic", "llama-350m"], "either MODEL"),
     ],
 )
@@ -137,6 +207,9 @@ def test_bad_arguments_are_named(model: Path, ids: Path, arguments: list[str], s
         (["--synthetic", "llama-350m", "--force-exit-layer", "six"], "--force-exit-layer"),
         (["--synthetic", "llama-350m", "--fixed-layers", "6"], "--force-exit-layer"),
         (["--synthetic", "llama-350m", "--prompts", "x"], "--prompts"),
+        (["--synthetic", "llama-350m", "--mixed", "0.7@24"], "1..23"),
+        (["--synthetic", "llama-350m", "--mixed", "0.7@6", "--prompt-tokens", "0"], "at least 1"),
+        (["--synthetic", "llama-350m", "--mixed", "0.7@6", "--prompt-tokens", "8190"], "8192"),
     ],
 )
 def test_bad_choices_of_a_model_are_named(arguments: list[str], said: str) -> None:

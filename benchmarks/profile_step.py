@@ -1,0 +1,254 @@
+"""Where a decode step of the engine with exits spends its time.
+
+    python benchmarks/profile_step.py --synthetic llama-350m --exit-layer 6 --batch-size 1
+    python benchmarks/profile_step.py --model DIR --exit-layer 4 --batch-size 8
+
+Starts one engine in this process, decodes random prompts, and prints the milliseconds of a step
+by part. A part's time is its own: what it calls and is named in the table below is counted
+there, so the lines add up to the step. Without --exit-layer every token runs all layers.
+
+The numbers are for finding what to improve, not for quoting. In one process there are no
+messages between scheduler and worker, which serving and `exitserve bench` have. On a CPU one
+core is left to others, as vLLM does there (OMP_NUM_THREADS overrides), but threads are not bound
+to cores. Timing costs about a microsecond a call. On a GPU kernels run behind the calls, so the
+times are those of launching them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitserve.bench import synthetic
+from exitserve.checkpoint import read_config
+from exitserve.engine.launch import greedy_params, prepare_environment, start_engine
+from exitserve.errors import ExitServeError
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A method whose time is counted under `part`."""
+
+    part: str
+    owner: str
+    """`module:Class`, or `model.NAME` for the classes of what the served model keeps there."""
+    method: str
+
+
+SEGMENTS = "exitserve.engine.segments:MultiExitMixin"
+ROWS = "exitserve.engine.rows:Rows"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+PROBES = (
+    Probe("segments: the layers run", "model._segments", "__call__"),
+    Probe("vLLM's own forward, where nobody may exit", "model.model", "forward"),
+    Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
+    Probe("exit check, head aside", SEGMENTS, "_check"),
+    Probe("propagation", "exitserve.engine.propagation:Propagation", "fill"),
+    Probe("planning and recording", ROWS, "plan"),
+    Probe("planning and recording", ROWS, "record"),
+    Probe("planning and recording", ROWS, "update"),
+    Probe("exits: the rest of the loop", SEGMENTS, "forward"),
+    Probe("exits: whose logits to sample from", SEGMENTS, "compute_logits"),
+    Probe("vLLM: prepare the batch", RUNNER, "_update_states"),
+    Probe("vLLM: prepare the batch", RUNNER, "_prepare_inputs"),
+    Probe("vLLM: rest of execute_model", RUNNER, "execute_model"),
+    Probe("vLLM: sample", RUNNER, "sample_tokens"),
+    Probe("vLLM: schedule", SCHEDULER, "schedule"),
+    Probe("vLLM: schedule", SCHEDULER, "update_from_output"),
+    Probe("vLLM: rest of the engine core", "vllm.v1.engine.core:EngineCore", "step"),
+    Probe("vLLM: front end", "vllm.v1.engine.llm_engine:LLMEngine", "step"),
+)
+"""What is timed. A name that is not there is left out with a note: its time is its caller's."""
+
+
+class Stopwatch:
+    """Own time and calls of each part; nested parts are taken out of the outer one."""
+
+    def __init__(self) -> None:
+        self.clear()
+        self._inner: list[float] = []  # of each running part: the time of those it called
+
+    def clear(self) -> None:
+        """Starts again; the parts stay timed."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its time counted under `part`."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = time.perf_counter() - start
+                self.seconds[part] += total - self._inner.pop()
+                self.calls[part] += 1
+                if self._inner:
+                    self._inner[-1] += total
+
+        return run
+
+
+def install(watch: Stopwatch, probes: Iterable[Probe], model: Any = None) -> list[str]:
+    """Puts the stopwatch around the probes' methods.
+
+    Args:
+        watch: gets the times.
+        probes: what to time.
+        model: the served model, where probes name parts of it.
+
+    Returns:
+        A line for each probe that names nothing.
+    """
+    missing = []
+    for probe in probes:
+        classes = _classes(probe.owner, model)
+        known = [owner for owner in classes if callable(getattr(owner, probe.method, None))]
+        if not known:
+            missing.append(f"{probe.owner}.{probe.method} is not there ({probe.part})")
+        for owner in known:
+            setattr(owner, probe.method, watch.timed(probe.part, getattr(owner, probe.method)))
+    return missing
+
+
+def _classes(owner: str, model: Any) -> set[type]:
+    """The classes that a probe's owner names; empty if it names none."""
+    if owner.startswith("model."):
+        found = getattr(model, owner.removeprefix("model."), None)
+        kept = found if isinstance(found, list | tuple) else [found]
+        return {type(item) for item in kept if item is not None}
+    module, _, name = owner.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError:
+        return set()
+    return set() if found is None else {found}
+
+
+def table(watch: Stopwatch, parts: Iterable[str], steps: int) -> list[str]:
+    """The lines to print, for `steps` steps."""
+    total = sum(watch.seconds.values())
+    lines = [f"{'part of a step':<38}{'ms':>9}{'share':>9}{'calls':>9}"]
+    for part in dict.fromkeys(parts):
+        if calls := watch.calls[part]:
+            seconds = watch.seconds[part]
+            milliseconds = 1e3 * seconds / steps
+            lines.append(
+                f"{part:<38}{milliseconds:>9.3f}{seconds / total:>9.1%}{calls / steps:>9.1f}"
+            )
+    return [*lines, f"{'total':<38}{1e3 * total / steps:>9.3f}{1:>9.1%}"]
+
+
+def profile(args: argparse.Namespace, model_dir: Path) -> Stopwatch:
+    """Decodes, and returns what the timed steps took."""
+    # Read when vLLM is first imported: one process, so that all of it can be timed from here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Read when torch is first imported. A thread for each core, on a core that something else
+    # uses too, makes all of them wait.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+    prepare_environment()
+    watch = Stopwatch()
+    on_model = [probe for probe in PROBES if probe.owner.startswith("model.")]
+    # Before the engine keeps bound methods of its own.
+    missing = install(watch, [probe for probe in PROBES if probe not in on_model])
+    options = {} if args.exit_layer is None else {"exit_layers": [args.exit_layer]}
+    llm = start_engine(
+        model_dir,
+        exits=options,
+        enforce_eager=args.enforce_eager,
+        max_num_seqs=args.batch_size,
+        max_model_len=args.prompt_tokens + _answer_tokens(args),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        load_format="dummy" if args.synthetic else "auto",
+    )
+    missing += install(watch, on_model, llm.apply_model(lambda model: model)[0])
+    for line in missing:
+        print(f"note: {line}", file=sys.stderr)
+    _decode(llm.llm_engine, args, watch, read_config(model_dir)["vocab_size"])
+    return watch
+
+
+def _answer_tokens(args: argparse.Namespace) -> int:
+    """Tokens to ask for, so that no request ends in a timed step."""
+    # Long prompts are processed over several steps, in which early requests decode already.
+    ahead = 1 + args.batch_size * args.prompt_tokens // 1024
+    return int(args.warm_up + args.steps + 1 + ahead)
+
+
+def _decode(engine: Any, args: argparse.Namespace, watch: Stopwatch, vocabulary: int) -> None:
+    fields = {"exit_threshold": 1.0} if args.exit_layer is None else {"exit_layer": args.exit_layer}
+    params = greedy_params(_answer_tokens(args), fields)
+    prompts = synthetic.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"profile-{index}", {"prompt_token_ids": prompt}, params)
+    produced = dict.fromkeys((f"profile-{index}" for index in range(args.batch_size)), 0)
+    while min(produced.values()) < args.warm_up:
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+    watch.clear()
+    for _ in range(args.steps):
+        engine.step()
+
+
+@contextmanager
+def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
+    """The directory to serve; a synthetic one lasts as long as the context."""
+    if args.model is not None:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
+        synthetic.write_checkpoint(args.synthetic, Path(directory))
+        yield Path(directory)
+
+
+def main() -> int:
+    """Runs the script; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
+    what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
+    parser.add_argument("--exit-layer", type=int, metavar="N", help="of every token; default: none")
+    for flag, default, about in (
+        ("--batch-size", 1, "requests decoding together"),
+        ("--prompt-tokens", 32, "length of their random prompts"),
+        ("--steps", 64, "steps timed"),
+        ("--warm-up", 8, "tokens of every request before that"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{about}, default {default}"
+        )
+    parser.add_argument("--enforce-eager", action="store_true", help="do not compile")
+    args = parser.parse_args()
+    if min(args.batch_size, args.prompt_tokens, args.steps, args.warm_up) < 1:
+        parser.error("sizes and counts must be at least 1.")
+    try:
+        with checkpoint(args) as directory:
+            watch = profile(args, directory)
+    except ExitServeError as error:
+        parser.error(str(error))
+    print("\n".join(table(watch, [probe.part for probe in PROBES], args.steps)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
