@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,20 @@ ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "models" / "exit-py-10m"
 TINY_EXITS = (2, 4)
 VOCAB = 128
+EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": EIGHT_BITS | {"strategy": "channel", "dynamic": False},
+            "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -104,3 +120,25 @@ def bundled() -> Path:
     """The model in the repository."""
     assert (BUNDLED / "model.safetensors").is_file(), f"the bundled model is missing: {BUNDLED}"
     return BUNDLED
+
+
+@pytest.fixture(scope="session")
+def quantised(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with int8 weights and activations, in the form of compressed-tensors."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("int8")
+    shutil.copytree(bundled, directory, dirs_exist_ok=True)
+    tensors = {}
+    for name, weight in load_file(bundled / "model.safetensors").items():
+        if ".layers." in name and name.endswith("_proj.weight"):
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+        else:
+            tensors[name] = weight
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": INT8}))
+    return directory

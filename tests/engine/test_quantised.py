@@ -6,59 +6,9 @@ oracle's tokens are not promised; that the machinery adds up, and full depth is 
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
-import torch
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
-SCHEME = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "channel",
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def quantised(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from safetensors.torch import load_file, save_file
-
-    directory = tmp_path_factory.mktemp("int8")
-    shutil.copytree(bundled, directory, dirs_exist_ok=True)
-    tensors = {}
-    for name, weight in load_file(bundled / "model.safetensors").items():
-        if ".layers." in name and name.endswith("_proj.weight"):
-            scale = weight.abs().amax(dim=1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().to(torch.int8)
-            tensors[f"{name}_scale"] = scale
-        else:
-            tensors[name] = weight
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": SCHEME}))
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,120 @@
+"""Servers short of memory, split over two ranks, or with 8-bit weights say what a roomy one says.
+
+Requests are preempted, prompts come in chunks and prefixes from the cache; `complete` is the
+server of `conftest.py`, where none of this happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from exitserve.server.local import LocalServer
+
+NAME = "exit-py"
+CODE = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n"
+LENGTH = 80
+BLOCK = 32
+CHUNK = 64
+CROWDED = {
+    "--block-size": BLOCK,
+    "--num-gpu-blocks-override": 22,  # for four rows of the eight
+    "--max-num-seqs": 8,
+    "--max-num-batched-tokens": CHUNK,
+    "--max-model-len": 384,
+}
+FIELDS: list[dict[str, Any]] = [
+    {"exit_threshold": 0.2},
+    {"exit_threshold": 0.5},
+    {"exit_layer": 3},
+    {"exit_threshold": 1},
+]
+
+Complete = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["one rank", "two ranks"])
+def crowded(
+    request: Any, bundled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalServer]:
+    """Eight rows that share a cache for four, on one rank or tensor-parallel on two."""
+    log = tmp_path_factory.mktemp("crowded") / "server.log"
+    options = [str(word) for pair in CROWDED.items() for word in pair]
+    with pytest.MonkeyPatch.context() as environment:
+        if request.param == "two ranks":
+            options += ["--tensor-parallel-size", "2"]
+            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        common = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+        with LocalServer(bundled, *common, *options, log=log) as running:
+            yield running
+
+
+def metric(server: LocalServer, name: str) -> float:
+    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+    values = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{name}{{")]
+    assert values, f"{name} is not measured"
+    return sum(values)
+
+
+def ask(server: LocalServer, prompt: str, fields: dict[str, Any]) -> dict[str, Any]:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    body = {
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "vllm_xargs": fields | {"exit_trace": True},
+    }
+    answer = client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=LENGTH, extra_body=body, timeout=300
+    )
+    return answer.model_dump()
+
+
+def said(answer: dict[str, Any]) -> tuple[list[int], list[int]]:
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == LENGTH
+    return choice["token_ids"], choice["exit_layers"]
+
+
+def expected(complete: Complete, prompt: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    return said(complete(prompt, LENGTH, options={"ignore_eos": True}, **fields))
+
+
+def test_nothing_is_lost_when_requests_are_preempted(crowded, complete) -> None:
+    prompts = [f"# {number}\n" + CODE * (1 + number % 3) for number in range(8)]
+    jobs = list(zip(prompts, FIELDS * 2, strict=True))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        answers = list(pool.map(lambda job: said(ask(crowded, *job)), jobs))
+    assert answers == [expected(complete, *job) for job in jobs]
+    assert metric(crowded, "vllm:num_preemptions_total") > 0, "the test shows nothing"
+    assert {3, 12} <= {depth for _, depths in answers for depth in depths}
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(map(str, *fields.items())))
+def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) -> None:
+    """What a request wrote is read by its like only, and changes nothing."""
+    prompt = CODE * 6
+    name = "vllm:prefix_cache_hits_total"
+    hits = metric(crowded, name)
+    first = ask(crowded, prompt, fields)
+    assert first["usage"]["prompt_tokens"] > CHUNK
+    after_first = metric(crowded, name)
+    assert after_first == hits, "another policy's cache was read"
+    assert said(ask(crowded, prompt, fields)) == said(first)
+    assert metric(crowded, name) >= after_first + BLOCK
+    assert said(first) == expected(complete, prompt, fields)
+
+
+def test_weights_of_8_bits(quantised, tmp_path) -> None:
+    log = tmp_path / "server.log"
+    options = ("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", NAME)
+    with LocalServer(quantised, *options, log=log) as running:
+        depths = [set(said(ask(running, CODE, fields))[1][1:]) for fields in FIELDS]
+        assert depths[2:] == [{3}, {12}]
+        assert {3, 12} <= depths[0]
