@@ -1,11 +1,12 @@
 """Where a decode step of the engine with exits spends its time.
 
     python benchmarks/profile_step.py --synthetic llama-350m --exit-layer 6 --batch-size 1
-    python benchmarks/profile_step.py --model DIR --exit-layer 4 --batch-size 8
+    python benchmarks/profile_step.py --model models/exit-py-10m --exit-threshold 0.4 --batch-size 8
 
 Starts one engine in this process, decodes random prompts, and prints the milliseconds of a step
 by part. A part's time is its own: what it calls and is named in the table below is counted
-there, so the lines add up to the step. Without --exit-layer every token runs all layers.
+there, so the lines add up to the step. Without --exit-layer and --exit-threshold every token
+runs all layers.
 
 The numbers are for finding what to improve, not for quoting. In one process there are no
 messages between scheduler and worker, which serving and `exitserve bench` have. On a CPU one
@@ -53,7 +54,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 PROBES = (
     Probe("segments: the layers run", "model._segments", "__call__"),
-    Probe("vLLM's own forward, where nobody may exit", "model.model", "forward"),
+    Probe("vLLM's own forward, where nobody may exit", "model.model", "__call__"),
     Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
     Probe("exit check, head aside", SEGMENTS, "_check"),
     Probe("propagation", "exitserve.engine.propagation:Propagation", "fill"),
@@ -194,7 +195,9 @@ def _answer_tokens(args: argparse.Namespace) -> int:
 
 
 def _decode(engine: Any, args: argparse.Namespace, watch: Stopwatch, vocabulary: int) -> None:
-    fields = {"exit_threshold": 1.0} if args.exit_layer is None else {"exit_layer": args.exit_layer}
+    fields: dict[str, Any] = {"exit_threshold": args.exit_threshold}
+    if args.exit_layer is not None:
+        fields = {"exit_layer": args.exit_layer}
     params = greedy_params(_answer_tokens(args), fields)
     prompts = synthetic.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
     for index, prompt in enumerate(prompts):
@@ -227,7 +230,15 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
     what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
-    parser.add_argument("--exit-layer", type=int, metavar="N", help="of every token; default: none")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--exit-layer", type=int, metavar="N", help="of every token")
+    where.add_argument(
+        "--exit-threshold",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="of all requests, at the checkpoint's own exit layers; default 1: full depth",
+    )
     for flag, default, about in (
         ("--batch-size", 1, "requests decoding together"),
         ("--prompt-tokens", 32, "length of their random prompts"),

@@ -81,6 +81,12 @@ def prepare_environment() -> None:
     names = plugins.split(",") if plugins else []
     if "exitserve" not in names:
         os.environ["VLLM_PLUGINS"] = ",".join([*names, "exitserve"])
+    from vllm.platforms import current_platform  # reads the variables above
+
+    if current_platform.is_cpu():
+        # vLLM 0.32 saves ahead-of-time compiled code on a CPU, but fails to load it ("no attribute
+        # 'finalize_loading'") and compiles anew. Without it, a start finds Inductor's own cache.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def start_engine(

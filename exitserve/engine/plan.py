@@ -144,12 +144,15 @@ class ActiveRows:
         """
         gone = set(rows)
         kept = torch.tensor([index for index, row in enumerate(self.rows) if row not in gone])
-        lengths = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
-        stays = torch.zeros(len(self.rows), dtype=torch.bool)
-        stays[kept] = True
-        kept_tokens = stays.repeat_interleave(lengths).nonzero().flatten()
+        kept_tokens, ends = kept, torch.arange(1, kept.shape[0] + 1)
+        if int(self.ends[-1]) > len(self.rows):  # some row has several tokens: a prompt
+            lengths = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+            stays = torch.zeros(len(self.rows), dtype=torch.bool)
+            stays[kept] = True
+            kept_tokens = stays.repeat_interleave(lengths).nonzero().flatten()
+            ends = lengths[kept].cumsum(0)
         self.rows = [row for row in self.rows if row not in gone]
-        self.ends = lengths[kept].cumsum(0)
+        self.ends = ends
         self.tokens = kept_tokens if self.tokens is None else self.tokens[kept_tokens]
         return kept, kept_tokens
 

@@ -1,0 +1,28 @@
+"""What starting an engine sets in the environment, where the user has not."""
+
+from __future__ import annotations
+
+import os
+
+from exitserve.engine.launch import prepare_environment
+
+
+def test_what_is_not_set_is_set(monkeypatch) -> None:
+    for name in ("VLLM_USE_AOT_COMPILE", "VLLM_PLUGINS", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.delenv(name)
+    prepare_environment()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        assert os.environ["VLLM_USE_AOT_COMPILE"] == "0"
+    assert os.environ["VLLM_PLUGINS"] == "exitserve"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_what_is_set_stays(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    prepare_environment()
+    assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
+    assert os.environ["VLLM_PLUGINS"] == "mine,exitserve"
