@@ -113,6 +113,7 @@ class Rows:
         last: list[int] = positions[shape.row_ends.long() - 1].tolist()
         candidates: list[Candidate] = []
         known: list[tuple[int, int]] = []
+        recomputed = False
         start = 0
         for index, end in enumerate(ends):
             length, start = end - start, end
@@ -126,13 +127,14 @@ class Rows:
             past = self._past(index, row)
             if generated == len(row.output_ids):
                 candidates.append(Candidate(index, row.policy, past.schedule))
+                # Tokens before one that may exit: what a preempted request computed once.
+                recomputed |= length > 1
             known += _computed_before(past.depths, row, generated, length, end)
-        known = [(token, depth) for token, depth in known if depth < self.rules.num_layers]
         known_depth = None
-        if known:
+        if recomputed or any(depth < self.rules.num_layers for _, depth in known):
             known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
-            tokens, depths = zip(*known, strict=True)
-            known_depth[list(tokens)] = torch.tensor(depths)
+            for token, depth in known:
+                known_depth[token] = depth
         return StepPlan(shape.row_ends, last, self.rules, candidates, known_depth)
 
     def _past(self, index: int, row: Row) -> Past:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 
@@ -30,6 +32,29 @@ def test_preemption_and_prompt_chunks(start, oracle, expect, random_jobs, make_c
         if metric.name == "vllm:num_preemptions"
     ]
     assert preempted and preempted[0] > 0, "nothing was preempted, so the test shows nothing"
+
+
+def test_preemption_right_after_the_prompt(start, oracle, expect, job, make_checkpoint) -> None:
+    """The prompt comes again, in one chunk with a token that may exit: it needs every layer."""
+    model = make_checkpoint("llama")
+    numbers = random.Random(3)
+    jobs = [
+        # One block is just full, and the second is not there for all.
+        job([numbers.randrange(2, 128) for _ in range(32)], {"exit_threshold": 0.05}, max_tokens=30)
+        for _ in range(8)
+    ]
+    reference = oracle(model)
+    expected = [expect(reference, one) for one in jobs]
+    assert any(depths[1] < 6 for _, depths in expected)
+    harness = start(
+        model,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=12,
+        max_model_len=128,
+        max_num_seqs=8,
+    )
+    assert harness.run(jobs) == expected
 
 
 def test_seeded_prompts_in_chunks(start, bundled) -> None:

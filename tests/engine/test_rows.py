@@ -113,7 +113,7 @@ def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
     _update(rows, removed=[0])
     names[0] = "b"
     _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
-    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth is None
+    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
 
 
 def test_only_rows_that_are_due_generate(rows) -> None:
