@@ -68,9 +68,10 @@ class LocalServer:
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
-            # A process group of its own, so that stopping reaches the engine's processes too.
+            # A process group of its own, so that stopping reaches the engine's processes too. No
+            # session: with one, Linux may let a client on the same core wait until it is idle.
             self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                self._command, stdout=output, stderr=subprocess.STDOUT, process_group=0
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._healthy():

@@ -43,7 +43,7 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
+            command, stdout=output, stderr=output, env=environment, process_group=0
         )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300
