@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve.schedule import CheckSchedule
 
-Mode = Literal["off", "confidence", "fixed"]
+Mode = Literal["off", "confidence", "defer", "fixed"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer")
+"""Modes in which a token exits where its confidence passes a threshold."""
 
 NEVER = math.inf
 """A threshold no confidence passes."""
@@ -23,6 +26,8 @@ ALWAYS = -1.0
 FIELDS = {
     "exit_threshold": "a token exits where its confidence is above this number (1 or more: never)",
     "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
+    "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
+    "are computed exactly, a little later; off: full depth",
     "exit_trace": "true: the response tells the depth at which each token stopped",
 }
 
@@ -42,8 +47,13 @@ class ExitPolicy:
         return cls()
 
     @classmethod
-    def confidence(cls, threshold: float, eos_threshold: float | None = None) -> ExitPolicy:
+    def confidence(
+        cls, threshold: float, eos_threshold: float | None = None, *, mode: Mode = "confidence"
+    ) -> ExitPolicy:
         """Exit at the first exit layer whose confidence is above `threshold`.
+
+        Mode "defer" differs in the keys and values of the layers not run: they are computed
+        exactly, later, instead of propagated at once.
 
         An end-of-sequence token ends the answer, so leaving early on it does the most damage:
         it needs more than `eos_threshold`, by default half way between `threshold` and 1.
@@ -53,8 +63,9 @@ class ExitPolicy:
             return cls.off()
         if eos_threshold is None:
             eos_threshold = (1.0 + threshold) / 2.0
+        assert mode in BY_CONFIDENCE
         return cls(
-            mode="confidence",
+            mode=mode,
             threshold=threshold,
             eos_threshold=max(threshold, eos_threshold),
         )
@@ -66,14 +77,14 @@ class ExitPolicy:
 
     def thresholds_at(self, layer: int) -> tuple[float, float]:
         """The thresholds (any token, end of sequence) that apply after `layer` layers."""
-        if self.mode == "confidence":
+        if self.mode in BY_CONFIDENCE:
             return self.threshold, self.eos_threshold
         if self.mode == "fixed" and layer == self.exit_layer:
             return ALWAYS, ALWAYS
         return NEVER, NEVER
 
     def cache_salt(self) -> str | None:
-        """Names the policy in prefix-cache hashes; None for full depth, which needs no salt.
+        """Names the policy in prefix-cache hashes; None where keys and values are exact.
 
         Keys and values that an early exit propagated are approximations. Salted, they are only
         ever read by requests of the same policy.
@@ -92,6 +103,8 @@ class ExitRules:
     num_layers: int
     exit_layers: tuple[int, ...]
     default: ExitPolicy = ExitPolicy()
+    modes: tuple[str, ...] = ("off", *BY_CONFIDENCE)
+    """What a request may send as `exit_mode`."""
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
     break_even: Mapping[int, float] = field(default_factory=dict)
@@ -99,7 +112,7 @@ class ExitRules:
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""
-        return CheckSchedule(self.break_even if policy.mode == "confidence" else {})
+        return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
     def policy_for(
         self, fields: Mapping[str, Any] | None, *, structured: bool = False
@@ -112,8 +125,8 @@ class ExitRules:
                 depth unless it asks for exits itself.
 
         Raises:
-            ExitServeError: a field is unknown, of the wrong type or out of range, or
-                `exit_threshold` and `exit_layer` are both given.
+            ExitServeError: a field is unknown, of the wrong type or out of range, or two of them
+                contradict each other.
         """
         given = {k: v for k, v in (fields or {}).items() if k.startswith("exit_")}
         for name in given:
@@ -124,15 +137,38 @@ class ExitRules:
                 )
         check_trace(given.get("exit_trace"))
         threshold, layer = given.get("exit_threshold"), given.get("exit_layer")
-        if threshold is not None and layer is not None:
-            raise ExitServeError(
-                "exit_threshold and exit_layer exclude each other; send one of them."
-            )
-        if threshold is not None:
-            return ExitPolicy.confidence(check_threshold(threshold), self.eos_threshold)
+        mode = given.get("exit_mode")
         if layer is not None:
+            for name in ("exit_threshold", "exit_mode"):
+                if given.get(name) is not None:
+                    raise ExitServeError(
+                        f"{name} and exit_layer exclude each other; send one of them."
+                    )
             return ExitPolicy.fixed(self._check_layer(layer))
-        return ExitPolicy.off() if structured else self.default
+        if mode is None and threshold is None:
+            return ExitPolicy.off() if structured else self.default
+        return self._by_confidence(mode, threshold)
+
+    def _by_confidence(self, mode: Any, threshold: Any) -> ExitPolicy:
+        """The policy of a request that names its mode, its threshold, or both."""
+        own = self.default if self.default.mode in BY_CONFIDENCE else None
+        if mode is None:
+            mode = own.mode if own else "confidence"
+        if mode not in self.modes:
+            raise ExitServeError(
+                f"exit_mode must be one of {', '.join(self.modes)} on this server, not {mode!r}."
+            )
+        if mode == "off":
+            return ExitPolicy.off()
+        if threshold is not None:
+            number = check_threshold(threshold)
+        elif own:
+            number = own.threshold
+        else:
+            raise ExitServeError(
+                f"exit_mode {mode!r} needs a threshold: send exit_threshold with it."
+            )
+        return ExitPolicy.confidence(number, self.eos_threshold, mode=mode)
 
     def policy_or_off(self, fields: Mapping[str, Any] | None, *, structured: bool) -> ExitPolicy:
         """`policy_for`, with full depth instead of an error.

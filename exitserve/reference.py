@@ -6,6 +6,9 @@ residual-stream state is frozen. Every later layer computes its keys and values 
 state and leaves the state unchanged. Its logits are those of the exit check. Prompt tokens
 always run at full depth.
 
+In mode "defer" a row that exits is not frozen: it leaves with the logits of its check, and its
+later layers are computed all the same, so that all keys and values are those of full depth.
+
 Because a row's state at each layer depends only on the states of earlier tokens at that layer,
 one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
 decoding gives (`trace`). `decode` is that token-by-token loop, with a key-value cache.
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from exitserve.confidence import exit_mask, max_prob
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
-from exitserve.policy import ExitPolicy
+from exitserve.policy import BY_CONFIDENCE, ExitPolicy
 from exitserve.schedule import CheckSchedule
 
 
@@ -116,7 +119,7 @@ class Reference:
         return Generation(token_ids, depths)
 
     def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
-        return CheckSchedule(self.break_even if policy.mode == "confidence" else {})
+        return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
     def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
@@ -169,7 +172,7 @@ class _FrozenRows:
     def _after(self, depth: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             hidden = _hidden_of(output)[0]
-            if self.state is not None:
+            if self.state is not None and self.policy.mode != "defer":
                 hidden = torch.where(self.frozen[:, None], self.state, hidden)
             if depth in self.ref.exit_layers:
                 self._check(depth, hidden)

@@ -17,7 +17,7 @@ from exitserve.bench.prompts import encode, load_prompts, take
 from exitserve.bench.settings import BenchPlan, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.policy import check_threshold
+from exitserve.policy import BY_CONFIDENCE, Mode, check_threshold
 
 DTYPES = ("auto", "float32", "bfloat16")
 MIN_TOKENS = 2
@@ -56,6 +56,12 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
     exits = parser.add_argument_group("what is compared")
     exits.add_argument("--thresholds", metavar="T,T", help="confidence (default 0.5,0.7,0.9)")
+    exits.add_argument(
+        "--modes",
+        metavar="M,M",
+        default="confidence",
+        help="in which each threshold is measured: confidence, defer, or both (default confidence)",
+    )
     exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
     exits.add_argument(
         "--mixed",
@@ -162,7 +168,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
     if args.dtype not in DTYPES:
         raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
-    settings = make_settings(rules, thresholds, fixed, mixed)
+    settings = make_settings(rules, thresholds, fixed, mixed, modes_of(args.modes))
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
     return BenchPlan(
@@ -223,6 +229,20 @@ def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]
         raise ExitServeError(
             f"{flag} {text!r} must be numbers separated by commas, without spaces."
         ) from error
+
+
+def modes_of(text: str) -> list[Mode]:
+    """Reads `confidence,defer`.
+
+    Raises:
+        ExitServeError: a part is no mode that has a threshold.
+    """
+    known: dict[str, Mode] = {mode: mode for mode in BY_CONFIDENCE}
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if part not in known:
+            raise ExitServeError(f"--modes {part!r} is unknown; allowed: {', '.join(known)}.")
+    return [known[part] for part in parts]
 
 
 def mix_of(text: str) -> tuple[float, int]:

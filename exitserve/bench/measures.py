@@ -89,15 +89,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def steps_of(depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[Step]:
+def steps_of(
+    depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, propagates: bool = True
+) -> list[Step]:
     """The decode steps of one batch whose requests all started together.
 
     Args:
         depths: [B] depths of each request's decode tokens.
         prompt_lengths: [B].
+        propagates: see `Step`.
     """
     return [
         Step(
+            propagates=propagates,
             depths=tuple(row),
             # Attention reads the prompt and the generated tokens so far, its own included.
             contexts=tuple(length + index + 1 for length in prompt_lengths),

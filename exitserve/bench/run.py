@@ -141,7 +141,11 @@ def _trace(
             depths = engines.depths(key)
         decoded = [request[1:] for request in depths]
         seen.depths += [depth for request in decoded for depth in request]
-        seen.steps += steps_of(decoded, [len(request.prompt) for request in batch])
+        seen.steps += steps_of(
+            decoded,
+            [len(request.prompt) for request in batch],
+            propagates=seen.setting.mode != "defer",
+        )
         prompts = (request.prompt for request in batch)
         seen.sequences += list(zip(prompts, result.tokens, strict=True))
     seen.checks = engines.checks() - before

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
-Mode = Literal["plain", "off", "confidence", "fixed", "mixed"]
+Mode = Literal["plain", "off", "confidence", "defer", "fixed", "mixed"]
 
 MIX_SEED = 0
 """Draws the requests of a mixed setting that exit: the same ones in every pass and run."""
@@ -35,8 +35,9 @@ class Setting:
     @property
     def label(self) -> str:
         """For tables and plots."""
-        if self.mode == "confidence":
-            return f"threshold {self.exit_threshold:g}"
+        if self.mode in BY_CONFIDENCE:
+            deferred = "defer, " if self.mode == "defer" else ""
+            return f"{deferred}threshold {self.exit_threshold:g}"
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":
@@ -55,8 +56,9 @@ class Setting:
         if self.mode == "mixed":
             exits = self._exiting(count)
             return [early if index in exits else off for index in range(count)]
-        if self.mode == "confidence":
-            return [{"exit_threshold": self.exit_threshold}] * count
+        if self.mode in BY_CONFIDENCE:
+            mode: Fields = {"exit_mode": "defer"} if self.mode == "defer" else {}
+            return [{"exit_threshold": self.exit_threshold, **mode}] * count
         return [early if self.mode == "fixed" else off] * count
 
     def _exiting(self, count: int) -> set[int]:
@@ -113,14 +115,16 @@ def make_settings(
     thresholds: Sequence[float],
     fixed_layers: Sequence[int],
     mixed: Sequence[tuple[float, int]] = (),
+    modes: Sequence[Mode] = ("confidence",),
 ) -> tuple[Setting, ...]:
     """Plain vLLM, exits off, then every threshold, every fixed layer and every mix.
 
     Args:
         rules: what the model allows.
-        thresholds: of the confidence settings.
+        thresholds: of the settings by confidence.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
+        modes: those in which each threshold is measured.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -131,7 +135,7 @@ def make_settings(
             "name some, for example --exit-layers 4,8."
         )
     settings = [PLAIN, OFF]
-    settings += [Setting(mode="confidence", exit_threshold=value) for value in thresholds]
+    settings += [Setting(mode=mode, exit_threshold=value) for mode in modes for value in thresholds]
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
     settings += [
         Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed
@@ -139,7 +143,7 @@ def make_settings(
     for setting in settings:
         if setting.exit_layer is not None:
             policy_of({"exit_layer": setting.exit_layer}, rules)
-        elif setting.mode == "confidence" and policy_of(setting.fields(1)[0], rules).mode == "off":
+        elif setting.mode in BY_CONFIDENCE and policy_of(setting.fields(1)[0], rules).mode == "off":
             raise ExitServeError(
                 f"threshold {setting.exit_threshold:g} never exits; exits off is always "
                 f"measured, so give thresholds below 1."

@@ -58,8 +58,8 @@ def batch_shape() -> BatchShape | None:
     return BatchShape(int(first.num_actual_tokens), first.query_start_loc[1:])
 
 
-def can_narrow() -> bool:
-    """Whether `narrowed_context` knows the attention backend of the current pass."""
+def can_rearrange() -> bool:
+    """Whether `rearranged_context` knows the attention backend of the current pass."""
     metadata: Any = get_forward_context().attn_metadata
     return all(isinstance(one, CPUAttentionMetadata) for one in _distinct(metadata))
 
@@ -69,44 +69,74 @@ def _distinct(metadata: dict[str, Any]) -> list[Any]:
     return list({id(one): one for one in metadata.values()}.values())
 
 
-def narrowed_context(rows: Tensor, tokens: Tensor) -> ForwardContext:
-    """The current forward context for some of its rows only.
+def cache_slots() -> tuple[Tensor, ...]:
+    """Where keys and values of the current pass go in the cache: [T] for each cache group."""
+    slots: Any = get_forward_context().slot_mapping
+    return tuple(_distinct(slots))
+
+
+def rearranged_context(
+    base: ForwardContext,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    slots: Sequence[Tensor],
+    seq_lens: Tensor | None = None,
+) -> ForwardContext:
+    """The context of a pass for some of its rows, with other tokens.
 
     Args:
-        rows: [R] indices of the rows that stay, ascending.
-        tokens: [A] indices of all their tokens, ascending.
+        base: the context of the whole pass.
+        rows: [R] the rows that run, ascending.
+        lengths: [R] tokens of each, which are the last of its sequence.
+        slots: [A] of all tokens, for each cache group as in `cache_slots`.
+        seq_lens: [R] int32 lengths of the sequences, those of `base` if left out.
     """
-    context = get_forward_context()
-    metadata: Any = context.attn_metadata
-    slots: Any = context.slot_mapping
-    layers: dict[int, list[Any]] = {}
+    metadata: Any = base.attn_metadata
+    old: Any = base.slot_mapping
+    fresh = {id(one): new for one, new in zip(_distinct(old), slots, strict=True)}
+    layers: dict[int, list[str]] = {}
     for name, one in metadata.items():
-        layers.setdefault(id(one), []).append(context.no_compile_layers[name])
-    narrow = {id(one): _narrowed(one, rows, tokens, layers[id(one)]) for one in _distinct(metadata)}
-    fewer = {id(one): one[tokens] for one in _distinct(slots)}
+        layers.setdefault(id(one), []).append(name)
+    chosen, counts = torch.tensor(rows), torch.tensor(lengths, dtype=torch.int32)
+    changed = {
+        id(one): _rearranged(
+            one,
+            chosen,
+            counts,
+            one.seq_lens[chosen] if seq_lens is None else seq_lens,
+            fresh[id(old[layers[id(one)][0]])],
+            [base.no_compile_layers[name] for name in layers[id(one)]],
+        )
+        for one in _distinct(metadata)
+    }
     return replace(
-        context,
-        attn_metadata={name: narrow[id(one)] for name, one in metadata.items()},
-        slot_mapping={name: fewer[id(one)] for name, one in slots.items()},
+        base,
+        attn_metadata={name: changed[id(one)] for name, one in metadata.items()},
+        slot_mapping={name: fresh[id(one)] for name, one in old.items()},
     )
 
 
-def _narrowed(metadata: Any, rows: Tensor, tokens: Tensor, layers: list[Any]) -> Any:
-    """The CPU backend's metadata for some rows; see `CPUAttentionMetadataBuilder.build`."""
-    lengths = torch.diff(metadata.query_start_loc)[rows]
+def _rearranged(
+    metadata: Any,
+    rows: Tensor,
+    lengths: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    layers: list[Any],
+) -> Any:
+    """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
     starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    seq_lens = metadata.seq_lens[rows]
     windows = {layer.impl.sliding_window for layer in layers}
     first = layers[0]
     return replace(
         metadata,
-        num_actual_tokens=tokens.shape[0],
+        num_actual_tokens=slots.shape[0],
         max_query_len=int(lengths.max()),
         query_start_loc=starts,
         max_seq_len=int(seq_lens.max()),
         seq_lens=seq_lens,
         block_table=metadata.block_table[rows],
-        slot_mapping=metadata.slot_mapping[tokens],
+        slot_mapping=slots,
         scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
             num_reqs=rows.shape[0],
             num_heads=first.num_heads,
@@ -229,6 +259,12 @@ def eos_token_ids(vllm_config: Any) -> Tensor:
     ):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return torch.tensor(sorted(found), dtype=torch.long)
+
+
+def cached_block(vllm_config: Any) -> int | None:
+    """Tokens of a block of the prefix cache; None without one."""
+    cache = vllm_config.cache_config
+    return int(cache.block_size) if cache.enable_prefix_caching else None
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

@@ -37,6 +37,7 @@ class Segment(nn.Module):
         # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
         self.layers = tuple(layers[start:end])
         self.end = end
+        self.size = end - start
         self.run_layer = run_layer
 
 

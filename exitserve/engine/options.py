@@ -9,7 +9,7 @@ from typing import Any
 from exitserve.checkpoint import check_exit_layers, parse_multi_exit
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
-from exitserve.policy import ExitPolicy, ExitRules, check_threshold
+from exitserve.policy import BY_CONFIDENCE, MODES, ExitPolicy, ExitRules, check_threshold
 
 KEY = "exitserve"
 OPTIONS = (
@@ -81,15 +81,15 @@ def _default_policy(rules: ExitRules, options: Mapping[str, Any]) -> ExitPolicy:
         mode = "fixed" if layer is not None else "confidence" if threshold is not None else "off"
     if mode == "off":
         return ExitPolicy.off()
-    if mode == "confidence":
+    if mode in BY_CONFIDENCE:
         if threshold is None:
-            raise ExitServeError("mode 'confidence' needs an exit threshold: --exit-threshold T.")
-        return rules.policy_for({"exit_threshold": threshold})
+            raise ExitServeError(f"mode {mode!r} needs an exit threshold: --exit-threshold T.")
+        return rules.policy_for({"exit_threshold": threshold, "exit_mode": mode})
     if mode == "fixed":
         if layer is None:
             raise ExitServeError("mode 'fixed' needs an exit layer: --exit-layer N.")
         return rules.policy_for({"exit_layer": layer})
-    raise ExitServeError(f"mode {mode!r} is unknown; allowed: off, confidence, fixed.")
+    raise ExitServeError(f"mode {mode!r} is unknown; allowed: {', '.join(MODES)}.")
 
 
 def options_of(vllm_config: Any) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from exitserve.confidence import exit_mask
+from exitserve.engine.pending import Pending, Tokens
 from exitserve.policy import ALWAYS, ExitPolicy, ExitRules
 from exitserve.schedule import CheckSchedule
 
@@ -27,6 +29,8 @@ class Candidate:
     row: int
     policy: ExitPolicy
     schedule: CheckSchedule
+    pending: Pending | None = None
+    """Tokens of the request whose deeper layers are still to run; None outside mode "defer"."""
 
     def is_sure(self, layer: int) -> bool:
         """Whether the row exits at `layer` whatever its confidence."""
@@ -38,7 +42,7 @@ class StepPlan:
 
     def __init__(
         self,
-        row_ends: Tensor,
+        row_ends: Sequence[int],
         last_positions: Sequence[int],
         rules: ExitRules,
         candidates: Sequence[Candidate] = (),
@@ -55,6 +59,8 @@ class StepPlan:
                 nothing is recomputed.
         """
         self.row_ends = row_ends
+        self.lengths = [end - start for start, end in pairwise([0, *row_ends])]
+        """[B] tokens of each row."""
         self.last_positions = last_positions
         self.known_depth = known_depth
         self.depth: dict[int, int] = {}
@@ -65,8 +71,8 @@ class StepPlan:
         self._candidates = list(candidates)
 
     def is_plain(self) -> bool:
-        """Whether no token of the pass is frozen or checked; to be asked once, first."""
-        if self.known_depth is not None:
+        """Whether the pass runs its own tokens through all layers, unchecked; ask once, first."""
+        if self.known_depth is not None or any(one.pending for one in self._candidates):
             return False
         checks = [
             (one.schedule, layer)
@@ -91,6 +97,15 @@ class StepPlan:
             and one.policy.thresholds_at(layer)[0] < math.inf
             and one.schedule.wants(layer)
         ]
+
+    def take_pending(self, layer: int, rows: Collection[int]) -> dict[int, Tokens]:
+        """Tokens that wait at `layer` and go on with their `rows`."""
+        found = {
+            one.row: one.pending.take(layer)
+            for one in self._candidates
+            if one.pending is not None and one.row in rows
+        }
+        return {row: tokens for row, tokens in found.items() if tokens is not None}
 
     def decide(
         self, checked: Sequence[Candidate], layer: int, confidence: Tensor, ends: Tensor
@@ -118,43 +133,6 @@ class StepPlan:
         """The rows of all `num_rows` that have no logits yet, ascending."""
         kept = {row for rows, _ in self.logits for row in rows}
         return [row for row in range(num_rows) if row not in kept]
-
-
-class ActiveRows:
-    """The rows of a pass that still run, and where their tokens are."""
-
-    def __init__(self, row_ends: Tensor) -> None:
-        self.rows = list(range(row_ends.shape[0]))
-        self.ends = row_ends.long()
-        self.tokens: Tensor | None = None
-        """[A] indices of the active tokens in the pass; None: all of them."""
-
-    def last_tokens(self, rows: Collection[int]) -> Tensor:
-        """[N] where the last tokens of `rows` are among the active tokens."""
-        if len(rows) == len(self.rows):
-            return self.ends - 1
-        place = {row: index for index, row in enumerate(self.rows)}
-        return self.ends[[place[row] for row in rows]] - 1
-
-    def drop(self, rows: Collection[int]) -> tuple[Tensor, Tensor]:
-        """Takes rows out.
-
-        Returns:
-            What stays, as indices into the rows and into the tokens active before.
-        """
-        gone = set(rows)
-        kept = torch.tensor([index for index, row in enumerate(self.rows) if row not in gone])
-        kept_tokens, ends = kept, torch.arange(1, kept.shape[0] + 1)
-        if int(self.ends[-1]) > len(self.rows):  # some row has several tokens: a prompt
-            lengths = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
-            stays = torch.zeros(len(self.rows), dtype=torch.bool)
-            stays[kept] = True
-            kept_tokens = stays.repeat_interleave(lengths).nonzero().flatten()
-            ends = lengths[kept].cumsum(0)
-        self.rows = [row for row in self.rows if row not in gone]
-        self.ends = ends
-        self.tokens = kept_tokens if self.tokens is None else self.tokens[kept_tokens]
-        return kept, kept_tokens
 
 
 def merge_logits(plan: StepPlan, fresh: Tensor | None, num_rows: int) -> Tensor | None:

@@ -21,6 +21,8 @@ class Recorder:
         self.head_passes = 0
         self.frozen_tokens = 0
         self.involuntary_stays = 0
+        self.deferred_tokens = 0
+        self.deferred_layers = 0
         self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
 
     def checked(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
@@ -35,11 +37,22 @@ class Recorder:
         self.head_passes += head_passes
         self.checks[layer] += checks
         self.passed[layer] += passed
-        self.frozen_tokens += passed
 
     def generated(self, depth: int) -> None:
         """Counts one generated token that stopped at `depth`."""
         self.tokens_by_depth[depth] += 1
+
+    def froze(self, tokens: int) -> None:
+        """Counts tokens whose remaining keys and values are propagated."""
+        self.frozen_tokens += tokens
+
+    def deferred(self, tokens: int) -> None:
+        """Counts tokens that left, and whose deeper layers are still to run (mode "defer")."""
+        self.deferred_tokens += tokens
+
+    def ran_later(self, layers: int) -> None:
+        """Counts layers run for tokens beyond the depth at which they left (mode "defer")."""
+        self.deferred_layers += layers
 
     def trace(self, key: str, request_id: str, index: int, depth: int) -> None:
         """Keeps the depth of generated token `index` of a request."""
@@ -70,4 +83,6 @@ class Recorder:
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "involuntary_stays": self.involuntary_stays,
+            "deferred_tokens": self.deferred_tokens,
+            "deferred_layers": self.deferred_layers,
         }

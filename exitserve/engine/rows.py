@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from exitserve.engine.compat import BatchShape, eos_token_ids
+from exitserve.engine.compat import BatchShape, cached_block, eos_token_ids
 from exitserve.engine.options import rules_from
+from exitserve.engine.pending import Bounds, Pending
 from exitserve.engine.plan import Candidate, StepPlan
 from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitPolicy, ExitRules
@@ -34,6 +35,8 @@ class Past:
 
     request_id: str
     schedule: CheckSchedule
+    pending: Pending | None
+    """None outside mode "defer"."""
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
 
@@ -59,8 +62,9 @@ class Row:
 class Rows:
     """The exit state of one engine, shared by its logits processor and its model."""
 
-    def __init__(self, rules: ExitRules, eos_ids: Tensor) -> None:
+    def __init__(self, rules: ExitRules, eos_ids: Tensor, bounds: Bounds = Bounds()) -> None:  # noqa: B008
         self.rules = rules
+        self.bounds = bounds
         self.eos_token_ids = eos_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
         self.request_ids: Callable[[], list[str]] | None = None
@@ -125,23 +129,28 @@ class Rows:
             if generated < 1:
                 continue
             past = self._past(index, row)
+            if past.pending is not None:
+                past.pending.expect(last[index] - length + 1)
             if generated == len(row.output_ids):
-                candidates.append(Candidate(index, row.policy, past.schedule))
+                candidates.append(Candidate(index, row.policy, past.schedule, past.pending))
                 # Tokens before one that may exit: what a preempted request computed once.
                 recomputed |= length > 1
-            known += _computed_before(past.depths, row, generated, length, end)
+            if past.pending is None:  # else nothing was frozen
+                known += _computed_before(past.depths, row, generated, length, end)
         known_depth = None
         if recomputed or any(depth < self.rules.num_layers for _, depth in known):
             known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
             for token, depth in known:
                 known_depth[token] = depth
-        return StepPlan(shape.row_ends, last, self.rules, candidates, known_depth)
+        return StepPlan(ends, last, self.rules, candidates, known_depth)
 
     def _past(self, index: int, row: Row) -> Past:
         if row.past is None:
             name = self._request_id(index)
             row.past = self._pasts.pop(name, None) or Past(
-                name, self.rules.schedule_for(row.policy)
+                name,
+                self.rules.schedule_for(row.policy),
+                Pending(self.bounds) if row.policy.mode == "defer" else None,
             )
         return row.past
 
@@ -193,7 +202,8 @@ def rows_of(vllm_config: Any) -> Rows:
     """
     key = vllm_config.instance_id
     if key not in _ENGINES:
-        _ENGINES[key] = Rows(rules_from(vllm_config), eos_token_ids(vllm_config))
+        bounds = Bounds(block=cached_block(vllm_config))
+        _ENGINES[key] = Rows(rules_from(vllm_config), eos_token_ids(vllm_config), bounds)
     return _ENGINES[key]
 
 

@@ -3,7 +3,8 @@
 A decoder of L layers with exit layers e1 < e2 < ... runs as segments (0, e1], (e1, e2], ... After
 each exit layer the rows that may exit are checked. Those that pass fill the key-value cache of
 all layers above from their frozen state and leave the batch; the next segment runs the rows that
-are left, and when none is left the pass ends.
+are left, and when none is left the pass ends. In mode "defer" a row that leaves fills nothing: its
+token waits at the exit layer until the next one of its request goes on, which takes it along.
 
 `_run` is that loop. `_run_masked` is the same semantic as plainly as it can be said, all rows
 through all layers: the yardstick that tests compare the loop with, and the way for the rare
@@ -23,11 +24,18 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from exitserve.engine.compat import batch_shape, can_narrow, narrowed_context, refuse_unsupported
+from exitserve.engine.active import Active, total_of
+from exitserve.engine.compat import (
+    batch_shape,
+    cache_slots,
+    can_rearrange,
+    rearranged_context,
+    refuse_unsupported,
+)
 from exitserve.engine.compiled import Segment, Stream, compiled_segment
 from exitserve.engine.head import CheckedHead
 from exitserve.engine.options import options_of
-from exitserve.engine.plan import ActiveRows, Candidate, StepPlan, merge_logits
+from exitserve.engine.plan import Candidate, StepPlan, merge_logits
 from exitserve.engine.propagation import Propagation
 from exitserve.engine.rows import rows_of
 
@@ -54,6 +62,7 @@ class MultiExitMixin:
                 for start, end in pairwise([0, *exit_layers, len(layers)])
             )
         self._propagation: Propagation | None = None
+        self._pairs = False  # whether layers carry the stream as a pair
         self._plan: StepPlan | None = None
 
     def forward(
@@ -75,7 +84,8 @@ class MultiExitMixin:
             normed: Tensor = own(input_ids, positions, intermediate_tensors, inputs_embeds)
         else:
             hidden: Tensor = model.embed(input_ids, positions, inputs_embeds)
-            if plan.known_depth is not None or self._masked or not can_narrow():
+            if plan.known_depth is not None or self._masked or not can_rearrange():
+                self._catch_up(positions, hidden, plan)
                 normed = self._run_masked(positions, hidden, plan)
             else:
                 with ExitStack() as contexts:
@@ -95,6 +105,7 @@ class MultiExitMixin:
             stream: Stream = (hidden, None)
             for segment in self._segments:
                 stream = segment(positions, *stream)
+        self._pairs = stream[1] is not None
 
     def _load_propagation(self, like: Tensor) -> Propagation:
         if self._propagation is None:  # weights are there once the first pass runs
@@ -108,41 +119,78 @@ class MultiExitMixin:
     ) -> Tensor:
         """The loop over segments."""
         model: Any = self
-        propagation = self._load_propagation(hidden)
-        active = ActiveRows(plan.row_ends)
-        stream: Stream = (hidden, None)
-        left: Tensor | None = None  # [T, D] normed states of rows that exited
+        base = get_forward_context()
+        active = Active(plan.lengths, positions, (hidden, None), cache_slots())
+        left = torch.zeros_like(hidden)
         for segment in self._segments:
-            stream = segment(positions, *stream)
-            if not (due := plan.due(segment.end)):
-                continue
-            total = _total(stream)
-            places = active.last_tokens([one.row for one in due])
-            normed, passed = self._check(total, places, due, segment.end, plan)
-            if not passed:
-                continue
-            some = places[passed]
-            everything = some.shape[0] == total.shape[0]
-            propagation.fill(
-                total if everything else total[some],
-                positions if everything else positions[some],
-                segment.end,
-                None if everything else some,
-            )
-            if everything and left is None:
-                return normed
-            left = torch.zeros_like(hidden) if left is None else left
-            left[some if active.tokens is None else active.tokens[some]] = normed[passed]
-            if everything:
+            active.stream = segment(active.positions, *active.stream)
+            self._rows.recorder.ran_later(active.num_pending * segment.size)
+            gone = self._let_go(active, segment.end, plan, left)
+            if len(gone) == len(active.rows):
                 return left
-            kept_rows, kept = active.drop([due[index].row for index in passed])
-            contexts.enter_context(override_forward_context(narrowed_context(kept_rows, kept)))
-            positions, stream = positions[kept], (stream[0][kept], _select(stream[1], kept))
-        final: Tensor = model.final_norm(*stream)
-        if left is None:
-            return final
-        assert active.tokens is not None
-        return left.index_copy_(0, active.tokens, final)
+            taken = plan.take_pending(segment.end, set(active.rows) - gone)
+            if gone or taken:
+                active.change(gone, taken)
+                context = rearranged_context(base, active.rows, active.lengths, active.slots)
+                contexts.enter_context(override_forward_context(context))
+        return active.hand_over(model.final_norm(*active.stream), left)
+
+    def _let_go(self, active: Active, layer: int, plan: StepPlan, left: Tensor) -> set[int]:
+        """Checks at an exit layer, and sees to the keys and values of those that pass.
+
+        Args:
+            active: the tokens that run.
+            layer: how many layers they have run.
+            plan: takes the outcome.
+            left: [T, D], takes the normed states of those that pass.
+
+        Returns:
+            The rows that leave.
+        """
+        if not (due := plan.due(layer)):
+            return set()
+        total = active.total()
+        places = active.last_tokens([one.row for one in due])
+        normed, passed = self._check(total, places, due, layer, plan)
+        left[active.tokens[places[passed]]] = normed[passed]
+        frozen, gone = list[int](), set[int]()
+        for index in passed:
+            row, pending = due[index].row, due[index].pending
+            if pending is None:
+                frozen.append(index)
+            elif pending.must_run(plan.last_positions[row]):
+                self._rows.recorder.ran_later(self._rows.rules.num_layers - layer)
+                continue
+            else:
+                next_position = plan.last_positions[row] + 1
+                self._rows.recorder.deferred(1)
+                pending.wait(layer, active.tokens_of(row, total), next_position)
+            gone.add(row)
+        if frozen:
+            self._rows.recorder.froze(len(frozen))
+            some = places[frozen]
+            propagation = self._load_propagation(total)
+            propagation.fill(total[some], active.positions[some], layer, some)
+        return gone
+
+    def _catch_up(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> None:
+        """Runs all pending tokens by themselves, before a pass that cannot take them along."""
+        base = get_forward_context()
+        none = hidden[:0]
+        slots = [group[:0] for group in cache_slots()]
+        active = Active((), positions[:0], (none, none if self._pairs else None), slots)
+        with ExitStack() as contexts:
+            for segment in self._segments:
+                if active.rows:
+                    active.stream = segment(active.positions, *active.stream)
+                    self._rows.recorder.ran_later(active.num_pending * segment.size)
+                if taken := plan.take_pending(segment.end, range(len(plan.lengths))):
+                    active.change((), taken)
+                    ends = active.positions[active.last_tokens(active.rows)] + 1
+                    context = rearranged_context(
+                        base, active.rows, active.lengths, active.slots, ends.int()
+                    )
+                    contexts.enter_context(override_forward_context(context))
 
     def _check(
         self, total: Tensor, places: Tensor, due: list[Candidate], layer: int, plan: StepPlan
@@ -182,21 +230,22 @@ class MultiExitMixin:
     def _run_masked(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> Tensor:
         """All rows through all layers; frozen tokens are restored after each."""
         model: Any = self
-        active = ActiveRows(plan.row_ends)
         frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
         state, left = torch.zeros_like(hidden), torch.zeros_like(hidden)
         stream: Stream = (hidden, None)
         for depth, layer in enumerate(self._layers, start=1):
             stream = model.run_layer(layer, positions, stream)
-            total = torch.where(frozen, state, _total(stream))
+            total = torch.where(frozen, state, total_of(stream))
             freezing = torch.zeros_like(frozen)
             if plan.known_depth is not None and depth < len(self._layers):
                 freezing |= (plan.known_depth == depth)[:, None]
             if due := plan.due(depth):
-                places = active.last_tokens([one.row for one in due])
+                places = torch.tensor([plan.row_ends[one.row] - 1 for one in due])
                 normed, passed = self._check(total, places, due, depth, plan)
-                freezing[places[passed]] = True
-                left[places[passed]] = normed[passed]
+                freezes = [index for index in passed if due[index].pending is None]
+                self._rows.recorder.froze(len(freezes))
+                freezing[places[freezes]] = True
+                left[places[freezes]] = normed[freezes]
             state = torch.where(freezing, total, state)
             frozen = frozen | freezing
             stream = _restored(stream, frozen, state)
@@ -207,7 +256,7 @@ class MultiExitMixin:
         compute: Any = super().compute_logits  # type: ignore[misc]  # from the vLLM class
         plan, self._plan = self._plan, None  # prompt logprobs call again, for other states
         num_rows = hidden_states.shape[0]
-        if plan is None or not plan.depth or num_rows != plan.row_ends.shape[0]:
+        if plan is None or not plan.depth or num_rows != len(plan.row_ends):
             return compute(hidden_states)  # type: ignore[no-any-return]
         rest = plan.without_logits(num_rows)
         if rest and len(plan.depth) == num_rows:
@@ -216,16 +265,6 @@ class MultiExitMixin:
         if len(rest) == num_rows:
             return compute(hidden_states)  # type: ignore[no-any-return]
         return merge_logits(plan, compute(hidden_states[rest]) if rest else None, num_rows)
-
-
-def _total(stream: Stream) -> Tensor:
-    """The residual stream [T, D] itself."""
-    hidden, residual = stream
-    return hidden if residual is None else hidden + residual
-
-
-def _select(tensor: Tensor | None, tokens: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor[tokens]
 
 
 def _restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:

@@ -10,6 +10,7 @@ from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, engine_options, prepare_environment
 from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
+from exitserve.policy import MODES
 from exitserve.server.refusals import refuse, refuse_checkpoint
 
 DESCRIPTION = """\
@@ -20,6 +21,7 @@ Every flag of `vllm serve` may follow; a few that matter here:
 
 Requests choose their own exits in vllm_xargs:
   {"exit_threshold": 0.8}   exit where the confidence is above 0.8 (1: full depth)
+  {"exit_mode": "defer"}    ... and compute its deeper keys and values exactly, a little later
   {"exit_layer": 6}         every token exits at layer 6
   {"exit_trace": true}      tell the depth of each token in the response
 """
@@ -43,8 +45,10 @@ def add_serve(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--mode",
-        choices=["off", "confidence", "fixed"],
-        help="default mode (default: what the other options imply)",
+        choices=MODES,
+        help="default mode (default: what the other options imply). confidence: deeper keys and "
+        "values of a token that exits are approximated at once; defer: they are computed exactly, "
+        "with a later token, so answers are nearer to full depth",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
     parser.add_argument(

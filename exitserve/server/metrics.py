@@ -100,6 +100,20 @@ FROZEN_ROW_TOKENS = Metric(
     ),
     read=lambda snapshot: {"": snapshot["frozen_tokens"]},
 )
+DEFERRED_TOKENS = Metric(
+    name="exitserve_deferred_tokens_total",
+    help="Tokens (mode defer) that were emitted while their deeper layers were still to run.",
+    promql=(
+        "sum(rate(exitserve_deferred_tokens_total[5m])) / sum(rate(exitserve_tokens_total[5m]))"
+    ),
+    read=lambda snapshot: {"": snapshot["deferred_tokens"]},
+)
+DEFERRED_LAYERS = Metric(
+    name="exitserve_deferred_layers_total",
+    help="Layers that tokens (mode defer) ran after they were emitted.",
+    promql="sum(rate(exitserve_deferred_layers_total[5m]))",
+    read=lambda snapshot: {"": snapshot["deferred_layers"]},
+)
 DEPTH_SAVED = Metric(
     name="exitserve_depth_saved_layers_total",
     help="Layers that generated tokens did without: the sum of L - depth.",
@@ -128,6 +142,8 @@ METRICS: tuple[Metric, ...] = (
     CHECKS,
     CHECKS_PASSED,
     FROZEN_ROW_TOKENS,
+    DEFERRED_TOKENS,
+    DEFERRED_LAYERS,
     DEPTH_SAVED,
     FULL_DEPTH,
     INVOLUNTARY_STAYS,
@@ -202,8 +218,9 @@ class StatsWindow:
 
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
-            `mean_depth`, `depth_speedup`, `checks` and `checks_passed`. The two depths are None
-            where no token was generated.
+            `mean_depth`, `depth_speedup`, `mean_layers_run` (with those that mode "defer" runs
+            later), `checks` and `checks_passed`. What is an average is None where no token was
+            generated.
         """
         self._forget(now)
         total = self._total()
@@ -232,6 +249,7 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "tokens_by_exit_layer": {str(layer): by_layer[layer] for layer in sorted(by_layer)},
         "mean_depth": run / tokens if tokens else None,
         "depth_speedup": full_depth / run if tokens else None,
+        "mean_layers_run": (run + total(DEFERRED_LAYERS)) / tokens if tokens else None,
         "checks": total(CHECKS),
         "checks_passed": total(CHECKS_PASSED),
     }

@@ -190,7 +190,7 @@ def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool)
         return
     given = ["exit_trace"] if fields.get("exit_trace") else []
     if may_exit:
-        given += [name for name in ("exit_threshold", "exit_layer") if name in fields]
+        given += [name for name in ("exit_threshold", "exit_layer", "exit_mode") if name in fields]
     if given:
         raise ExitServeError(
             f"{given[0]} does not go with beam search, which runs at full depth; drop one of them."

@@ -26,7 +26,8 @@ class Job:
     def policy(self) -> ExitPolicy:
         if "exit_layer" in self.fields:
             return ExitPolicy.fixed(self.fields["exit_layer"])
-        return ExitPolicy.confidence(self.fields.get("exit_threshold", 1.0))
+        mode = self.fields.get("exit_mode", "confidence")
+        return ExitPolicy.confidence(self.fields.get("exit_threshold", 1.0), mode=mode)
 
 
 Outcome = tuple[list[int], list[int]]
@@ -131,8 +132,10 @@ def random_jobs() -> Callable[..., list[Job]]:
             {"exit_threshold": 0.05},
             {"exit_threshold": 0.1},
             {"exit_threshold": 0.2},
-            {"exit_threshold": 1.0},
+            {"exit_threshold": 0.1, "exit_mode": "defer"},
             {"exit_layer": 2},
+            {"exit_threshold": 0.06, "exit_mode": "defer"},
+            {"exit_threshold": 1.0},
             {"exit_layer": 4},
         ]
         return [

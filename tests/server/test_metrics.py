@@ -35,6 +35,7 @@ def play(event: tuple[Any, ...], recorder: Recorder) -> Recorder:
             recorder.generated(depth)
         case ("check", layer, checks, passed):
             recorder.checked(layer, checks, min(checks, passed))
+            recorder.froze(min(checks, passed))
         case ("restart",):
             return Recorder(LAYERS, EXITS)
     return recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -104,3 +105,38 @@ def test_the_server_may_set_the_end_of_sequence_threshold() -> None:
     assert rules.policy_for({"exit_threshold": 0.5}).eos_threshold == 0.99
     # Never below the request's own.
     assert rules.policy_for({"exit_threshold": 0.995}).eos_threshold == 0.995
+
+
+@pytest.mark.parametrize("mode", ["confidence", "defer"])
+def test_a_request_names_its_mode(mode: str) -> None:
+    policy = RULES.policy_for({"exit_mode": mode, "exit_threshold": 0.4})
+    assert (policy.mode, policy.threshold) == (mode, 0.4)
+    assert policy.thresholds_at(3) == ExitPolicy.confidence(0.4).thresholds_at(3)
+    assert RULES.policy_for({"exit_mode": mode, "exit_threshold": 1}) == ExitPolicy.off()
+    with pytest.raises(ExitServeError, match="send exit_threshold with it"):
+        RULES.policy_for({"exit_mode": mode})
+
+
+def test_mode_and_threshold_default_to_the_servers() -> None:
+    rules = replace(RULES, default=ExitPolicy.confidence(0.6, mode="defer"))
+    assert rules.policy_for({}) == rules.default
+    assert rules.policy_for({"exit_threshold": 0.3}).mode == "defer"
+    assert rules.policy_for({"exit_mode": "confidence"}) == ExitPolicy.confidence(0.6)
+    assert rules.policy_for({"exit_mode": "off"}) == ExitPolicy.off()
+    assert rules.policy_for({"exit_mode": "defer"}, structured=True).mode == "defer"
+    assert rules.policy_for({}, structured=True).mode == "off"
+
+
+def test_deferred_keys_and_values_are_exact_and_need_no_salt() -> None:
+    assert ExitPolicy.confidence(0.5, mode="defer").cache_salt() is None
+
+
+@pytest.mark.parametrize("mode", ["fast", "fixed", 3, "", ["defer"]])
+def test_unknown_modes_are_refused_with_the_list(mode: object) -> None:
+    with pytest.raises(ExitServeError, match="must be one of off, confidence, defer"):
+        RULES.policy_for({"exit_mode": mode, "exit_threshold": 0.5})
+
+
+def test_mode_and_layer_exclude_each_other() -> None:
+    with pytest.raises(ExitServeError, match="exit_mode and exit_layer exclude each other"):
+        RULES.policy_for({"exit_mode": "defer", "exit_layer": 6})

@@ -9,6 +9,9 @@ def test_counts() -> None:
     recorder = Recorder(num_layers=6, exit_layers=(2, 4))
     recorder.checked(2, checks=5, passed=3)
     recorder.checked(4, checks=2, passed=0)
+    recorder.froze(2)
+    recorder.deferred(1)
+    recorder.ran_later(4)
     for depth in (2, 2, 2, 6, 6):
         recorder.generated(depth)
     assert recorder.snapshot() == {
@@ -18,8 +21,10 @@ def test_counts() -> None:
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
         "head_passes": 2,
-        "frozen_tokens": 3,
+        "frozen_tokens": 2,
         "involuntary_stays": 0,
+        "deferred_tokens": 1,
+        "deferred_layers": 4,
     }
 
 

@@ -1,0 +1,101 @@
+"""Which tokens run, as rows leave and pending tokens come along: against a list of what should."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.engine.active import Active
+from exitserve.engine.pending import Bounds, Pending, Tokens
+
+WIDTH = 3
+
+
+def _tokens(positions: list[int], row: int) -> Tokens:
+    """Tokens whose state and slots tell row and position."""
+    where = torch.tensor(positions)
+    return Tokens(_state(positions, row), where, (where + 1000 * row, where + 5000 * row))
+
+
+def _state(positions: list[int], row: int) -> torch.Tensor:
+    return torch.tensor([[row, position, 1.0] for position in positions])
+
+
+@given(st.data(), st.booleans())
+def test_tokens_follow_their_rows(data: st.DataObject, paired: bool) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    rows = {row: list(range(20, 20 + length)) for row, length in enumerate(lengths)}
+    states = torch.cat([_state(positions, row) for row, positions in rows.items()])
+    flat = torch.tensor([position for positions in rows.values() for position in positions])
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    # A pair's parts sum up to the stream; neither is it alone.
+    stream = (states - 7.0, torch.full_like(states, 7.0)) if paired else (states, None)
+    active = Active(lengths, flat, stream, (flat + 1000 * owner, flat + 5000 * owner))
+    waiting = dict.fromkeys(rows, 20)  # the first position that is there
+    for _ in range(data.draw(st.integers(1, 4))):
+        gone = data.draw(st.sets(st.sampled_from(sorted(rows)), max_size=len(rows) - 1))
+        rows = {row: positions for row, positions in rows.items() if row not in gone}
+        taken = {}
+        for row in data.draw(st.sets(st.sampled_from(sorted(rows)))):
+            more = list(range(waiting[row] - data.draw(st.integers(1, 3)), waiting[row]))
+            waiting[row] = more[0]
+            taken[row] = _tokens(more, row)
+            rows[row] = more + rows[row]
+        active.change(gone, taken)
+        _check(active, rows)
+        if len(rows) == 1:
+            break
+
+
+def _check(active: Active, rows: dict[int, list[int]]) -> None:
+    assert active.rows == sorted(rows)
+    assert active.lengths == [len(rows[row]) for row in active.rows]
+    total, start = active.total(), 0
+    for row in active.rows:
+        expected = _tokens(rows[row], row)
+        found = active.tokens_of(row, total)
+        assert torch.equal(found.state, expected.state)
+        assert torch.equal(found.positions, expected.positions)
+        for mine, theirs in zip(found.slots, expected.slots, strict=True):
+            assert torch.equal(mine, theirs)
+        start += len(rows[row])
+        assert active.last_tokens([row]).tolist() == [start - 1]
+    assert active.num_pending == sum(p < 20 for positions in rows.values() for p in positions)
+
+
+def test_states_go_back_to_their_tokens() -> None:
+    positions = torch.tensor([4, 9, 10])
+    active = Active([1, 2], positions, (torch.zeros(3, WIDTH), None), (positions,))
+    left = torch.zeros(3, WIDTH)
+    normed = torch.ones(3, WIDTH)
+    assert active.hand_over(normed, left) is normed, "nothing changed"
+    active.change({0}, {1: Tokens(torch.zeros(2, WIDTH), torch.tensor([7, 8]), (positions[:2],))})
+    found = active.hand_over(torch.arange(4.0)[:, None].expand(4, WIDTH), left)
+    assert found[:, 0].tolist() == [0.0, 2.0, 3.0]
+
+
+def test_who_waits_goes_on_together() -> None:
+    pending = Pending(Bounds(most=3, block=8))
+    assert not pending and pending.take(2) is None
+    pending.wait(2, _tokens([4], 0), 5)
+    pending.wait(2, _tokens([5, 6], 0), 7)
+    assert len(pending) == 3
+    assert pending.must_run(8), "as many as may wait do"
+    pending.expect(7)
+    taken = pending.take(2)
+    assert taken is not None and taken.positions.tolist() == [4, 5, 6]
+    assert not pending
+
+
+def test_a_full_block_is_complete() -> None:
+    pending = Pending(Bounds(block=8))
+    assert [position for position in range(20) if pending.must_run(position)] == [7, 15]
+    assert not any(Pending(Bounds()).must_run(position) for position in range(20))
+
+
+def test_a_preempted_request_has_nothing_waiting() -> None:
+    pending = Pending(Bounds())
+    pending.wait(2, _tokens([4], 0), 5)
+    pending.expect(0)
+    assert not pending and pending.take(2) is None

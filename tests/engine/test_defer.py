@@ -1,0 +1,100 @@
+"""Mode "defer" against the oracle: emitted at once, exact keys and values later."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint):
+    return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def jobs(random_jobs, job):
+    """Deferring requests, and in their midst others of every kind."""
+    made = random_jobs(count=10, max_tokens=60)
+    thresholds = (0.06, 0.08, 0.1, 0.12, 0.15)
+    return [
+        one if index % 3 == 2 else job(one.prompt, deferred(thresholds[index % 5]), one.max_tokens)
+        for index, one in enumerate(made)
+    ]
+
+
+def deferred(threshold: float) -> dict[str, object]:
+    return {"exit_threshold": threshold, "exit_mode": "defer"}
+
+
+@pytest.fixture(scope="module")
+def expected(model, jobs, expect, oracle):
+    reference = oracle(model)
+    outcomes = [expect(reference, one) for one in jobs]
+    early = [depths for one, (_, depths) in zip(jobs, outcomes, strict=True) if is_deferred(one)]
+    assert sum({2, 4, 6} <= set(depths[1:]) for depths in early) > 3
+    assert longest_run(early) > 16, "nobody has to run because too many wait"
+    return outcomes
+
+
+def is_deferred(one) -> bool:
+    return one.fields.get("exit_mode") == "defer"
+
+
+def longest_run(depths: list[list[int]]) -> int:
+    """The most consecutive tokens that left early."""
+    return max(
+        len(run)
+        for row in depths
+        for run in "".join("." if depth < 6 else " " for depth in row).split()
+    )
+
+
+@pytest.mark.parametrize("path", ["compact", "masked"])
+def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
+    harness = start(model, exits={"exit_path": path}, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=3) == expected
+    if path == "compact":
+        assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
+        counted = harness.engine.collective_rpc("exit_stats")[0]
+        assert counted["deferred_layers"] > 0
+
+
+def test_preempted_requests(start, model, jobs, expected) -> None:
+    """What waits is computed anew, or before a pass that cannot take it along."""
+    harness = start(
+        model,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=14,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        max_num_seqs=10,
+        disable_log_stats=False,
+    )
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=2) == expected
+    assert counter(harness, "vllm:num_preemptions") > 0
+
+
+def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
+    """Blocks are complete when they enter the cache, so anyone may read them."""
+    harness = start(model, block_size=32, disable_log_stats=False)
+    prompt = random_jobs()[0].prompt
+    # The request ends just as it fills a block, when tokens would otherwise be left waiting.
+    early = job(prompt, deferred(0.06), max_tokens=4 * 32 - len(prompt) + 1)
+    ((said, depths),) = harness.run([early])
+    assert set(depths[-6:]) == {2}
+    follow_ups = [
+        job(early.prompt + said, fields, max_tokens=24)
+        for fields in ({"exit_threshold": 1.0}, deferred(0.1), deferred(0.06))
+    ]
+    hits = counter(harness, "vllm:prefix_cache_hits")
+    cached = harness.run(follow_ups)
+    assert counter(harness, "vllm:prefix_cache_hits") >= hits + 3 * 128
+    harness.engine.reset_prefix_cache()
+    assert [harness.run([one])[0] for one in follow_ups] == cached
+
+
+def counter(harness, name: str) -> int:
+    (metric,) = [metric for metric in harness.engine.get_metrics() if metric.name == name]
+    return int(metric.value)
