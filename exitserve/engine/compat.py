@@ -249,6 +249,11 @@ def request_ids(model_runner: Any) -> Callable[[], list[str]]:
     return lambda: list(model_runner.input_batch.req_ids)
 
 
+def living_requests(model_runner: Any) -> Callable[[str], bool]:
+    """Tells whether a request, by its internal id, has not ended; preempted ones have not."""
+    return lambda request_id: request_id in model_runner.requests
+
+
 def eos_token_ids(vllm_config: Any) -> Tensor:
     """[K] end-of-sequence ids from the model's config and generation config."""
     found: set[int] = set()

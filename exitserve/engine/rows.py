@@ -26,7 +26,7 @@ from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.schedule import CheckSchedule
 
 MAX_PASTS = 4096
-"""Requests remembered after they left the batch; a preempted one comes back and needs it."""
+"""Requests remembered after they left the batch, should more than that be preempted."""
 
 
 @dataclass
@@ -69,11 +69,13 @@ class Rows:
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
         self.request_ids: Callable[[], list[str]] | None = None
         """Names of the requests in row order, once the worker is attached."""
+        self.is_alive: Callable[[str], bool] = lambda _: True
+        """Whether a request that left the batch may come back."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once the rows of a pass are known."""
         self._rows: dict[int, Row] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
-        """Of requests that left the batch, finished or preempted, the longest gone first."""
+        """Of requests that left the batch and may come back, the longest gone first."""
 
     def update(self, batch: BatchUpdate) -> None:
         """Follows vLLM's persistent batch: removed, then added, then moved rows."""
@@ -91,10 +93,11 @@ class Rows:
                 self._rows[target] = moved
 
     def _leave(self, index: int) -> None:
-        """Empties a row, and keeps what its request did in case it comes back."""
+        """Empties a row, and keeps what its request did if it may come back."""
         row = self._rows.pop(index, None)
-        if row is not None and row.past is not None and row.past.request_id:
-            self._pasts[row.past.request_id] = row.past
+        past = None if row is None else row.past
+        if past is not None and past.request_id and self.is_alive(past.request_id):
+            self._pasts[past.request_id] = past
             if len(self._pasts) > MAX_PASTS:
                 self._pasts.popitem(last=False)
 

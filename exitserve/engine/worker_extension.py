@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from exitserve.engine.compat import check_version, request_ids
+from exitserve.engine.compat import check_version, living_requests, request_ids
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.rows import rows_of
 from exitserve.engine.seeds import seed_keeper
@@ -21,6 +21,7 @@ class ExitWorkerExtension:
         check_version()
         rows = rows_of(self.vllm_config)
         rows.request_ids = request_ids(self.model_runner)
+        rows.is_alive = living_requests(self.model_runner)
         rows.before_pass = seed_keeper(self.model_runner)
 
     def exit_stats(self) -> dict[str, Any]:

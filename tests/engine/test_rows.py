@@ -116,6 +116,15 @@ def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
     assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
 
 
+def test_a_request_that_ended_is_forgotten(rows) -> None:
+    rows.request_ids = lambda: ["a"]
+    rows.is_alive = lambda name: name != "a"
+    _live_through(rows, [6, 2, 2], [])
+    _update(rows, removed=[0])
+    _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
+    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
+
+
 def test_only_rows_that_are_due_generate(rows) -> None:
     _update(rows, added=[(0, _params(), [5] * 9, []), (1, _params(), [5] * 2, [7])])
     rows.record(_plan(rows, [0, 1, 2, 2], [3, 4]))
