@@ -18,6 +18,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer")
 """Modes in which a token exits where its confidence passes a threshold."""
 
+EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
+"""What a request may send as `exit_mode`."""
+
 NEVER = math.inf
 """A threshold no confidence passes."""
 ALWAYS = -1.0
@@ -103,8 +106,6 @@ class ExitRules:
     num_layers: int
     exit_layers: tuple[int, ...]
     default: ExitPolicy = ExitPolicy()
-    modes: tuple[str, ...] = ("off", *BY_CONFIDENCE)
-    """What a request may send as `exit_mode`."""
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
     break_even: Mapping[int, float] = field(default_factory=dict)
@@ -154,17 +155,14 @@ class ExitRules:
         own = self.default if self.default.mode in BY_CONFIDENCE else None
         if mode is None:
             mode = own.mode if own else "confidence"
-        if mode not in self.modes:
-            raise ExitServeError(
-                f"exit_mode must be one of {', '.join(self.modes)} on this server, not {mode!r}."
-            )
-        if mode == "off":
-            return ExitPolicy.off()
+        if mode not in EXIT_MODES:
+            raise ExitServeError(f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {mode!r}.")
+        number = own.threshold if own else None
         if threshold is not None:
             number = check_threshold(threshold)
-        elif own:
-            number = own.threshold
-        else:
+        if mode == "off":
+            return ExitPolicy.off()
+        if number is None:
             raise ExitServeError(
                 f"exit_mode {mode!r} needs a threshold: send exit_threshold with it."
             )

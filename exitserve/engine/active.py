@@ -6,7 +6,7 @@ Shapes: T tokens of the pass, A active tokens, N some rows, D hidden, G cache gr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -31,15 +31,29 @@ class Active:
             stream: [T, D].
             slots: G times [T], where keys and values go in the cache.
         """
-        self.rows = list(range(len(lengths)))
-        self.lengths = list(lengths)
+        self._own = dict(enumerate(lengths))
+        """Tokens of each row that belong to the pass; the others come along."""
+        self._places = _places(self._own)
         self.positions = positions
         self.stream = stream
         self.slots = tuple(slots)
         self.tokens = torch.arange(positions.shape[0])
         """[A] indices in the pass, `PENDING` for tokens that come along."""
-        self.num_pending = 0
-        self.changed = False
+
+    @property
+    def rows(self) -> list[int]:
+        """[R] the rows that run, ascending."""
+        return list(self._places)
+
+    @property
+    def lengths(self) -> list[int]:
+        """[R] tokens of each."""
+        return [len(place) for place in self._places.values()]
+
+    @property
+    def num_pending(self) -> int:
+        """How many of the active tokens come along."""
+        return sum(len(place) - self._own.get(row, 0) for row, place in self._places.items())
 
     def total(self) -> Tensor:
         """The residual stream [A, D] itself."""
@@ -47,36 +61,28 @@ class Active:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """[N] where the last tokens of `rows` are among the active tokens."""
-        place = dict(zip(self.rows, accumulate(self.lengths), strict=True))
-        return torch.tensor([place[row] - 1 for row in rows])
+        return torch.tensor([self._places[row].stop - 1 for row in rows])
 
     def tokens_of(self, row: int, total: Tensor) -> Tokens:
         """A row's tokens, with their state cut from `total` [A, D]."""
-        index = self.rows.index(row)
-        start = sum(self.lengths[:index])
-        place = slice(start, start + self.lengths[index])
+        place = slice(self._places[row].start, self._places[row].stop)
         slots = tuple(group[place].clone() for group in self.slots)
         return Tokens(total[place].clone(), self.positions[place].clone(), slots)
 
     def change(self, gone: Collection[int], taken: Mapping[int, Tokens]) -> None:
         """Lets rows go, and puts tokens before those of the rows that take them along."""
-        parts = [taken[row] for row in sorted(taken)]
-        fresh = self.positions.shape[0]  # where the parts begin, once they are put behind
-        begins = dict(zip(sorted(taken), accumulate(map(len, parts), initial=fresh), strict=False))
-        starts = accumulate(self.lengths, initial=0)
-        own = {
-            row: range(start, start + length)
-            for row, start, length in zip(self.rows, starts, self.lengths, strict=False)
-            if row not in gone
-        }
-        self.rows = sorted({*own, *taken})
-        order, self.lengths = list[int](), []
-        for row in self.rows:
-            before = len(order)
-            if row in taken:
-                order += range(begins[row], begins[row] + len(taken[row]))
-            order += own.get(row, ())
-            self.lengths.append(len(order) - before)
+        rows = sorted({*self._places, *taken} - set(gone))
+        behind = _places({row: len(taken[row]) for row in sorted(taken)}, self.positions.shape[0])
+        nothing = range(0)
+        order = [
+            token
+            for row in rows
+            for token in (*behind.get(row, nothing), *self._places.get(row, nothing))
+        ]
+        self._places = _places(
+            {r: len(behind.get(r, nothing)) + len(self._places.get(r, nothing)) for r in rows}
+        )
+        parts = [taken[row] for row in behind]
         self._arrange(torch.tensor(order), joined(parts) if parts else None)
 
     def _arrange(self, order: Tensor, more: Tokens | None) -> None:
@@ -93,8 +99,6 @@ class Active:
         self.positions = self.positions[order]
         self.tokens = tokens[order]
         self.slots = tuple(group[order] for group in slots)
-        self.num_pending = int((self.tokens == PENDING).sum())
-        self.changed = True
 
     def hand_over(self, normed: Tensor, left: Tensor) -> Tensor:
         """Normed states of the whole pass [T, D].
@@ -103,12 +107,18 @@ class Active:
             normed: [A, D] of the active tokens.
             left: [T, D] of those that left before; filled up.
         """
-        if not self.changed:
-            return normed
+        if self._places.keys() == self._own.keys() and not self.num_pending:
+            return normed  # every row is still there
         if self.num_pending:
             own = self.tokens != PENDING
             return left.index_copy_(0, self.tokens[own], normed[own])
         return left.index_copy_(0, self.tokens, normed)
+
+
+def _places(lengths: Mapping[int, int], start: int = 0) -> dict[int, range]:
+    """Where each row's tokens are when rows follow each other from `start` on."""
+    ends = accumulate(lengths.values(), initial=start)
+    return {row: range(a, b) for row, (a, b) in zip(lengths, pairwise(ends), strict=True)}
 
 
 def total_of(stream: Stream) -> Tensor:

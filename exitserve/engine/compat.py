@@ -269,7 +269,9 @@ def eos_token_ids(vllm_config: Any) -> Tensor:
 def cached_block(vllm_config: Any) -> int | None:
     """Tokens of a block of the prefix cache; None without one."""
     cache = vllm_config.cache_config
-    return int(cache.block_size) if cache.enable_prefix_caching else None
+    if not cache.enable_prefix_caching:
+        return None
+    return int(cache.prefix_match_unit or cache.block_size)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

@@ -62,6 +62,16 @@ def test_both_fields(post) -> None:
     _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
 
 
+@pytest.mark.parametrize("mode", ["fast", "fixed", "", 3, ["defer"]])
+def test_modes(post, mode: object) -> None:
+    fields = {"exit_mode": mode, "exit_threshold": 0.5}
+    _says(post(prompt="x", vllm_xargs=fields), "exit_mode", "off, confidence, defer")
+
+
+def test_a_mode_without_a_threshold(post) -> None:
+    _says(post(prompt="x", vllm_xargs={"exit_mode": "defer"}), "send exit_threshold")
+
+
 def test_unknown_fields(post) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_treshold": 0.5}), "Did you mean 'exit_threshold'?")
 

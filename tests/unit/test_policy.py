@@ -137,6 +137,11 @@ def test_unknown_modes_are_refused_with_the_list(mode: object) -> None:
         RULES.policy_for({"exit_mode": mode, "exit_threshold": 0.5})
 
 
+def test_a_bad_threshold_is_named_beside_any_mode() -> None:
+    with pytest.raises(ExitServeError, match="exit_threshold must be a finite number"):
+        RULES.policy_for({"exit_mode": "off", "exit_threshold": "high"})
+
+
 def test_mode_and_layer_exclude_each_other() -> None:
     with pytest.raises(ExitServeError, match="exit_mode and exit_layer exclude each other"):
         RULES.policy_for({"exit_mode": "defer", "exit_layer": 6})
