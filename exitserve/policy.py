@@ -13,13 +13,18 @@ from typing import Any, Literal, get_args
 from exitserve.errors import ExitServeError, nearest
 from exitserve.schedule import CheckSchedule
 
-Mode = Literal["off", "confidence", "defer", "fixed"]
+Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer")
+BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer", "verify")
 """Modes in which a token exits where its confidence passes a threshold."""
+EXACT: tuple[Mode, ...] = ("defer", "verify")
+"""Those in which an exited token's deeper layers run all the same, later."""
 
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
+
+NUM_DRAFTS = 8
+"""Most tokens drafted in a row in mode "verify", by default."""
 
 NEVER = math.inf
 """A threshold no confidence passes."""
@@ -30,7 +35,8 @@ FIELDS = {
     "exit_threshold": "a token exits where its confidence is above this number (1 or more: never)",
     "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
     "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
-    "are computed exactly, a little later; off: full depth",
+    "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
+    "that the answer is that of full depth; off: full depth",
     "exit_trace": "true: the response tells the depth at which each token stopped",
 }
 
@@ -56,7 +62,8 @@ class ExitPolicy:
         """Exit at the first exit layer whose confidence is above `threshold`.
 
         Mode "defer" differs in the keys and values of the layers not run: they are computed
-        exactly, later, instead of propagated at once.
+        exactly, later, instead of propagated at once. In mode "verify" tokens that exit are
+        drafts, which full depth accepts or replaces.
 
         An end-of-sequence token ends the answer, so leaving early on it does the most damage:
         it needs more than `eos_threshold`, by default half way between `threshold` and 1.
@@ -110,6 +117,8 @@ class ExitRules:
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
     break_even: Mapping[int, float] = field(default_factory=dict)
     """Success rate from which a check pays, by exit layer; empty: every check is made."""
+    num_drafts: int = 0
+    """Tokens that a request in mode "verify" may draft at a time; 0: the mode is not allowed."""
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""
@@ -123,7 +132,7 @@ class ExitRules:
         Args:
             fields: the request's extra arguments; those not named `exit_*` are ignored.
             structured: the request constrains its output by a grammar; it then runs at full
-                depth unless it asks for exits itself.
+                depth unless it asks for exits itself, or full depth has the last word anyway.
 
         Raises:
             ExitServeError: a field is unknown, of the wrong type or out of range, or two of them
@@ -147,7 +156,8 @@ class ExitRules:
                     )
             return ExitPolicy.fixed(self._check_layer(layer))
         if mode is None and threshold is None:
-            return ExitPolicy.off() if structured else self.default
+            judged = self.default.mode in ("verify", "off")
+            return self.default if judged or not structured else ExitPolicy.off()
         return self._by_confidence(mode, threshold)
 
     def _by_confidence(self, mode: Any, threshold: Any) -> ExitPolicy:
@@ -157,6 +167,11 @@ class ExitRules:
             mode = own.mode if own else "confidence"
         if mode not in EXIT_MODES:
             raise ExitServeError(f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {mode!r}.")
+        if mode == "verify" and not self.num_drafts:
+            raise ExitServeError(
+                "exit_mode 'verify' needs a server that was started for it: exitserve serve "
+                "--mode verify. Other modes here: off, confidence, defer."
+            )
         number = own.threshold if own else None
         if threshold is not None:
             number = check_threshold(threshold)

@@ -9,6 +9,9 @@ always run at full depth.
 In mode "defer" a row that exits is not frozen: it leaves with the logits of its check, and its
 later layers are computed all the same, so that all keys and values are those of full depth.
 
+In mode "verify" what a check says is a draft. Full depth says the tokens, so `decode` is plain
+greedy decoding, with a count of the drafts that would have been judged, and of those that agree.
+
 Because a row's state at each layer depends only on the states of earlier tokens at that layer,
 one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
 decoding gives (`trace`). `decode` is that token-by-token loop, with a key-value cache.
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 from exitserve.confidence import exit_mask, max_prob
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
-from exitserve.policy import BY_CONFIDENCE, ExitPolicy
+from exitserve.policy import BY_CONFIDENCE, EXACT, NUM_DRAFTS, ExitPolicy
 from exitserve.schedule import CheckSchedule
 
 
@@ -55,6 +58,10 @@ class Generation:
     token_ids: list[int]
     exit_layers: list[int]
     """One depth for each generated token; the first is always L."""
+    drafted: int = 0
+    """Tokens drafted (mode "verify")."""
+    accepted: int = 0
+    """Those that full depth agreed with, up to the first of a draft that it did not."""
 
 
 class Reference:
@@ -98,8 +105,19 @@ class Reference:
         max_tokens: int,
         policy: ExitPolicy,
         ignore_eos: bool = False,
+        num_drafts: int = NUM_DRAFTS,
     ) -> Generation:
-        """Greedy decoding, one token at a time, with a key-value cache."""
+        """Greedy decoding, one token at a time, with a key-value cache.
+
+        Args:
+            prompt_ids: the prompt.
+            max_tokens: most tokens to generate.
+            policy: when tokens exit.
+            ignore_eos: go on after an end of sequence.
+            num_drafts: most tokens drafted at a time (mode "verify").
+        """
+        if policy.mode == "verify":
+            return self._decode_drafting(prompt_ids, max_tokens, policy, ignore_eos, num_drafts)
         from transformers import DynamicCache
 
         cache, schedule = DynamicCache(), self._schedule(policy)
@@ -117,6 +135,59 @@ class Reference:
                 break
             step = token_ids[-1:]
         return Generation(token_ids, depths)
+
+    def _decode_drafting(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        policy: ExitPolicy,
+        ignore_eos: bool,
+        num_drafts: int,
+    ) -> Generation:
+        """Full depth's greedy tokens, drafted several at a time."""
+        schedule = self._schedule(policy)
+        ends = [] if ignore_eos else self.eos_token_ids.tolist()
+        text, drafted, accepted = list(prompt_ids), 0, 0
+        while (left := max_tokens - (len(text) - len(prompt_ids))) > 0:
+            drafts = []
+            if len(text) > len(prompt_ids):
+                drafts = self._draft(text, min(num_drafts, left - 1), ends, policy, schedule)
+            truth = self.trace([*text, *drafts], len(text), ExitPolicy.off()).token.tolist()
+            truth = truth[len(text) - 1 :]
+            agreeing = 0
+            while agreeing < len(drafts) and drafts[agreeing] == truth[agreeing]:
+                agreeing += 1
+            drafted, accepted = drafted + len(drafts), accepted + agreeing
+            text += truth[: agreeing + 1]
+            if text[-1] in ends:
+                break
+        generated = text[len(prompt_ids) :]
+        depths = [self.parts.num_layers] * len(generated)
+        return Generation(generated, depths, drafted, accepted)
+
+    def _draft(
+        self,
+        text: Sequence[int],
+        most: int,
+        ends: Sequence[int],
+        policy: ExitPolicy,
+        schedule: CheckSchedule,
+    ) -> list[int]:
+        """What checks say next after `text`, up to the first token that passes none.
+
+        Nothing may follow the tokens in `ends`, so they are left to full depth.
+        """
+        drafts: list[int] = []
+        while len(drafts) < most:
+            own = [*text, *drafts]
+            rows = _FrozenRows(self, policy, torch.arange(len(own)) == len(own) - 1, schedule)
+            with rows.hooked():
+                self._run(torch.tensor([own]), cache=None)
+            said = rows.exit_logits.get(len(own) - 1)
+            if said is None or (token := int(said.argmax())) in ends:
+                break
+            drafts.append(token)
+        return drafts
 
     def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
         return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
@@ -172,7 +243,7 @@ class _FrozenRows:
     def _after(self, depth: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             hidden = _hidden_of(output)[0]
-            if self.state is not None and self.policy.mode != "defer":
+            if self.state is not None and self.policy.mode not in EXACT:
                 hidden = torch.where(self.frozen[:, None], self.state, hidden)
             if depth in self.ref.exit_layers:
                 self._check(depth, hidden)

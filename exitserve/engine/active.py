@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.compiled import Stream
-from exitserve.engine.pending import Tokens, joined
-
-PENDING = -1
+from exitserve.engine.pending import PENDING, Tokens, joined
 
 
 class Active:
@@ -26,19 +24,23 @@ class Active:
         """Starts with the tokens of the pass.
 
         Args:
-            lengths: [B] tokens of each row.
+            lengths: [B] tokens of each row; a row without any may still take some along.
             positions: [T].
             stream: [T, D].
             slots: G times [T], where keys and values go in the cache.
         """
-        self._own = dict(enumerate(lengths))
-        """Tokens of each row that belong to the pass; the others come along."""
-        self._places = _places(self._own)
+        self._places = _places({row: length for row, length in enumerate(lengths) if length})
+        self._starts = list(accumulate(lengths, initial=0))
+        """[B + 1] index of each row's first token in the pass."""
+        self._lengths = list(lengths)
+        self._all_positions = positions
         self.positions = positions
         self.stream = stream
         self.slots = tuple(slots)
         self.tokens = torch.arange(positions.shape[0])
         """[A] indices in the pass, `PENDING` for tokens that come along."""
+        self.num_pending = 0
+        """How many of the active tokens come along."""
 
     @property
     def rows(self) -> list[int]:
@@ -50,10 +52,9 @@ class Active:
         """[R] tokens of each."""
         return [len(place) for place in self._places.values()]
 
-    @property
-    def num_pending(self) -> int:
-        """How many of the active tokens come along."""
-        return sum(len(place) - self._own.get(row, 0) for row, place in self._places.items())
+    def ends(self) -> Tensor:
+        """[R] int32 length of each row's sequence up to its last active token."""
+        return self.positions[self.last_tokens(self.rows)].int() + 1
 
     def total(self) -> Tensor:
         """The residual stream [A, D] itself."""
@@ -61,13 +62,19 @@ class Active:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """[N] where the last tokens of `rows` are among the active tokens."""
-        return torch.tensor([self._places[row].stop - 1 for row in rows])
+        return _whole([self._places[row].stop - 1 for row in rows])
 
     def tokens_of(self, row: int, total: Tensor) -> Tokens:
         """A row's tokens, with their state cut from `total` [A, D]."""
         place = slice(self._places[row].start, self._places[row].stop)
         slots = tuple(group[place].clone() for group in self.slots)
         return Tokens(total[place].clone(), self.positions[place].clone(), slots)
+
+    def put_off(self, counts: Mapping[int, int]) -> None:
+        """Drops the first tokens of some rows, as many as `counts` says: they come later."""
+        kept = {row: place[counts.get(row, 0) :] for row, place in self._places.items()}
+        self._places = _places({row: len(place) for row, place in kept.items() if place})
+        self._arrange(_whole([token for place in kept.values() for token in place]))
 
     def change(self, gone: Collection[int], taken: Mapping[int, Tokens]) -> None:
         """Lets rows go, and puts tokens before those of the rows that take them along."""
@@ -83,21 +90,41 @@ class Active:
             {r: len(behind.get(r, nothing)) + len(self._places.get(r, nothing)) for r in rows}
         )
         parts = [taken[row] for row in behind]
-        self._arrange(torch.tensor(order), joined(parts) if parts else None)
+        if not parts:
+            self._arrange(_whole(order))
+            return
+        indices = [self._indices(row, taken[row]) for row in behind]
+        self._arrange(_whole(order), joined(parts), torch.cat(indices))
 
-    def _arrange(self, order: Tensor, more: Tokens | None) -> None:
-        """Puts `more` behind the active tokens, then takes those in `order`."""
+    def _indices(self, row: int, tokens: Tokens) -> Tensor:
+        """[K] where a row's tokens are in the pass."""
+        if not self._lengths[row]:
+            return torch.full_like(tokens.positions, PENDING)
+        start = self._starts[row]
+        return tokens.indices(int(self._all_positions[start]), start)
+
+    def _arrange(
+        self, order: Tensor, more: Tokens | None = None, indices: Tensor | None = None
+    ) -> None:
+        """Puts `more` behind the active tokens, then takes those in `order`.
+
+        Args:
+            order: [A] which to take.
+            more: tokens that join.
+            indices: where they are in the pass.
+        """
         (hidden, residual), tokens, slots = self.stream, self.tokens, self.slots
-        if more is not None:
+        if more is not None and indices is not None:
             first = more.state if residual is None else torch.zeros_like(more.state)
             hidden = torch.cat([hidden, first])
             residual = None if residual is None else torch.cat([residual, more.state])
             self.positions = torch.cat([self.positions, more.positions])
-            tokens = torch.cat([tokens, torch.full_like(more.positions, PENDING)])
+            tokens = torch.cat([tokens, indices])
             slots = tuple(map(torch.cat, zip(slots, more.slots, strict=True)))
         self.stream = hidden[order], None if residual is None else residual[order]
         self.positions = self.positions[order]
         self.tokens = tokens[order]
+        self.num_pending = int((self.tokens == PENDING).sum())
         self.slots = tuple(group[order] for group in slots)
 
     def hand_over(self, normed: Tensor, left: Tensor) -> Tensor:
@@ -107,8 +134,8 @@ class Active:
             normed: [A, D] of the active tokens.
             left: [T, D] of those that left before; filled up.
         """
-        if self._places.keys() == self._own.keys() and not self.num_pending:
-            return normed  # every row is still there
+        if normed.shape == left.shape and not self.num_pending:
+            return normed  # every token is still there
         if self.num_pending:
             own = self.tokens != PENDING
             return left.index_copy_(0, self.tokens[own], normed[own])
@@ -119,6 +146,11 @@ def _places(lengths: Mapping[int, int], start: int = 0) -> dict[int, range]:
     """Where each row's tokens are when rows follow each other from `start` on."""
     ends = accumulate(lengths.values(), initial=start)
     return {row: range(a, b) for row, (a, b) in zip(lengths, pairwise(ends), strict=True)}
+
+
+def _whole(numbers: list[int]) -> Tensor:
+    """Whole numbers, also where there are none."""
+    return torch.tensor(numbers, dtype=torch.long)
 
 
 def total_of(stream: Stream) -> Tensor:

@@ -20,9 +20,12 @@ from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from exitserve.engine.options import QUANTISED
+from exitserve.engine.active import Active
+from exitserve.engine.options import PROPOSER, QUANTISED
 
 SUPPORTED_VLLM = "0.32"
 
@@ -58,9 +61,9 @@ def batch_shape() -> BatchShape | None:
     return BatchShape(int(first.num_actual_tokens), first.query_start_loc[1:])
 
 
-def can_rearrange() -> bool:
-    """Whether `rearranged_context` knows the attention backend of the current pass."""
-    metadata: Any = get_forward_context().attn_metadata
+def can_rearrange(context: ForwardContext) -> bool:
+    """Whether `rearranged_context` knows the attention backend of a pass."""
+    metadata: Any = context.attn_metadata
     return all(isinstance(one, CPUAttentionMetadata) for one in _distinct(metadata))
 
 
@@ -75,22 +78,33 @@ def cache_slots() -> tuple[Tensor, ...]:
     return tuple(_distinct(slots))
 
 
-def rearranged_context(
-    base: ForwardContext,
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    slots: Sequence[Tensor],
-    seq_lens: Tensor | None = None,
-) -> ForwardContext:
+def slots_at(rows: Sequence[int], positions: Tensor) -> tuple[Tensor, ...]:
+    """Where keys and values go in the cache: G times [N].
+
+    Args:
+        rows: [N] rows of the current pass.
+        positions: [N] in their sequences.
+    """
+    context = get_forward_context()
+    metadata: Any = context.attn_metadata
+    slots: Any = context.slot_mapping
+    found = []
+    for group in _distinct(slots):
+        name = next(name for name, one in slots.items() if one is group)
+        size = context.no_compile_layers[name].kv_cache.shape[2]
+        blocks = metadata[name].block_table[torch.tensor(rows), positions // size]
+        found.append(blocks.to(group.dtype) * size + positions % size)
+    return tuple(found)
+
+
+def rearranged_context(base: ForwardContext, active: Active) -> ForwardContext:
     """The context of a pass for some of its rows, with other tokens.
 
     Args:
         base: the context of the whole pass.
-        rows: [R] the rows that run, ascending.
-        lengths: [R] tokens of each, which are the last of its sequence.
-        slots: [A] of all tokens, for each cache group as in `cache_slots`.
-        seq_lens: [R] int32 lengths of the sequences, those of `base` if left out.
+        active: the tokens that run, those of a row the last of its sequence.
     """
+    rows, lengths, slots, seq_lens = active.rows, active.lengths, active.slots, active.ends()
     metadata: Any = base.attn_metadata
     old: Any = base.slot_mapping
     fresh = {id(one): new for one, new in zip(_distinct(old), slots, strict=True)}
@@ -103,7 +117,7 @@ def rearranged_context(
             one,
             chosen,
             counts,
-            one.seq_lens[chosen] if seq_lens is None else seq_lens,
+            seq_lens,
             fresh[id(old[layers[id(one)][0]])],
             [base.no_compile_layers[name] for name in layers[id(one)]],
         )
@@ -249,6 +263,45 @@ def request_ids(model_runner: Any) -> Callable[[], list[str]]:
     return lambda: list(model_runner.input_batch.req_ids)
 
 
+def watch_rows(model_runner: Any, processor: Any) -> None:
+    """Lets `processor` follow the batch of an engine with speculative decoding.
+
+    Also lets drafts be asked for up to the end of the context: else vLLM sends every row of the
+    batch drafts of zeros (`_input_fits_in_drafter`) once one of its rows comes near.
+    """
+    processors = model_runner.input_batch.logitsprocs.argmax_invariant
+    if not any(type(one) is type(processor) for one in processors):
+        processors.append(processor)
+    model_runner.effective_drafter_max_model_len = model_runner.max_model_len + (
+        model_runner.num_spec_tokens
+    )
+
+
+def repair_sampling_with_drafts() -> None:
+    """Lets requests that sample, and whose drafts are judged, have their own temperature on a CPU.
+
+    vLLM 0.32 spreads a request's temperature, top-k and top-p over its drafts by a kernel whose
+    CPU version (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted
+    copy of its output unless that is of 64-bit integers: all three are then whatever lay in
+    memory, and samples follow another distribution. vLLM's registry takes a better one.
+    """
+    if current_platform.is_cpu() and not HAS_TRITON:
+        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+
+def _expand(
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replace_from: float,
+    replace_to: float,
+    _most: int | None = None,
+) -> None:
+    """Repeats each of `values` [B] for the tokens that end before `ends` [B], into `output` [T]."""
+    values = torch.where(values == replace_from, replace_to, values).to(output.dtype)
+    output.copy_(values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+
 def living_requests(model_runner: Any) -> Callable[[str], bool]:
     """Tells whether a request, by its internal id, has not ended; preempted ones have not."""
     return lambda request_id: request_id in model_runner.requests
@@ -277,10 +330,11 @@ def cached_block(vllm_config: Any) -> int | None:
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
+    speculation = getattr(vllm_config.speculative_config, "model", None)
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
-        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        "speculative decoding (--speculative-config)": speculation not in (None, PROPOSER),
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": scheme not in ("none", *QUANTISED),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint import parse_multi_exit, read_config
-from exitserve.engine.options import KEY, make_rules
+from exitserve.engine.options import KEY, PROPOSER, make_rules
 from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
@@ -53,14 +53,21 @@ def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[st
     """
     given = {name: value for name, value in options.items() if value is not None}
     architecture = served_architecture(model_dir)
-    check_rules(model_dir, given)
-    return {
+    rules = check_rules(model_dir, given)
+    arguments: dict[str, Any] = {
         "hf_overrides": {"architectures": [architecture]},
         "logits_processors": ["exitserve.engine.rows:RowsProcessor"],
         "worker_extension_cls": "exitserve.engine.worker_extension.ExitWorkerExtension",
         "scheduler_cls": "exitserve.engine.scheduler.ExitScheduler",
         "additional_config": {KEY: given},
     }
+    if rules.num_drafts:
+        arguments["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": rules.num_drafts,
+        }
+    return arguments
 
 
 def prepare_environment() -> None:

@@ -9,7 +9,14 @@ from typing import Any
 from exitserve.checkpoint import check_exit_layers, parse_multi_exit
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
-from exitserve.policy import BY_CONFIDENCE, MODES, ExitPolicy, ExitRules, check_threshold
+from exitserve.policy import (
+    BY_CONFIDENCE,
+    MODES,
+    NUM_DRAFTS,
+    ExitPolicy,
+    ExitRules,
+    check_threshold,
+)
 
 KEY = "exitserve"
 OPTIONS = (
@@ -20,11 +27,17 @@ OPTIONS = (
     "eos_threshold",
     "exit_checks",
     "exit_path",
+    "num_drafts",
+    "forced",
 )
 EXIT_CHECKS = ("paying", "all")
 """Whether checks that do not pay are left out (`exitserve.schedule`)."""
 QUANTISED = ("compressed-tensors",)
 """Quantisation methods that exits were tried with."""
+PROPOSER = "exitserve.engine.drafting.Drafter"
+"""How vLLM's configuration names what drafts in mode "verify"."""
+MOST_DRAFTS = 64
+"""vLLM's rejection sampler takes 128."""
 EXIT_PATHS = ("compact", "masked")
 """How a batch of mixed depths runs: active rows alone, or, as a plain yardstick, all of them."""
 
@@ -54,12 +67,33 @@ def make_rules(
     choose(options, "exit_path", EXIT_PATHS)
     every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
     rules = ExitRules(
+        num_drafts=_num_drafts(options, exit_layers),
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
         break_even={} if every else break_even_rates(config, exit_layers),
     )
     return replace(rules, default=_default_policy(rules, options))
+
+
+def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...]) -> int:
+    """How many tokens requests may draft at a time: any only on servers of mode "verify"."""
+    given = options.get("num_drafts")
+    if options.get("mode") != "verify":
+        if given is not None:
+            raise ExitServeError("num_drafts belongs to mode 'verify'; add --mode verify.")
+        return 0
+    if not exit_layers:
+        raise ExitServeError(
+            "mode 'verify' drafts at exit layers, and this model declares none; "
+            "name some, for example --exit-layers 4,8."
+        )
+    count = NUM_DRAFTS if given is None else given
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_DRAFTS:
+        raise ExitServeError(
+            f"num_drafts must be a whole number from 1 to {MOST_DRAFTS}, not {count!r}."
+        )
+    return count
 
 
 def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str:

@@ -1,10 +1,13 @@
-"""Mode "defer": tokens that were emitted, and whose deeper layers are still to run.
+"""Modes "defer" and "verify": tokens that wait at an exit layer for their deeper layers to run.
 
-A token that exits in this mode leaves its state at the exit layer behind. The next token of its
+A token that exits in mode "defer" leaves its state at the exit layer behind. The next token of its
 request that goes on beyond that layer takes it along: several positions of one row run the deeper
 layers in one pass, which costs little more than one where decoding is bound by reading weights.
 So all keys and values are those of full depth, and the tokens before a token have been through
 every layer that it goes through itself.
+
+In mode "verify" the same happens while tokens are drafted, and the pass that judges the drafts
+takes up each of its tokens at the layer where it waits.
 
 Shapes: K pending tokens, D hidden, G cache groups.
 """
@@ -21,6 +24,10 @@ MAX_PENDING = 16
 """Tokens of a request that may be pending; one more, and all run their deeper layers."""
 
 
+PENDING = -1
+"""The index of a token that a pass takes along, and that is not one of its own."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """Some consecutive tokens of one request, in the midst of the layers."""
@@ -31,6 +38,21 @@ class Tokens:
     """[K]."""
     slots: tuple[Tensor, ...]
     """G times [K]: where their keys and values go in the cache."""
+
+    def up_to(self, position: int) -> Tokens:
+        """Those at or before a position."""
+        keep = self.positions <= position
+        slots = tuple(group[keep] for group in self.slots)
+        return Tokens(self.state[keep], self.positions[keep], slots)
+
+    def indices(self, first: int, start: int) -> Tensor:
+        """[K] where they are in a pass whose tokens of this request begin at `start`.
+
+        Args:
+            first: position of the first of those.
+            start: its index in the pass.
+        """
+        return torch.where(self.positions < first, PENDING, self.positions - first + start)
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -67,8 +89,10 @@ class Pending:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._waiting: dict[int, list[Tokens]] = {}
-        self._next: int | None = None
-        """The position after the last pending token's."""
+        self._first = self._next = 0
+        """Positions of the first pending token, and after the last."""
+        self._since = 0
+        """The number of the pass after which the last one began to wait."""
 
     def __len__(self) -> int:
         return sum(len(some) for kept in self._waiting.values() for some in kept)
@@ -78,21 +102,45 @@ class Pending:
         ends_block = self._bounds.block is not None and (position + 1) % self._bounds.block == 0
         return ends_block or len(self) >= self._bounds.most
 
-    def wait(self, layer: int, tokens: Tokens, next_position: int) -> None:
-        """Leaves tokens at an exit layer; `next_position` is that of the next token to come."""
+    def wait(self, layer: int, tokens: Tokens, since: int = 0) -> None:
+        """Leaves a request's last tokens at an exit layer, during or after pass number `since`."""
+        if not self._waiting:
+            self._first = int(tokens.positions[0])
         self._waiting.setdefault(layer, []).append(tokens)
-        self._next = next_position
+        self._next, self._since = int(tokens.positions[-1]) + 1, since
 
     def take(self, layer: int) -> Tokens | None:
         """The tokens that wait at `layer`, which go on now; None where there are none."""
         kept = self._waiting.pop(layer, None)
         return None if kept is None else joined(kept)
 
-    def expect(self, position: int) -> None:
-        """Tells where the request's next pass starts.
+    def expect(self, first: int, last: int, number: int) -> None:
+        """Tells which positions of the request pass `number` computes.
 
-        Not after the last pending token: the request was preempted, and computes those tokens
-        anew, through all layers.
+        Either those after the pending tokens, or, in the very next pass, those tokens themselves
+        as far as vLLM scheduled them. Else the request was preempted: it computes them anew,
+        through all layers.
         """
-        if self._waiting and position != self._next:
+        if not self._waiting or first == self._next:
+            return
+        if first != self._first or number != self._since + 1:
             self._waiting.clear()
+        elif last < self._next - 1:
+            for layer, kept in list(self._waiting.items()):
+                cut = [some for some in (one.up_to(last) for one in kept) if len(some)]
+                self._waiting[layer] = cut
+                if not cut:
+                    del self._waiting[layer]
+            self._next = last + 1
+
+    def count_from(self, position: int) -> int:
+        """How many wait at or after a position."""
+        return sum(
+            int((one.positions >= position).sum())
+            for kept in self._waiting.values()
+            for one in kept
+        )
+
+    def clear(self) -> None:
+        """Forgets all: they run through all layers again."""
+        self._waiting.clear()

@@ -23,6 +23,14 @@ class Recorder:
         self.involuntary_stays = 0
         self.deferred_tokens = 0
         self.deferred_layers = 0
+        self.flushed_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.stepped_aside = 0
+        self.pending_tokens = 0
+        """Set by those who know, before a snapshot."""
+        self.layer_reads = 0
+        self.final_heads = 0
         self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
 
     def checked(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
@@ -53,6 +61,32 @@ class Recorder:
     def ran_later(self, layers: int) -> None:
         """Counts layers run for tokens beyond the depth at which they left (mode "defer")."""
         self.deferred_layers += layers
+
+    def had_to_run(self, layers: int, waiting: int) -> None:
+        """Counts a token that could not wait (mode "defer"), and those that run on with it.
+
+        Args:
+            layers: that the token itself runs on through.
+            waiting: tokens of its request that wait.
+        """
+        self.deferred_layers += layers
+        self.flushed_tokens += waiting
+
+    def drafted(self, generated: int, drafts: int) -> None:
+        """Counts a pass that judged drafts of one request (mode "verify").
+
+        Args:
+            generated: tokens that it gave; all drafts but one less than these were in vain.
+            drafts: how many were judged.
+        """
+        self.tokens_by_depth[self.num_layers] += generated
+        self.drafted_tokens += drafts
+        self.accepted_tokens += generated - 1
+        self.deferred_layers += (drafts - (generated - 1)) * self.num_layers
+
+    def ran(self, layers: int) -> None:
+        """Counts layers whose weights were read, once for all tokens that ran them together."""
+        self.layer_reads += layers
 
     def trace(self, key: str, request_id: str, index: int, depth: int) -> None:
         """Keeps the depth of generated token `index` of a request."""
@@ -85,4 +119,11 @@ class Recorder:
             "involuntary_stays": self.involuntary_stays,
             "deferred_tokens": self.deferred_tokens,
             "deferred_layers": self.deferred_layers,
+            "flushed_tokens": self.flushed_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "stepped_aside": self.stepped_aside,
+            "pending_tokens": self.pending_tokens,
+            "layer_reads": self.layer_reads,
+            "final_heads": self.final_heads,
         }

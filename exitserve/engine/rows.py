@@ -9,7 +9,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from exitserve.engine.compat import BatchShape, cached_block, eos_token_ids
-from exitserve.engine.options import rules_from
+from exitserve.engine.forced import Forced
+from exitserve.engine.options import options_of, rules_from
 from exitserve.engine.pending import Bounds, Pending
-from exitserve.engine.plan import Candidate, StepPlan
+from exitserve.engine.plan import Candidate, Draft, StepPlan
 from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.schedule import CheckSchedule
@@ -36,7 +37,9 @@ class Past:
     request_id: str
     schedule: CheckSchedule
     pending: Pending | None
-    """None outside mode "defer"."""
+    """None in modes in which nothing waits."""
+    drafts: list[int] = field(default_factory=list)
+    """What vLLM was told to judge with the next pass."""
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
 
@@ -55,6 +58,11 @@ class Row:
     output_ids: list[int]
     """vLLM's own list of generated tokens, read for its length only."""
     trace_key: str | None
+    max_tokens: int
+    prompt_hash: int
+    """For `Forced`."""
+    stops: frozenset[int]
+    """Tokens after which none follows."""
     past: Past | None = None
     """None until the row's first pass, when its request's name is known."""
 
@@ -62,8 +70,19 @@ class Row:
 class Rows:
     """The exit state of one engine, shared by its logits processor and its model."""
 
-    def __init__(self, rules: ExitRules, eos_ids: Tensor, bounds: Bounds = Bounds()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        rules: ExitRules,
+        eos_ids: Tensor,
+        bounds: Bounds = Bounds(),  # noqa: B008
+        forced: Forced | None = None,
+    ) -> None:
         self.rules = rules
+        self.forced = forced
+        self.number = 0
+        """Of the current pass, or the last one."""
+        self.only_decodes = False
+        """Whether that had no other tokens than those it samples after."""
         self.bounds = bounds
         self.eos_token_ids = eos_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
@@ -107,34 +126,43 @@ class Rows:
         if prompt_ids is None:  # prompt given as embeddings: its length is not told
             policy = ExitPolicy.off()
         trace = fields.get("exit_trace")
+        ends = [] if params.ignore_eos else self.eos_token_ids.tolist()
         return Row(
             policy=policy,
             prompt_length=len(prompt_ids or ()),
             output_ids=output_ids,
             trace_key=trace if isinstance(trace, str) else None,
+            max_tokens=params.max_tokens or 0,
+            prompt_hash=hash(tuple(prompt_ids or ())) if self.forced else 0,
+            stops=frozenset([*ends, *(params.stop_token_ids or ())]),
         )
 
     def plan(self, shape: BatchShape, positions: Tensor) -> StepPlan:
         """The plan for one forward pass over `positions` [T]."""
         ends: list[int] = shape.row_ends.tolist()
         last: list[int] = positions[shape.row_ends.long() - 1].tolist()
+        self.number += 1
         candidates: list[Candidate] = []
+        waiting: dict[int, Pending] = {}
+        drafts: dict[int, int] = {}
         known: list[tuple[int, int]] = []
         recomputed = False
         start = 0
         for index, end in enumerate(ends):
             length, start = end - start, end
             row = self._rows.get(index)
-            if row is None or row.policy.mode == "off":
+            if row is None:
                 continue
             # Index of the generated token that the row's last position leads to.
             generated = last[index] + 1 - row.prompt_length
-            if generated < 1:
+            drafts[index] = max(0, generated - len(row.output_ids))
+            if row.policy.mode == "off" or generated < 1:
                 continue
             past = self._past(index, row)
             if past.pending is not None:
-                past.pending.expect(last[index] - length + 1)
-            if generated == len(row.output_ids):
+                past.pending.expect(last[index] - length + 1, last[index], self.number)
+                waiting[index] = past.pending
+            if row.policy.mode != "verify" and generated == len(row.output_ids):
                 candidates.append(Candidate(index, row.policy, past.schedule, past.pending))
                 # Tokens before one that may exit: what a preempted request computed once.
                 recomputed |= length > 1
@@ -145,7 +173,9 @@ class Rows:
             known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
             for token, depth in known:
                 known_depth[token] = depth
-        return StepPlan(ends, last, self.rules, candidates, known_depth)
+        plan = StepPlan(ends, last, self.rules, candidates, known_depth, waiting, drafts)
+        self.only_decodes = plan.num_samples == shape.num_tokens
+        return plan
 
     def _past(self, index: int, row: Row) -> Past:
         if row.past is None:
@@ -153,20 +183,105 @@ class Rows:
             row.past = self._pasts.pop(name, None) or Past(
                 name,
                 self.rules.schedule_for(row.policy),
-                Pending(self.bounds) if row.policy.mode == "defer" else None,
+                self._place_to_wait(row.policy),
             )
         return row.past
 
+    def _place_to_wait(self, policy: ExitPolicy) -> Pending | None:
+        if policy.mode == "verify":  # bounded by the number of drafts, and judged in the next pass
+            return Pending(Bounds(most=self.rules.num_drafts + 1))
+        return Pending(self.bounds) if policy.mode == "defer" else None
+
     def _request_id(self, index: int) -> str:
         return self.request_ids()[index] if self.request_ids else ""
+
+    def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
+        """The rows that may draft after a pass, in order.
+
+        Args:
+            sampled: [B] tokens that the pass generated.
+            most: tokens that a row may draft.
+        """
+        found = []
+        for index, tokens in enumerate(sampled):
+            row = self._rows.get(index)
+            if row is None or row.policy.mode != "verify" or not tokens:
+                continue
+            past = self._past(index, row)
+            left = row.max_tokens - len(row.output_ids) - 1
+            if left < 1 or tokens[-1] in row.stops:
+                continue
+            assert past.pending is not None
+            past.pending.clear()
+            candidate = Candidate(index, row.policy, past.schedule, past.pending)
+            position = row.prompt_length + len(row.output_ids) - 1
+            most_here = min(left, most)
+            found.append(
+                Draft(candidate, tokens[-1], position, most_here, past.request_id, row.stops)
+            )
+        return found
+
+    def keep_drafts(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Notes what each row drafted [B]."""
+        for index, tokens in enumerate(drafts):
+            row = self._rows.get(index)
+            if row is not None and row.past is not None:
+                row.past.drafts = tokens
+        return drafts
+
+    def force_checks(
+        self, checked: Sequence[Candidate], layer: int, plan: StepPlan
+    ) -> list[bool] | None:
+        """In benchmarks: which of the rows checked after `layer` layers pass."""
+        if self.forced is None:
+            return None
+        return self.forced.passes(
+            [(self._rows[c.row].prompt_hash, plan.last_positions[c.row], layer) for c in checked]
+        )
+
+    def force_acceptance(self, plan: StepPlan, logits: Tensor) -> None:
+        """In benchmarks: changes the logits [S, V] so that as many drafts pass as were told."""
+        if self.forced is None:
+            return
+        for index, row in self._rows.items():
+            if row.past is not None and row.past.drafts and index < len(plan.row_ends):
+                *judging, after = plan.samples(index)
+                last = plan.last_positions[index]
+                lots = [(row.prompt_hash, last - (after - one)) for one in judging]
+                drafts = row.past.drafts[: len(judging)]
+                self.forced.accept(logits[after - len(judging) : after], drafts, lots)
+
+    def judge(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Counts and traces what passes with drafts generated, for each row [B]."""
+        for index, tokens in enumerate(sampled):
+            row = self._rows.get(index)
+            if row is None or row.past is None or not row.past.drafts or not tokens:
+                continue
+            self.recorder.drafted(len(tokens), len(row.past.drafts))
+            row.past.drafts = []
+            if row.trace_key is not None:
+                first = len(row.output_ids) - len(tokens)
+                for generated in range(first, len(row.output_ids)):
+                    self.recorder.trace(
+                        row.trace_key, self._request_id(index), generated, self.rules.num_layers
+                    )
+
+    def num_pending(self) -> int:
+        """Tokens that wait at exit layers, of all requests."""
+        pasts = [row.past for row in self._rows.values() if row.past is not None]
+        waiting = (one.pending for one in (*pasts, *self._pasts.values()))
+        return sum(len(pending) for pending in waiting if pending is not None)
 
     def record(self, plan: StepPlan) -> None:
         """Counts and traces the tokens this pass generates, one for each row that is due."""
         for index, position in enumerate(plan.last_positions):
             row = self._rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
-            # chunks, and tokens recomputed after a preemption, do not generate.
-            if row is None or position + 1 != row.prompt_length + len(row.output_ids):
+            # chunks, and tokens recomputed after a preemption, do not generate. Where there are
+            # drafts of ours, `judge` counts. (vLLM also fills up passes with drafts of nothing.)
+            if row is None or position + 1 < row.prompt_length + len(row.output_ids):
+                continue
+            if row.past is not None and row.past.drafts:
                 continue
             depth = plan.depth.get(index, self.rules.num_layers)
             self.recorder.generated(depth)
@@ -206,8 +321,14 @@ def rows_of(vllm_config: Any) -> Rows:
     key = vllm_config.instance_id
     if key not in _ENGINES:
         bounds = Bounds(block=cached_block(vllm_config))
-        _ENGINES[key] = Rows(rules_from(vllm_config), eos_token_ids(vllm_config), bounds)
+        shares = options_of(vllm_config).get("forced")
+        forced = None if shares is None else Forced(shares)
+        _ENGINES[key] = Rows(rules_from(vllm_config), eos_token_ids(vllm_config), bounds, forced)
     return _ENGINES[key]
+
+
+PROCESSOR = "exitserve.engine.rows:RowsProcessor"
+"""How vLLM's configuration names the class below."""
 
 
 class RowsProcessor(LogitsProcessor):

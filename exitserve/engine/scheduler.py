@@ -1,8 +1,11 @@
-"""Prefix-cache isolation, at the one door every request passes.
+"""Prefix-cache isolation, at the one door every request passes, and room for drafts.
 
 Keys and values propagated by an early exit are approximations. A request's exit policy goes into
 the salt of its block hashes, so cached blocks serve requests of the same policy only, whichever
 HTTP route or Python call the request came from.
+
+In mode "verify" drafted tokens write keys and values before vLLM schedules them, so each request
+has room for as many tokens more.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from exitserve.engine.options import rules_from
 class ExitScheduler(Scheduler):
     """vLLM's scheduler with exit policies in block hashes."""
 
+    num_lookahead_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exit_rules = rules_from(self.vllm_config)
+        self.num_lookahead_tokens += self._exit_rules.num_drafts
 
     def add_request(self, request: Any) -> None:
         """Salts the request's block hashes with its policy, then schedules it."""

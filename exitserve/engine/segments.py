@@ -6,6 +6,9 @@ all layers above from their frozen state and leave the batch; the next segment r
 are left, and when none is left the pass ends. In mode "defer" a row that leaves fills nothing: its
 token waits at the exit layer until the next one of its request goes on, which takes it along.
 
+`draft` is the loop in mode "verify": after a pass, tokens that pass their check are followed by
+their guess at the next, again and again. All wait, each where it stopped, for the next pass.
+
 `_run` is that loop. `_run_masked` is the same semantic as plainly as it can be said, all rows
 through all layers: the yardstick that tests compare the loop with, and the way for the rare
 passes that recompute a preempted request, whose frozen tokens lie in the midst of a chunk.
@@ -15,6 +18,7 @@ Shapes: T tokens, A active tokens, B rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from exitserve.engine.active import Active, total_of
 from exitserve.engine.compat import (
@@ -31,11 +35,12 @@ from exitserve.engine.compat import (
     can_rearrange,
     rearranged_context,
     refuse_unsupported,
+    slots_at,
 )
 from exitserve.engine.compiled import Segment, Stream, compiled_segment
 from exitserve.engine.head import CheckedHead
 from exitserve.engine.options import options_of
-from exitserve.engine.plan import Candidate, StepPlan, merge_logits
+from exitserve.engine.plan import Candidate, Draft, StepPlan, draft_plan, merge_logits
 from exitserve.engine.propagation import Propagation
 from exitserve.engine.rows import rows_of
 
@@ -64,6 +69,8 @@ class MultiExitMixin:
         self._propagation: Propagation | None = None
         self._pairs = False  # whether layers carry the stream as a pair
         self._plan: StepPlan | None = None
+        self._context: ForwardContext | None = None
+        """Of the last pass, for drafts."""
 
     def forward(
         self,
@@ -82,15 +89,20 @@ class MultiExitMixin:
             # Where nobody may exit, the pass is vLLM's own, bit for bit.
             own: Any = super().forward  # type: ignore[misc]  # from the vLLM class
             normed: Tensor = own(input_ids, positions, intermediate_tensors, inputs_embeds)
+            self._rows.recorder.ran(self._rows.rules.num_layers)
         else:
             hidden: Tensor = model.embed(input_ids, positions, inputs_embeds)
-            if plan.known_depth is not None or self._masked or not can_rearrange():
+            context = get_forward_context()
+            if plan.known_depth is not None or self._masked or not can_rearrange(context):
                 self._catch_up(positions, hidden, plan)
                 normed = self._run_masked(positions, hidden, plan)
             else:
-                with ExitStack() as contexts:
-                    normed = self._run(positions, hidden, plan, contexts)
+                active = Active(plan.lengths, positions, (hidden, None), cache_slots())
+                normed = self._run(active, plan, self._segments)
+                if active.rows:
+                    normed = active.hand_over(model.final_norm(*active.stream), normed)
         if plan is not None:
+            self._context = get_forward_context() if self._rows.rules.num_drafts else None
             self._rows.record(plan)
         return normed
 
@@ -114,26 +126,56 @@ class MultiExitMixin:
             self._propagation = Propagation(layers, self._rows.rules.exit_layers, like)
         return self._propagation
 
-    def _run(
-        self, positions: Tensor, hidden: Tensor, plan: StepPlan, contexts: ExitStack
-    ) -> Tensor:
-        """The loop over segments."""
-        model: Any = self
+    def _run(self, active: Active, plan: StepPlan, segments: Sequence[Segment]) -> Tensor:
+        """The loop over segments.
+
+        Args:
+            active: the tokens that run; afterwards those that ran all of `segments`.
+            plan: takes the outcome of the checks.
+            segments: the first of them, or all.
+
+        Returns:
+            [T, D] normed states of the rows that left.
+        """
         base = get_forward_context()
-        active = Active(plan.lengths, positions, (hidden, None), cache_slots())
-        left = torch.zeros_like(hidden)
-        for segment in self._segments:
-            active.stream = segment(active.positions, *active.stream)
+        left = torch.zeros_like(active.total())
+        gone = set[int]()
+        with ExitStack() as contexts:
+
+            def arrange() -> None:
+                if active.rows:
+                    context = rearranged_context(base, active)
+                    contexts.enter_context(override_forward_context(context))
+
+            if put_off := plan.put_off():
+                active.put_off(put_off)
+            if put_off or plan.is_draft:
+                arrange()
+            for segment in segments:
+                leaving = self._run_segment(segment, active, plan, left)
+                gone |= leaving
+                if leaving == set(active.rows) and not plan.has_more(gone):
+                    active.change(leaving, {})
+                    break
+                taken = plan.take_pending(segment.end, gone)
+                if leaving or taken:
+                    active.change(leaving, taken)
+                    arrange()
+        return left
+
+    def _run_segment(
+        self, segment: Segment, active: Active, plan: StepPlan, left: Tensor
+    ) -> set[int]:
+        """Runs and checks the active tokens; returns the rows that leave."""
+        if not active.rows:  # all wait further up
+            hidden, _ = active.stream
+            active.stream = hidden, hidden if self._pairs else None
+            return set()
+        active.stream = segment(active.positions, *active.stream)
+        self._rows.recorder.ran(segment.size)
+        if not plan.is_draft:
             self._rows.recorder.ran_later(active.num_pending * segment.size)
-            gone = self._let_go(active, segment.end, plan, left)
-            if len(gone) == len(active.rows):
-                return left
-            taken = plan.take_pending(segment.end, set(active.rows) - gone)
-            if gone or taken:
-                active.change(gone, taken)
-                context = rearranged_context(base, active.rows, active.lengths, active.slots)
-                contexts.enter_context(override_forward_context(context))
-        return active.hand_over(model.final_norm(*active.stream), left)
+        return self._let_go(active, segment.end, plan, left)
 
     def _let_go(self, active: Active, layer: int, plan: StepPlan, left: Tensor) -> set[int]:
         """Checks at an exit layer, and sees to the keys and values of those that pass.
@@ -159,12 +201,12 @@ class MultiExitMixin:
             if pending is None:
                 frozen.append(index)
             elif pending.must_run(plan.last_positions[row]):
-                self._rows.recorder.ran_later(self._rows.rules.num_layers - layer)
+                self._rows.recorder.had_to_run(self._rows.rules.num_layers - layer, len(pending))
                 continue
             else:
-                next_position = plan.last_positions[row] + 1
-                self._rows.recorder.deferred(1)
-                pending.wait(layer, active.tokens_of(row, total), next_position)
+                if not plan.is_draft:
+                    self._rows.recorder.deferred(1)
+                pending.wait(layer, active.tokens_of(row, total), self._rows.number)
             gone.add(row)
         if frozen:
             self._rows.recorder.froze(len(frozen))
@@ -175,22 +217,47 @@ class MultiExitMixin:
 
     def _catch_up(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""
-        base = get_forward_context()
+        plan.run_anew()
+        if not plan.has_more(()):
+            return
         none = hidden[:0]
         slots = [group[:0] for group in cache_slots()]
-        active = Active((), positions[:0], (none, none if self._pairs else None), slots)
-        with ExitStack() as contexts:
-            for segment in self._segments:
-                if active.rows:
-                    active.stream = segment(active.positions, *active.stream)
-                    self._rows.recorder.ran_later(active.num_pending * segment.size)
-                if taken := plan.take_pending(segment.end, range(len(plan.lengths))):
-                    active.change((), taken)
-                    ends = active.positions[active.last_tokens(active.rows)] + 1
-                    context = rearranged_context(
-                        base, active.rows, active.lengths, active.slots, ends.int()
-                    )
-                    contexts.enter_context(override_forward_context(context))
+        active = Active([0] * len(plan.lengths), positions[:0], (none, None), slots)
+        self._run(active, plan.only_pending(), self._segments)
+
+    def draft(self, rows: Sequence[Draft]) -> None:
+        """Lets rows say what comes next, as far as they are confident.
+
+        Each token waits for the next pass at the exit layer where it passed, and the one that
+        passed nowhere at the last: the next pass computes nothing twice.
+
+        Args:
+            rows: those in mode "verify", after a pass; each takes what it found.
+        """
+        assert self._context is not None, "a pass was before this"
+        if self._masked or not can_rearrange(self._context):
+            return
+        exit_layers = self._rows.rules.exit_layers
+        with override_forward_context(self._context):
+            while rows := [one for one in rows if one.candidate.is_checked(exit_layers)]:
+                rows = self._draft_once(rows)
+
+    def _draft_once(self, rows: Sequence[Draft]) -> list[Draft]:
+        """Runs the last token of each row as far as it gets; returns the rows that go on."""
+        model: Any = self
+        plan = draft_plan(rows, self._rows.rules)
+        positions = torch.tensor([one.position for one in rows])
+        tokens = torch.tensor([one.token for one in rows])
+        slots = slots_at([one.row for one in rows], positions)
+        hidden = model.embed(tokens, positions, None)
+        active = Active(plan.lengths, positions, (hidden, None), slots)
+        self._run(active, plan, self._segments[:-1])
+        total = active.total()
+        for row in active.rows:
+            waiting = active.tokens_of(row, total)
+            plan.pending[row].wait(self._rows.rules.exit_layers[-1], waiting, self._rows.number)
+        guesses = plan.guesses()
+        return [one for one in rows if one.row in guesses and one.goes_on(guesses[one.row])]
 
     def _check(
         self, total: Tensor, places: Tensor, due: list[Candidate], layer: int, plan: StepPlan
@@ -216,7 +283,8 @@ class MultiExitMixin:
         if asked:
             some = normed if len(asked) == len(due) else normed[asked]
             confidence, ends, logits = self._head.check(some)
-            decided = plan.decide([due[index] for index in asked], layer, confidence, ends)
+            forced = self._rows.force_checks([due[i] for i in asked], layer, plan)
+            decided = plan.decide([due[i] for i in asked], layer, confidence, ends, forced)
             gone = [due[i].row for i, leaves in zip(asked, decided, strict=True) if leaves]
             if gone:
                 plan.keep_logits(gone, self._head.logits_of(logits, decided))
@@ -230,6 +298,7 @@ class MultiExitMixin:
     def _run_masked(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> Tensor:
         """All rows through all layers; frozen tokens are restored after each."""
         model: Any = self
+        self._rows.recorder.ran(len(self._layers))
         frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
         state, left = torch.zeros_like(hidden), torch.zeros_like(hidden)
         stream: Stream = (hidden, None)
@@ -253,18 +322,30 @@ class MultiExitMixin:
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""
-        compute: Any = super().compute_logits  # type: ignore[misc]  # from the vLLM class
+        own: Any = super().compute_logits  # type: ignore[misc]  # from the vLLM class
+
+        def compute(normed: Tensor) -> Tensor | None:
+            self._rows.recorder.final_heads += 1
+            return own(normed)  # type: ignore[no-any-return]
+
         plan, self._plan = self._plan, None  # prompt logprobs call again, for other states
-        num_rows = hidden_states.shape[0]
-        if plan is None or not plan.depth or num_rows != len(plan.row_ends):
-            return compute(hidden_states)  # type: ignore[no-any-return]
-        rest = plan.without_logits(num_rows)
-        if rest and len(plan.depth) == num_rows:
+        if plan is None or not plan.depth or hidden_states.shape[0] != plan.num_samples:
+            return self._judged(plan, compute(hidden_states))
+        rest = plan.without_logits()
+        if rest and len(plan.depth) == len(plan.row_ends):
             # All rows left early, some unconditionally: this is the head of their exit.
             self._rows.recorder.head_passes += 1
-        if len(rest) == num_rows:
-            return compute(hidden_states)  # type: ignore[no-any-return]
-        return merge_logits(plan, compute(hidden_states[rest]) if rest else None, num_rows)
+            self._rows.recorder.final_heads -= 1
+        if len(rest) == plan.num_samples:
+            return self._judged(plan, compute(hidden_states))
+        fresh = compute(hidden_states[rest]) if rest else None
+        return self._judged(plan, merge_logits(plan, fresh))
+
+    def _judged(self, plan: StepPlan | None, logits: Tensor | None) -> Tensor | None:
+        """The logits [S, V] themselves; in benchmarks, with acceptance of drafts forced."""
+        if plan is not None and logits is not None:
+            self._rows.force_acceptance(plan, logits)
+        return logits
 
 
 def _restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from exitserve.engine.compat import check_version, living_requests, request_ids
+import torch
+
+from exitserve.engine.compat import check_version, living_requests, request_ids, watch_rows
 from exitserve.engine.recorder import Recorder
-from exitserve.engine.rows import rows_of
+from exitserve.engine.rows import RowsProcessor, rows_of
 from exitserve.engine.seeds import seed_keeper
 
 
@@ -23,10 +25,16 @@ class ExitWorkerExtension:
         rows.request_ids = request_ids(self.model_runner)
         rows.is_alive = living_requests(self.model_runner)
         rows.before_pass = seed_keeper(self.model_runner)
+        if rows.rules.num_drafts:
+            watch_rows(
+                self.model_runner, RowsProcessor(self.vllm_config, torch.device("cpu"), False)
+            )
 
     def exit_stats(self) -> dict[str, Any]:
-        """Counts since start."""
-        return self._exit_recorder().snapshot()
+        """Counts since start, and the tokens that wait now."""
+        rows = rows_of(self.vllm_config)
+        rows.recorder.pending_tokens = rows.num_pending()
+        return rows.recorder.snapshot()
 
     def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """See `Recorder.take_traces`."""

@@ -10,7 +10,7 @@ from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, engine_options, prepare_environment
 from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
-from exitserve.policy import MODES
+from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.refusals import refuse, refuse_checkpoint
 
 DESCRIPTION = """\
@@ -48,7 +48,14 @@ def add_serve(subparsers: Any) -> None:
         choices=MODES,
         help="default mode (default: what the other options imply). confidence: deeper keys and "
         "values of a token that exits are approximated at once; defer: they are computed exactly, "
-        "with a later token, so answers are nearer to full depth",
+        "with a later token, so answers are nearer to full depth; verify: full depth judges the "
+        "tokens that exit, several at a time, so answers are those of full depth",
+    )
+    parser.add_argument(
+        "--num-drafts",
+        type=int,
+        metavar="N",
+        help=f"mode verify: most tokens that a request drafts at a time (default {NUM_DRAFTS})",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
     parser.add_argument(
@@ -94,6 +101,7 @@ def serve(args: argparse.Namespace) -> int:
             "mode": args.mode,
             "exit_threshold": args.exit_threshold,
             "exit_layer": args.exit_layer,
+            "num_drafts": args.num_drafts,
             "eos_threshold": args.eos_threshold,
             "exit_checks": args.exit_checks,
         },
@@ -167,6 +175,13 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
             flag = "--" + name.replace("_", "-")
             raise ExitServeError(f"{flag} is set by exitserve itself; drop it.")
         setattr(vllm_args, name, ours[name])
+    if "speculative_config" in ours:
+        if vllm_args.logits_processors:
+            raise ExitServeError(
+                "--logits-processors does not go with --mode verify: vLLM would not apply them "
+                "to drafts. Drop one of them."
+            )
+        vllm_args.speculative_config = ours["speculative_config"]
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
     vllm_args.logits_processors = [
         *(vllm_args.logits_processors or []),

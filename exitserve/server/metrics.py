@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 Snapshot = Mapping[str, Any]
 """What `Recorder.snapshot` returns; its layer keys may have become text on the way."""
@@ -28,13 +28,15 @@ MIN_SPACING_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One counter: what it means, and how it is read off a snapshot."""
+    """One counter or gauge: what it means, and how it is read off a snapshot."""
 
     name: str
     help: str
     promql: str
     read: Callable[[Snapshot], dict[str, int]]
     per_exit_layer: bool = False
+    is_gauge: bool = False
+    """It may fall, and has no sum over time."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ CHECKS = Metric(
 )
 CHECKS_PASSED = Metric(
     name="exitserve_checks_passed_total",
-    help="Tokens that passed the check of an exit layer, and so stopped there.",
+    help="Tokens that passed the check of an exit layer, and so stopped (or were drafted) there.",
     promql=(
         "sum by (exit_layer) (rate(exitserve_checks_passed_total[5m]))"
         " / sum by (exit_layer) (rate(exitserve_checks_total[5m]))"
@@ -110,9 +112,31 @@ DEFERRED_TOKENS = Metric(
 )
 DEFERRED_LAYERS = Metric(
     name="exitserve_deferred_layers_total",
-    help="Layers that tokens (mode defer) ran after they were emitted.",
+    help="Layers that tokens ran after they were emitted (mode defer), or as rejected drafts.",
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=lambda snapshot: {"": snapshot["deferred_layers"]},
+)
+PENDING_TOKENS = Metric(
+    name="exitserve_pending_tokens",
+    help="Tokens that wait at an exit layer for their deeper layers to run.",
+    promql="sum(exitserve_pending_tokens)",
+    read=lambda snapshot: {"": snapshot["pending_tokens"]},
+    is_gauge=True,
+)
+FLUSHED_TOKENS = Metric(
+    name="exitserve_flushed_tokens_total",
+    help="Pending tokens (mode defer) that ran because a block was full, or too many waited.",
+    promql=(
+        "sum(rate(exitserve_flushed_tokens_total[5m]))"
+        " / sum(rate(exitserve_deferred_tokens_total[5m]))"
+    ),
+    read=lambda snapshot: {"": snapshot["flushed_tokens"]},
+)
+STEPPED_ASIDE = Metric(
+    name="exitserve_stepped_aside_total",
+    help="Times that a request (mode verify) drafted nothing because drafting is slower now.",
+    promql="sum(rate(exitserve_stepped_aside_total[5m]))",
+    read=lambda snapshot: {"": snapshot["stepped_aside"]},
 )
 DEPTH_SAVED = Metric(
     name="exitserve_depth_saved_layers_total",
@@ -144,6 +168,9 @@ METRICS: tuple[Metric, ...] = (
     FROZEN_ROW_TOKENS,
     DEFERRED_TOKENS,
     DEFERRED_LAYERS,
+    PENDING_TOKENS,
+    FLUSHED_TOKENS,
+    STEPPED_ASIDE,
     DEPTH_SAVED,
     FULL_DEPTH,
     INVOLUNTARY_STAYS,
@@ -152,10 +179,11 @@ METRICS: tuple[Metric, ...] = (
 
 
 def read_counts(snapshot: Snapshot) -> Counts:
-    """Every metric's value in one snapshot."""
+    """Every counter's value in one snapshot."""
     return {
         (metric.name, layer): count
         for metric in METRICS
+        if not metric.is_gauge
         for layer, count in metric.read(snapshot).items()
     }
 
@@ -171,7 +199,7 @@ def advance(last: Counts, current: Counts) -> Counts:
 
 
 class ExitMetrics:
-    """The counters of one served model."""
+    """The counters and gauges of one served model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         """Registers every metric; a registry takes them once."""
@@ -181,11 +209,20 @@ class ExitMetrics:
                 metric.name, metric.documentation, metric.labels, registry=registry
             )
             for metric in METRICS
+            if not metric.is_gauge
+        }
+        self._gauges = {
+            metric: Gauge(metric.name, metric.documentation, metric.labels, registry=registry)
+            for metric in METRICS
+            if metric.is_gauge
         }
         self._last: Counts = {}
 
     def update(self, snapshot: Snapshot) -> None:
-        """Advances the counters to a worker's cumulative counts."""
+        """Advances the counters to a worker's cumulative counts, and sets the gauges."""
+        for metric, gauge in self._gauges.items():
+            for value in metric.read(snapshot).values():
+                gauge.labels(self._model_name).set(value)
         current = read_counts(snapshot)
         for (name, layer), count in advance(self._last, current).items():
             labels = (self._model_name, layer) if layer else (self._model_name,)
@@ -219,7 +256,8 @@ class StatsWindow:
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with those that mode "defer" runs
-            later), `checks` and `checks_passed`. What is an average is None where no token was
+            later, and those of rejected drafts), `checks` and `checks_passed`. What is an average
+            is None where no token was
             generated.
         """
         self._forget(now)

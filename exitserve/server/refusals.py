@@ -45,7 +45,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "speculative decoding (--speculative-config)",
         lambda args: args.speculative_config or args.spec_method or args.spec_model,
-        "it verifies several tokens in one pass, and exits are defined for one new token a pass",
+        "exits make drafts themselves (--mode verify), and two kinds of drafts do not mix",
     ),
     Refusal(
         "pipeline parallelism (--pipeline-parallel-size above 1)",

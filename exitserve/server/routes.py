@@ -144,7 +144,7 @@ def _has_logprobs(request: Any) -> bool:
 
 
 def _may_exit(server: ExitServer, request: Any) -> bool:
-    """Whether the engine may let tokens of the request exit.
+    """Whether tokens of the request may come from an exit layer.
 
     Asked after vLLM's handler, which turns tool choices and response formats into grammars.
     """
@@ -153,7 +153,8 @@ def _may_exit(server: ExitServer, request: Any) -> bool:
     if first_token_only or getattr(request, "use_beam_search", False):
         return False
     structured = request.extract_structured_outputs() is not None
-    return server.rules.policy_or_off(request.vllm_xargs, structured=structured).mode != "off"
+    policy = server.rules.policy_or_off(request.vllm_xargs, structured=structured)
+    return policy.mode not in ("off", "verify")
 
 
 def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool:

@@ -46,6 +46,9 @@ def vllm_names() -> frozenset[str]:
             # A name that is computed belongs to a metric that we do not use.
             if kind and keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
                 names |= {f"{keyword.value.value}{suffix}" for suffix in SUFFIXES[kind[1]]}
+    # Counters of speculative decoding, made in a loop over their names.
+    drafts = (Path(package.origin).parent / "v1" / "spec_decode" / "metrics.py").read_text()
+    names |= {f"{name}_total" for name in re.findall(r'"(vllm:spec_decode_\w+)"', drafts)}
     return frozenset(names)
 
 

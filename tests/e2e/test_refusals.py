@@ -23,7 +23,7 @@ FLAGS = [
     ("--data-parallel-size 2", "data parallelism", "one server for each replica"),
     ("--api-server-count 2", "--api-server-count", "use 1"),
     ("--runner pooling", "pooling", "generate none"),
-    ("--speculative-config.method ngram", "speculative decoding", "one new token a pass"),
+    ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
 ]
 """All of what is refused at start-up: tests/server/test_start_up_refusals.py."""
 

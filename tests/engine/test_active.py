@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.engine.active import Active
-from exitserve.engine.pending import Bounds, Pending, Tokens
+from exitserve.engine.pending import PENDING, Bounds, Pending, Tokens
 
 WIDTH = 3
 
@@ -78,11 +78,11 @@ def test_states_go_back_to_their_tokens() -> None:
 def test_who_waits_goes_on_together() -> None:
     pending = Pending(Bounds(most=3, block=8))
     assert not pending and pending.take(2) is None
-    pending.wait(2, _tokens([4], 0), 5)
-    pending.wait(2, _tokens([5, 6], 0), 7)
+    pending.wait(2, _tokens([4], 0))
+    pending.wait(2, _tokens([5, 6], 0))
     assert len(pending) == 3
     assert pending.must_run(8), "as many as may wait do"
-    pending.expect(7)
+    pending.expect(7, 7, number=9)
     taken = pending.take(2)
     assert taken is not None and taken.positions.tolist() == [4, 5, 6]
     assert not pending
@@ -96,6 +96,58 @@ def test_a_full_block_is_complete() -> None:
 
 def test_a_preempted_request_has_nothing_waiting() -> None:
     pending = Pending(Bounds())
-    pending.wait(2, _tokens([4], 0), 5)
-    pending.expect(0)
+    pending.wait(2, _tokens([4], 0))
+    pending.expect(0, 4, number=1)
     assert not pending and pending.take(2) is None
+
+
+def _drafted(since: int) -> Pending:
+    """Four tokens that wait since a pass, the first two of them one exit further up."""
+    pending = Pending(Bounds())
+    pending.wait(4, _tokens([4, 5], 0), since)
+    pending.wait(2, _tokens([6], 0), since)
+    pending.wait(2, _tokens([7], 0), since)
+    return pending
+
+
+def test_the_next_pass_takes_up_drafts_where_they_wait() -> None:
+    pending = _drafted(since=3)
+    pending.expect(4, 8, number=4)  # one more token, which never ran
+    assert pending.count_from(4) == 4
+    taken = pending.take(2)
+    assert taken is not None
+    assert taken.indices(first=4, start=10).tolist() == [12, 13]
+    assert taken.indices(first=8, start=10).tolist() == [PENDING, PENDING]
+
+
+def test_drafts_that_are_not_scheduled_are_forgotten() -> None:
+    """A grammar, or the end of the context, may leave only the first of them."""
+    pending = _drafted(since=3)
+    pending.expect(4, 5, number=4)
+    assert pending.take(2) is None
+    taken = pending.take(4)
+    assert taken is not None and taken.positions.tolist() == [4, 5]
+
+
+def test_only_the_very_next_pass_takes_up_drafts() -> None:
+    """Later ones may find other tokens in the blocks of a request that was preempted."""
+    pending = _drafted(since=3)
+    pending.expect(4, 7, number=5)
+    assert not pending
+
+
+def test_own_tokens_join_where_they_wait() -> None:
+    """Two rows whose first tokens wait, one of them wholly: the pass's order comes back."""
+    positions = torch.tensor([4, 5, 6, 8, 9])
+    rows = torch.tensor([0, 0, 0, 1, 1])
+    state = torch.stack([rows, positions, torch.ones(5)], dim=1)
+    slots = (positions + 1000 * rows, positions + 5000 * rows)
+    active = Active([3, 2], positions, (state, None), slots)
+    active.put_off({0: 2, 1: 2})
+    assert active.rows == [0] and active.positions.tolist() == [6]
+    active.change((), {1: _tokens([9], 1)})
+    active.change((), {0: _tokens([4, 5], 0), 1: _tokens([8], 1)})
+    assert torch.equal(active.positions, positions) and torch.equal(active.total(), state)
+    assert active.tokens.tolist() == [0, 1, 2, 3, 4] and not active.num_pending
+    normed = torch.ones(5, WIDTH)
+    assert active.hand_over(normed, torch.zeros(5, WIDTH)) is normed

@@ -33,8 +33,8 @@ FLAGS = [
     ("--max-modellen 9", "--max-modellen", "Did you mean '--max-model-len'?"),
     ("--dtype float13", "--dtype", "float32"),
     ("--enable-auto-tool-choice", "--enable-auto-tool-choice", "--tool-call-parser"),
-    ("--speculative-config.method ngram", "speculative decoding", "one new token a pass"),
-    ("--spec-model x --spec-tokens 2", "speculative decoding", "one new token a pass"),
+    ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
+    ("--spec-model x --spec-tokens 2", "speculative decoding", "--mode verify"),
     ("--ubatch-size 2", "micro-batching", "whole batch"),
     (
         "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both",
@@ -42,6 +42,19 @@ FLAGS = [
         "skip layers",
     ),
     ("--port x", "--port", "invalid int value"),
+    ("--mode verify", "mode 'verify'", "--exit-threshold T"),
+    ("--num-drafts 4", "num_drafts", "--mode verify"),
+    ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
+    (
+        "--mode verify --exit-threshold 0.5 --logits-processors a:B",
+        "--logits-processors",
+        "--mode verify",
+    ),
+    (
+        "--mode verify --exit-threshold 0.5 --speculative-config.method ngram",
+        "decoding (--speculative-config)",
+        "two kinds of drafts",
+    ),
     ("--structured-outputs-config.backend nothing", "--structured-outputs-config", "nothing"),
 ]
 ONLY_WITH_EXITS = ["LoRA", "speculative", "pipeline", "KV transfer", "micro-batching"]
@@ -76,7 +89,15 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
     assert error.splitlines()[-1] == line
 
 
-@pytest.mark.parametrize("flags", ["--runner generate", "--api-server-count 1", "--exit-layer 3"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--runner generate",
+        "--api-server-count 1",
+        "--exit-layer 3",
+        "--mode verify --exit-threshold 0.5 --num-drafts 4",
+    ],
+)
 def test_what_is_not_refused(serve, flags: str) -> None:
     code, output, _ = serve(*flags.split())
     assert code == 0 and "the engine would start" in output
@@ -104,5 +125,7 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
         if any(feature.startswith(name) for name in ONLY_WITH_EXITS):
             code, output, error = serve(*flags.split(), model=plain)
             assert code == 0 and "the engine would start" in output, error
+    code, _, error = serve("--mode", "verify", "--exit-threshold", "0.5", model=plain)
+    assert code == 2 and "--exit-layers" in error
     code, _, error = serve("--data-parallel-size", "2", model=plain)
     assert code == 2 and "data parallelism" in error

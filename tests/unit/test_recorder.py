@@ -12,19 +12,29 @@ def test_counts() -> None:
     recorder.froze(2)
     recorder.deferred(1)
     recorder.ran_later(4)
+    recorder.had_to_run(layers=2, waiting=3)
+    recorder.drafted(generated=2, drafts=3)
+    recorder.ran(6)
     for depth in (2, 2, 2, 6, 6):
         recorder.generated(depth)
     assert recorder.snapshot() == {
         "num_layers": 6,
         "exit_layers": [2, 4],
-        "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 2},
+        "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 4},
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
         "head_passes": 2,
         "frozen_tokens": 2,
         "involuntary_stays": 0,
         "deferred_tokens": 1,
-        "deferred_layers": 4,
+        "deferred_layers": 4 + 2 + 2 * 6,
+        "flushed_tokens": 3,
+        "drafted_tokens": 3,
+        "accepted_tokens": 1,
+        "stepped_aside": 0,
+        "pending_tokens": 0,
+        "layer_reads": 6,
+        "final_heads": 0,
     }
 
 

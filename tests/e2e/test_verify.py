@@ -1,0 +1,149 @@
+"""A server of mode "verify": the answers of plain vLLM, drafted by exits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError, OpenAI
+
+from exitserve.server.local import LocalServer
+
+NAME = "exit-py"
+PROMPTS = (
+    "def add(a, b):\n    return",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+    "for index, item in enumerate(items):\n    if item is None:\n        ",
+)
+VERIFY = ("--mode", "verify", "--exit-threshold", "0.3", "--num-drafts", "4")
+COMMON = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+
+Complete = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["one rank", "two ranks"])
+def verifying(
+    request: Any, bundled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalServer]:
+    """One that drafts always, on one rank, and one that may step aside, on two."""
+    log = tmp_path_factory.mktemp("verify") / "server.log"
+    own = ["--exit-checks", "all"]
+    with pytest.MonkeyPatch.context() as environment:
+        if request.param == "two ranks":
+            own = ["--tensor-parallel-size", "2"]
+            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with LocalServer(bundled, *COMMON, *VERIFY, *own, log=log) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def ask(verifying: LocalServer) -> Callable[..., Any]:
+    client = OpenAI(base_url=f"{verifying.url}/v1", api_key="none", max_retries=0)
+
+    def ask(prompt: str, *, options: Any = None, **extra: Any) -> Any:
+        body = {"temperature": 0, "return_token_ids": True, **extra}
+        return client.completions.create(
+            model=NAME, prompt=prompt, max_tokens=32, extra_body=body, **(options or {})
+        )
+
+    return ask
+
+
+def counter(server: LocalServer, name: str) -> float:
+    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
+    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
+    assert lines, f"no {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_answers_are_those_of_plain_vllm(ask: Any, plain_complete: Complete) -> None:
+    expected = [plain_complete(prompt, 32)["choices"][0]["token_ids"] for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(ask, PROMPTS))
+    alone = [ask(prompt) for prompt in PROMPTS]
+    for answers in (together, alone):
+        assert [answer.choices[0].token_ids for answer in answers] == expected
+
+
+def test_log_probabilities_are_those_of_full_depth(ask: Any) -> None:
+    for prompt in PROMPTS:
+        drafted = ask(prompt, logprobs=2)
+        full = ask(prompt, logprobs=2, vllm_xargs={"exit_mode": "off"})
+        assert not hasattr(drafted, "logprobs_from")
+        mine, theirs = (answer.choices[0].logprobs for answer in (drafted, full))
+        assert mine.tokens == theirs.tokens
+        # Several positions in one pass, or one: float32 sums in another order.
+        assert mine.token_logprobs == pytest.approx(theirs.token_logprobs, abs=1e-4)
+        assert [set(one) for one in mine.top_logprobs] == [set(one) for one in theirs.top_logprobs]
+
+
+def test_traces_and_streams(ask: Any) -> None:
+    whole = ask(PROMPTS[0], vllm_xargs={"exit_trace": True})
+    assert whole.choices[0].exit_layers == [12] * len(whole.choices[0].token_ids)
+    chunks = list(ask(PROMPTS[0], options={"stream": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_stops_cut_drafts_off(ask: Any) -> None:
+    full = ask(PROMPTS[1], stop=["\n\n"], vllm_xargs={"exit_mode": "off"})
+    drafted = ask(PROMPTS[1], stop=["\n\n"], vllm_xargs={"exit_trace": True})
+    assert drafted.choices[0].text == full.choices[0].text
+    assert drafted.choices[0].finish_reason == full.choices[0].finish_reason
+    assert len(drafted.choices[0].exit_layers) == len(drafted.choices[0].token_ids)
+
+
+def test_grammars_and_penalties(ask: Any) -> None:
+    grammar = {"structured_outputs": {"regex": r'\{"name": "[a-z]{1,8}", "count": [0-9]{1,3}\}'}}
+    for constraint in (grammar, {"presence_penalty": 1.5, "frequency_penalty": 0.5}):
+        drafted = ask(PROMPTS[2], **constraint)
+        full = ask(PROMPTS[2], **constraint, vllm_xargs={"exit_mode": "off"})
+        assert drafted.choices[0].text == full.choices[0].text
+    assert json.loads(ask(PROMPTS[2], **grammar).choices[0].text).keys() == {"name", "count"}
+
+
+def test_requests_choose_their_mode(ask: Any) -> None:
+    early = {"exit_threshold": 0.2, "exit_trace": True}
+    for mode in ("confidence", "defer"):
+        answer = ask(PROMPTS[0], vllm_xargs={**early, "exit_mode": mode})
+        assert set(answer.choices[0].exit_layers) > {12}
+    fixed = ask(PROMPTS[0], vllm_xargs={"exit_layer": 3, "exit_trace": True})
+    assert set(fixed.choices[0].exit_layers[1:]) == {3}
+
+
+def test_sampling_with_a_seed_repeats_itself(ask: Any) -> None:
+    one, same, other = (ask(PROMPTS[3], temperature=1, seed=seed) for seed in (1, 1, 2))
+    assert one.choices[0].text == same.choices[0].text != other.choices[0].text
+
+
+@pytest.mark.parametrize("field", [{"min_p": 0.1}, {"logit_bias": {"5": 1.0}}])
+def test_what_cannot_be_judged_is_refused(ask: Any, field: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match="not yet supported with speculative decoding"):
+        ask(PROMPTS[0], temperature=1, **field)
+    assert ask(PROMPTS[0]).choices[0].text
+
+
+def test_bad_fields_are_refused(ask: Any) -> None:
+    with pytest.raises(BadRequestError, match="exit_threshold must be a finite number"):
+        ask(PROMPTS[0], vllm_xargs={"exit_threshold": -1})
+
+
+def test_counts_are_vllms_own(verifying: LocalServer, ask: Any) -> None:
+    ask(PROMPTS[0])
+    drafted = counter(verifying, "vllm:spec_decode_num_draft_tokens_total")
+    accepted = counter(verifying, "vllm:spec_decode_num_accepted_tokens_total")
+    by_position = counter(verifying, "vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert 0 < by_position == accepted <= drafted
+    stats = httpx.get(f"{verifying.url}/exitserve/stats").json()
+    assert stats["default"]["mode"] == "verify"
+    assert counter(verifying, "exitserve_pending_tokens") == 0
+
+
+def test_other_servers_say_how_to_get_it(complete: Complete) -> None:
+    with pytest.raises(BadRequestError, match="exitserve serve --mode verify"):
+        complete(PROMPTS[0], exit_threshold=0.5, exit_mode="verify")

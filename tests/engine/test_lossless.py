@@ -1,0 +1,83 @@
+"""Mode "verify" is plain vLLM, token by token, on 200 prompts of three kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COUNT, MAX_TOKENS = 200, 24
+KINDS = ("code", "prose", "structured")
+
+
+def passages(pattern: str, count: int) -> list[str]:
+    """Starts of this repository's own files, a few lines each."""
+    found = []
+    for path in sorted(ROOT.glob(pattern)):
+        lines = path.read_text().splitlines()
+        found += ["\n".join(lines[at : at + 6]) for at in range(10, len(lines) - 6, 10)]
+    assert len(found) >= count
+    return found[:: max(1, len(found) // count)][:count]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[str, str]]:
+    """(kind, text) of each prompt."""
+    code = passages("exitserve/**/*.py", COUNT - 120)
+    prose = passages("docs/*.md", 60)
+    made = [("code", text) for text in code] + [("prose", text) for text in prose]
+    return made + [("structured", f"{text}\n# as JSON: ") for text in code[:60]]
+
+
+def sampling(prompts: list[tuple[str, str]]) -> list[object]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    # Of bounded length, so that answers end in the grammar's own way and not at the limit.
+    grammar = r'\{"name": "[a-z]{1,8}", "count": [0-9]{1,3}\}'
+    return [
+        SamplingParams(
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            structured_outputs=StructuredOutputsParams(regex=grammar)
+            if kind == "structured"
+            else None,
+        )
+        for kind, _ in prompts
+    ]
+
+
+def answers(engine, prompts: list[tuple[str, str]]) -> list[tuple[int, ...]]:
+    texts = [text for _, text in prompts]
+    outputs = engine.generate(texts, sampling(prompts), use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_tokens_are_those_of_plain_vllm(start, bundled, prompts) -> None:
+    """Float32: in bfloat16 a batch of another size may round a near tie the other way."""
+    from exitserve.engine.launch import start_plain_engine
+
+    assert len(prompts) == COUNT and {kind for kind, _ in prompts} == set(KINDS)
+    options = {"enable_prefix_caching": False, "max_model_len": 512}
+    exits = {"mode": "verify", "exit_threshold": 0.3, "exit_checks": "all"}
+    verifying = start(bundled, exits=exits, disable_log_stats=False, **options).engine
+    plain = start_plain_engine(
+        bundled,
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=256 << 20,
+        **options,
+    )
+    try:
+        expected = answers(plain, prompts)
+    finally:
+        plain.llm_engine.engine_core.shutdown()
+    assert answers(verifying, prompts) == expected, "batch 16"
+    alone = [answers(verifying, [prompt])[0] for prompt in prompts]
+    assert alone == expected, "batch 1"
+    counts = {metric.name: metric for metric in verifying.get_metrics()}
+    drafted = counts["vllm:spec_decode_num_draft_tokens"].value
+    accepted = counts["vllm:spec_decode_num_accepted_tokens"].value
+    assert 1000 < accepted < drafted

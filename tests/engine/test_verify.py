@@ -1,0 +1,211 @@
+"""Mode "verify" against the oracle and full depth: several tokens a pass, and nothing lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+ALWAYS = {"mode": "verify", "exit_threshold": 0.08, "exit_checks": "all"}
+"""Drafts wherever the oracle does: a server that finds drafting slow would step aside."""
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint):
+    return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def jobs(random_jobs, job):
+    """Drafting requests, and in their midst others of every kind."""
+    made = random_jobs(count=10, max_tokens=60)
+    thresholds = (0.06, 0.08, 0.1, 0.12, 0.15)
+    others = [
+        # A server of mode "verify" verifies what names no mode.
+        {"exit_mode": "confidence", **one.fields} if "exit_threshold" in one.fields else one.fields
+        for one in made
+    ]
+    return [
+        job(
+            one.prompt,
+            other if index % 3 == 2 else verified(thresholds[index % 5]),
+            one.max_tokens,
+        )
+        for index, (one, other) in enumerate(zip(made, others, strict=True))
+    ]
+
+
+def verified(threshold: float) -> dict[str, object]:
+    return {"exit_threshold": threshold, "exit_mode": "verify"}
+
+
+@pytest.fixture(scope="module")
+def reference(model, oracle):
+    found = oracle(model)
+    found.break_even = {}  # as "exit_checks": "all" in the engine
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(reference, jobs, expect):
+    return [expect(reference, one) for one in jobs]
+
+
+@pytest.fixture(scope="module")
+def drafts(reference, jobs):
+    """How many tokens the oracle drafts for all jobs together, and how many it accepts."""
+    found = [
+        reference.decode(one.prompt, one.max_tokens, one.policy, ignore_eos=True)
+        for one in jobs
+        if is_verified(one)
+    ]
+    counts = sum(one.drafted for one in found), sum(one.accepted for one in found)
+    assert 20 < counts[1] < counts[0], "nothing is accepted, or nothing rejected"
+    return counts
+
+
+def is_verified(one) -> bool:
+    return one.fields.get("exit_mode") == "verify"
+
+
+def test_the_oracle_is_full_depth(reference, jobs, expected, expect, job) -> None:
+    for one, outcome in zip(jobs, expected, strict=True):
+        if is_verified(one):
+            assert outcome == expect(reference, job(one.prompt, {}, one.max_tokens))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_engine_is_the_oracle(start, model, jobs, expected, drafts, compiled: bool) -> None:
+    harness = start(
+        model,
+        exits=ALWAYS,
+        enable_prefix_caching=False,
+        enforce_eager=not compiled,
+        disable_log_stats=False,
+    )
+    assert harness.run(jobs) == expected
+    counted = harness.engine.collective_rpc("exit_stats")[0]
+    assert (counted["drafted_tokens"], counted["accepted_tokens"]) == drafts
+    assert counted["tokens_by_depth"][6] == sum(depths.count(6) for _, depths in expected)
+    assert counter(harness, "vllm:spec_decode_num_draft_tokens") == drafts[0]
+    assert counter(harness, "vllm:spec_decode_num_accepted_tokens") == drafts[1]
+    assert harness.run(jobs, every=3) == expected
+    assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
+
+
+def test_stepping_aside_changes_nothing(start, model, jobs, expected) -> None:
+    """By default drafts are made while they pay, which is for the clock to say."""
+    harness = start(model, exits={"mode": "verify", "exit_threshold": 0.08})
+    verified = [index for index, one in enumerate(jobs) if is_verified(one)]
+    found = harness.run([jobs[index] for index in verified])
+    assert found == [expected[index] for index in verified]
+
+
+def test_the_plain_way_to_run_mixed_batches(start, model, jobs, expected) -> None:
+    """It cannot take up tokens where they wait, so nothing is drafted."""
+    harness = start(model, exits={**ALWAYS, "exit_path": "masked"}, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected
+
+
+def test_preempted_requests(start, model, jobs, expected) -> None:
+    harness = start(
+        model,
+        exits=ALWAYS,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=14,
+        max_num_batched_tokens=128,
+        max_model_len=128,
+        max_num_seqs=10,
+        disable_log_stats=False,
+    )
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=2) == expected
+    assert counter(harness, "vllm:num_preemptions") > 0
+    assert counter(harness, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_up_to_the_end_of_the_context(start, model, job, random_jobs, reference, expect) -> None:
+    """Drafts stop in time, and rows of other modes are sent none."""
+    prompts = [one.prompt[:20] for one in random_jobs(count=4)]
+    confident = {"exit_threshold": 0.1, "exit_mode": "confidence"}
+    fields = [verified(0.06), verified(0.1), confident, {"exit_layer": 2}]
+    jobs = [job(p, f, 64 - len(p)) for p, f in zip(prompts, fields, strict=True)]
+    harness = start(model, exits=ALWAYS, max_model_len=64, enable_prefix_caching=False)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
+def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
+    harness = start(model, exits=ALWAYS, block_size=32, disable_log_stats=False)
+    prompt = random_jobs()[0].prompt
+    early = job(prompt, verified(0.06), max_tokens=4 * 32 - len(prompt) + 1)
+    ((said, _),) = harness.run([early])
+    follow_ups = [
+        job(early.prompt + said, fields, max_tokens=24)
+        for fields in ({"exit_threshold": 1.0}, verified(0.1))
+    ]
+    hits = counter(harness, "vllm:prefix_cache_hits")
+    cached = harness.run(follow_ups)
+    assert counter(harness, "vllm:prefix_cache_hits") >= hits + 2 * 96
+    harness.engine.reset_prefix_cache()
+    assert [harness.run([one])[0] for one in follow_ups] == cached
+
+
+def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, oracle) -> None:
+    """Chi-squared, on all pairs of the second and third token of a vocabulary of 16."""
+    import torch
+    from vllm import SamplingParams
+
+    from exitserve.policy import ExitPolicy
+
+    model = make_checkpoint("llama", vocab_size=16)
+    prompt, count = [3, 5, 7, 9], 4000
+    harness = start(model, exits=ALWAYS, skip_tokenizer_init=True)
+    params = [
+        SamplingParams(
+            n=count // 4,
+            max_tokens=4,
+            temperature=0.6,
+            seed=first_seed,  # vLLM counts up from here, sample by sample
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=verified(0.25),
+        )
+        for first_seed in range(0, 4 * count, count)
+    ]
+    outputs = harness.engine.generate([{"prompt_token_ids": prompt}] * 4, params, use_tqdm=False)
+    said = [tuple(one.token_ids) for output in outputs for one in output.outputs]
+    counted = harness.engine.collective_rpc("exit_stats")[0]
+    assert counted["drafted_tokens"] > counted["accepted_tokens"] > count / 8
+
+    reference = oracle(model)
+
+    def probabilities(text: list[int]) -> torch.Tensor:
+        logits = reference.trace(text, len(text), ExitPolicy.off()).logits[-1]
+        return (logits.double() / 0.6).softmax(dim=-1)
+
+    first = probabilities(prompt)
+    expected = torch.zeros(16, 16, dtype=torch.double)
+    for one in range(16):
+        second = probabilities([*prompt, one])
+        for two in range(16):
+            if first[one] * second[two] > 1e-9:
+                third = probabilities([*prompt, one, two])
+                expected[two] += first[one] * second[two] * third
+    seen = Counter((tokens[1], tokens[2]) for tokens in said)
+    cells = sorted((float(expected[a, b]), seen[a, b]) for a in range(16) for b in range(16))
+    # Chi-squared needs cells that are not too small: rare pairs are one cell.
+    rare = [cell for cell in cells if cell[0] * count < 5]
+    common = [cell for cell in cells if cell[0] * count >= 5]
+    shares = [sum(cell[0] for cell in rare), *(cell[0] for cell in common)]
+    counts = [sum(cell[1] for cell in rare), *(cell[1] for cell in common)]
+    distance = sum((n - p * count) ** 2 / (p * count) for n, p in zip(counts, shares, strict=True))
+    freedom = torch.tensor((len(counts) - 1) / 2)
+    p_value = float(torch.special.gammaincc(freedom, torch.tensor(distance / 2)))
+    # The seeds are fixed, so this is no lottery; one in a thousand is the level of the test.
+    assert p_value > 1e-3, (distance, len(counts) - 1)
+
+
+def counter(harness, name: str) -> int:
+    (metric,) = [metric for metric in harness.engine.get_metrics() if metric.name == name]
+    return int(metric.value)
