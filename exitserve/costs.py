@@ -201,3 +201,24 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -
     full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
     observed = sum(step_bytes(shape, step) for step in steps)
     return full / (observed + checks * shape.head_bytes)
+
+
+def limit_of_reads(shape: DecoderShape, steps: Sequence[Step], layers: int, heads: int) -> float:
+    """`limit_speedup` where the engine counted what it read, for steps that give several tokens.
+
+    Args:
+        shape: the decoder.
+        steps: one for each token of a request, as full depth would need them.
+        layers: reads of a layer's weights, each for all tokens that ran it together.
+        heads: reads of the head.
+    """
+    full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
+    # Attention reads a row's keys and values once for all its tokens of a pass, so at least:
+    cache = full_cache_share(shape, steps) * layers
+    return full / (layers * shape.layer_bytes + heads * shape.head_bytes + cache)
+
+
+def full_cache_share(shape: DecoderShape, steps: Sequence[Step]) -> float:
+    """Mean bytes of keys and values that one layer reads in one of `steps`, for all rows."""
+    tokens = sum(sum(step.contexts) for step in steps)
+    return tokens * shape.kv_token_bytes / len(steps) if steps else 0.0

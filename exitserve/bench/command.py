@@ -60,7 +60,11 @@ def add_command(subparsers: Any) -> None:
         "--modes",
         metavar="M,M",
         default="confidence",
-        help="in which each threshold is measured: confidence, defer, or both (default confidence)",
+        help="in which each threshold is measured, of confidence, defer, verify (default: the "
+        "first)",
+    )
+    exits.add_argument(
+        "--num-drafts", type=int, metavar="N", help="most tokens drafted at a time (verify)"
     )
     exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
     exits.add_argument(
@@ -95,6 +99,18 @@ def add_command(subparsers: Any) -> None:
         metavar="N",
         help=f"length of its random prompts, default {synthetic.PROMPT_TOKENS}",
     )
+    shape.add_argument(
+        "--force-confidence",
+        type=float,
+        metavar="P",
+        help="each check passes with this probability; exit layers are then not forced one by one",
+    )
+    shape.add_argument(
+        "--force-acceptance",
+        type=float,
+        metavar="P",
+        help="with --force-confidence: each draft is accepted with this one (default 1)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -128,6 +144,8 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
             raise ExitServeError(
                 "--force-exit-layer belongs to --synthetic; with a MODEL use --fixed-layers."
             )
+        if args.force_confidence is not None or args.force_acceptance is not None:
+            raise ExitServeError("--force-confidence and --force-acceptance need --synthetic.")
         if args.prompt_tokens is not None:
             raise ExitServeError(
                 "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
@@ -135,6 +153,8 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
         yield _plan(args, Path(args.model))
         return
     synthetic.check_name(args.synthetic)
+    if args.force_acceptance is not None and args.force_confidence is None:
+        raise ExitServeError("--force-acceptance goes with --force-confidence.")
     for name, flag in (("exit_layers", "--exit-layers"), ("fixed_layers", "--fixed-layers")):
         if getattr(args, name) is not None:
             raise ExitServeError(f"{flag} does not go with --synthetic; use --force-exit-layer.")
@@ -153,10 +173,18 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     if is_synthetic:
         fixed = sorted(numbers(",".join(args.force_exit_layer or []), int, "--force-exit-layer"))
         layers = sorted({*fixed, *(layer for _, layer in mixed)})
+        if args.force_confidence is not None:
+            fixed = []
     else:
         fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
-    rules = check_rules(model_dir, {} if layers is None else {"exit_layers": layers})
+    modes = modes_of(args.modes)
+    if args.num_drafts is not None and "verify" not in modes:
+        raise ExitServeError("--num-drafts belongs to mode verify; add it to --modes.")
+    options: dict[str, Any] = {} if layers is None else {"exit_layers": layers}
+    if "verify" in modes:
+        options |= {"mode": "verify", "exit_threshold": 0.5, "num_drafts": args.num_drafts}
+    rules = check_rules(model_dir, {k: v for k, v in options.items() if v is not None})
     default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = [check_threshold(t, "--thresholds") for t in numbers(given, float, "--thresholds")]
@@ -168,7 +196,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
     if args.dtype not in DTYPES:
         raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
-    settings = make_settings(rules, thresholds, fixed, mixed, modes_of(args.modes))
+    settings = make_settings(rules, thresholds, fixed, mixed, modes)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
     return BenchPlan(
@@ -186,7 +214,21 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
+        num_drafts=args.num_drafts,
+        forced=_forced(args),
     )
+
+
+def _forced(args: argparse.Namespace) -> dict[str, float] | None:
+    """Shares drawn by lot instead of what checks and judges find."""
+    if args.force_confidence is None:
+        return None
+    acceptance = 1.0 if args.force_acceptance is None else args.force_acceptance
+    given = {"--force-confidence": args.force_confidence, "--force-acceptance": acceptance}
+    for flag, share in given.items():
+        if not 0 <= share <= 1:
+            raise ExitServeError(f"{flag} must be from 0 to 1, not {share:g}.")
+    return {"confidence": args.force_confidence, "acceptance": acceptance}
 
 
 def _context(args: argparse.Namespace) -> int | None:

@@ -1,8 +1,8 @@
-"""The two engines of a comparison, and one timed pass of requests through either.
+"""The engines of a comparison, and one timed pass of requests through any of them.
 
-Both run the same checkpoint with the same arguments and environment; ours has the exit options
-on top. They are loaded at the same time, each in processes of its own, so that passes can be
-interleaved within seconds of each other.
+All run the same checkpoint with the same arguments and environment; ours have the exit options
+on top, and mode "verify" is an engine of its own. They are loaded at the same time, each in
+processes of its own, so that passes can be interleaved within seconds of each other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ class Pass:
 class Engines:
     """Plain vLLM and exitserve, side by side. Make it with `running`."""
 
-    def __init__(self, plain: Any, exits: Any) -> None:
+    def __init__(self, plain: Any, exits: Any, verify: Any = None) -> None:
         self._plain = plain
         self._exits = exits
+        self._verify = verify
         self._last: Any = None
 
     @property
@@ -106,19 +108,40 @@ class Engines:
             tokens=tuple(tuple(tokens[i]) for i in ids), times=tuple(tuple(times[i]) for i in ids)
         )
 
-    def checks(self) -> int:
-        """Exit checks made since the start; each is a pass through the LM head."""
-        return int(self._exits.collective_rpc("exit_stats")[0]["head_passes"])
+    def counts(self, setting: Setting) -> Counter[str]:
+        """What a setting's engine counted since its start.
 
-    def depths(self, trace_key: str) -> list[tuple[int, ...]]:
+        Returns:
+            `checks` (each a pass through the LM head), `layers_later`, `layers` and `heads` (reads
+            of weights), `drafted`, `accepted`; nothing for plain vLLM.
+        """
+        engine = self._engine(setting)
+        if engine is self._plain:
+            return Counter()
+        stats = engine.collective_rpc("exit_stats")[0]
+        return Counter(
+            checks=stats["head_passes"],
+            layers_later=stats["deferred_layers"],
+            layers=stats["layer_reads"],
+            heads=stats["head_passes"] + stats["final_heads"],
+            drafted=stats["drafted_tokens"],
+            accepted=stats["accepted_tokens"],
+        )
+
+    def depths(self, setting: Setting, trace_key: str) -> list[tuple[int, ...]]:
         """Depths of the generated tokens of one traced batch, in the order of its requests."""
-        traces = take_traces(self._exits, trace_key)
+        traces = take_traces(self._engine(setting), trace_key)
         # vLLM appends a random part to each id it was given: bench-7 becomes bench-7-1a2b3c4d.
         ordered = sorted(traces.items(), key=lambda item: int(item[0].split("-")[1]))
         return [tuple(depths) for _, depths in ordered]
 
+    def _engine(self, setting: Setting) -> Any:
+        if setting.mode == "verify":
+            return self._verify
+        return self._plain if setting == PLAIN else self._exits
+
     def _switch_to(self, setting: Setting) -> Any:
-        llm = self._plain if setting == PLAIN else self._exits
+        llm = self._engine(setting)
         if self._last is not None and self._last is not llm:
             time.sleep(SETTLE_SECONDS)
         self._last = llm
@@ -137,8 +160,9 @@ def running(plan: BenchPlan) -> Iterator[Engines]:
     started: list[Any] = []
     try:
         started.append(start_plain_engine(plan.model_dir, **arguments))
-        options = {"exit_layers": list(plan.rules.exit_layers)}
-        started.append(start_engine(plan.model_dir, exits=options, **arguments))
+        for verify in (False, True) if plan.verifies else (False,):
+            options = plan.engine_options(verify=verify)
+            started.append(start_engine(plan.model_dir, exits=options, **arguments))
         yield Engines(*started)
     finally:
         for llm in started:

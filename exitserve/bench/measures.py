@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from exitserve.bench.settings import Setting
-from exitserve.costs import DecoderShape, Step, limit_speedup
+from exitserve.costs import DecoderShape, Step, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 
 NOISE = 0.02
@@ -54,13 +54,17 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
             f"{len(times)} were processed, so the full batch was never seen decoding: raise "
             f"--max-tokens, or shorten the prompts."
         )
-    gaps = tuple(
-        later - earlier
-        for request in times
-        for earlier, later in itertools.pairwise(request)
-        if start < later <= end
-    )
+    gaps = tuple(gap for request in times for gap in _gaps(request, start, end))
     return Timing(tokens=len(gaps), seconds=end - start, gaps=gaps)
+
+
+def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
+    """Seconds for each token of a request in (start, end]; tokens of one moment share its gap."""
+    moments = list(dict.fromkeys(times))
+    for earlier, later in itertools.pairwise(moments):
+        if start < later <= end:
+            count = times.count(later)
+            yield from itertools.repeat((later - earlier) / count, count)
 
 
 def together(timings: Iterable[Timing]) -> Timing:
@@ -110,6 +114,14 @@ def steps_of(
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """Whose weights the decode steps read, each time once for all tokens together."""
+
+    layers: int
+    heads: int
+
+
 @dataclass(kw_only=True)
 class Observed:
     """Everything seen of one setting at one batch size."""
@@ -128,6 +140,14 @@ class Observed:
     """(prompt, generated) of every request of the traced pass."""
     repeats: list[Timing] = field(default_factory=list)
     agreement: float | None = None
+    perplexity: float | None = None
+    """Of the generated text, in the eyes of the full-depth model."""
+    layers_later: int = 0
+    """Layers run for tokens beyond their depth: those deferred, and those of rejected drafts."""
+    reads: Reads | None = None
+    """Counted by the engine; None for plain vLLM."""
+    drafts: tuple[int, int] | None = None
+    """Tokens drafted and accepted; None in modes that draft none."""
 
 
 def case_of(
@@ -147,6 +167,9 @@ def case_of(
     gaps = [1e3 * gap for timing in seen.repeats for gap in timing.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, seen.steps, seen.checks)
+    if seen.setting.mode == "verify" and seen.reads is not None:
+        # Its steps are not tokens, so the engine's own count of what it read is the measure.
+        limit = limit_of_reads(shape, seen.steps, seen.reads.layers, seen.reads.heads)
     wall = spread(ratios)
     actual = seen.setting.actual_share(seen.requests)
     return {
@@ -162,11 +185,17 @@ def case_of(
             "p99": round(percentile(gaps, 99), 3),
         },
         "mean_depth": round(statistics.fmean(seen.depths), 4),
+        "mean_layers_run": round(
+            statistics.fmean(seen.depths) + seen.layers_later / len(seen.depths), 4
+        ),
         "depth_speedup": round(full * len(seen.depths) / sum(seen.depths), 4),
         "wall_speedup": wall,
         "limit_speedup": round(limit, 4),
         "efficiency": round(wall["median"] / limit, 4),
         "agreement": None if seen.agreement is None else round(seen.agreement, 4),
+        "perplexity": None if seen.perplexity is None else round(seen.perplexity, 4),
+        "drafted": None if seen.drafts is None else seen.drafts[0],
+        "accepted": None if seen.drafts is None else seen.drafts[1],
         "exit_layers": {
             str(layer): seen.depths.count(layer) for layer in sorted({*exit_layers, full})
         },

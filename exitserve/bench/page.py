@@ -19,11 +19,14 @@ HEADERS = (
     "TPOT ms median",
     "TPOT ms p99",
     "mean depth",
+    "layers run",
     "depth speedup",
     "wall speedup (min to max)",
     "limit",
     "efficiency",
     "agreement",
+    "perplexity",
+    "accepted",
 )
 SHORT_HEADERS = (
     "setting",
@@ -47,7 +50,9 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row of text for each case, in the order of `HEADERS`."""
     rows = []
     for case in cases:
-        wall, agreement = case["wall_speedup"], case["agreement"]
+        wall, agreement, perplexity = (
+            case[name] for name in ("wall_speedup", "agreement", "perplexity")
+        )
         rows.append(
             [
                 label_of(case),
@@ -56,11 +61,14 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"{case['tpot_ms']['median']:.2f}",
                 f"{case['tpot_ms']['p99']:.2f}",
                 f"{case['mean_depth']:.2f}",
+                f"{case['mean_layers_run']:.2f}",
                 f"{case['depth_speedup']:.2f}",
                 f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f})",
                 f"{case['limit_speedup']:.2f}",
                 f"{case['efficiency']:.2f}",
                 "-" if agreement is None else f"{agreement:.3f}",
+                "-" if perplexity is None else f"{perplexity:.3f}",
+                f"{case['accepted']} of {case['drafted']}" if case["drafted"] else "-",
             ]
         )
     return rows
@@ -72,7 +80,7 @@ def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for case, row in zip(cases, table_rows(cases), strict=True):
         wall = case["wall_speedup"]
         spread = f"{wall['min']:.2f}-{wall['max']:.2f}"
-        rows.append([*row[:3], row[6], f"{wall['median']:.2f}", spread, row[8], row[10]])
+        rows.append([*row[:3], row[7], f"{wall['median']:.2f}", spread, row[9], row[11]])
     return rows
 
 
@@ -87,6 +95,13 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines = [f"# Early exit: {title_of(data)}", ""]
     if data["synthetic"]:
         lines += [f"**{SYNTHETIC}**", ""]
+    if forced := settings["forced"]:
+        lines += [
+            f"**FORCED: a check passes with probability {forced['confidence']:g}, whatever the "
+            f"threshold, and a draft is accepted with probability {forced['acceptance']:g}, both "
+            f"drawn with a fixed seed.**",
+            "",
+        ]
     for note in data["notes"]:
         lines += [f"> **Warning.** {note}", ""]
     lines += [
@@ -116,7 +131,11 @@ def markdown(data: Mapping[str, Any]) -> str:
         "- TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
         "Wall speedup is measured throughput over plain vLLM's. The limit is what the bytes "
         "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
-        "tokens that the full-depth model in float32, fed the same text, would choose too.",
+        "tokens that the full-depth model in float32, fed the same text, would choose too, and "
+        "perplexity is that model's of the generated text.",
+        "- Mean depth is the layers that a token waited for; layers run adds those that ran after "
+        "it was sent (defer) and those of rejected drafts (verify). Accepted: drafts (verify) that "
+        "full depth agreed with.",
         f"- {machine_line(data)}.",
         "",
     ]

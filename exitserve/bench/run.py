@@ -8,12 +8,17 @@ all of them alike. Wall speedup is formed within a repeat, against plain vLLM of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch.nn import functional
 
 from exitserve.bench.engines import Engines, Request, running
 from exitserve.bench.measures import (
     Observed,
+    Reads,
     case_of,
     notes_on,
     steps_of,
@@ -71,6 +76,7 @@ def _settings_block(plan: BenchPlan, dtype: str, max_model_len: int) -> dict[str
         "prompts": plan.prompt_source,
         "max_tokens": plan.max_tokens,
         "repeats": plan.repeats,
+        "forced": None if plan.forced is None else dict(plan.forced),
         "dtype": dtype,
         "compile": "eager" if plan.enforce_eager else "compiled",
         "prefix_caching": False,
@@ -130,7 +136,7 @@ def _trace(
     seen: Observed,
 ) -> None:
     """The untimed pass: keeps tokens, depths, steps and checks."""
-    before = engines.checks()
+    before = engines.counts(seen.setting)
     for index, batch in enumerate(batches):
         key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
         plain = seen.setting == PLAIN
@@ -138,7 +144,7 @@ def _trace(
         if plain:
             depths = [(plan.rules.num_layers,) * plan.max_tokens] * len(batch)
         else:
-            depths = engines.depths(key)
+            depths = engines.depths(seen.setting, key)
         decoded = [request[1:] for request in depths]
         seen.depths += [depth for request in decoded for depth in request]
         seen.steps += steps_of(
@@ -148,16 +154,26 @@ def _trace(
         )
         prompts = (request.prompt for request in batch)
         seen.sequences += list(zip(prompts, result.tokens, strict=True))
-    seen.checks = engines.checks() - before
+    # Counter's own minus would drop zeros, which is all the same, and nothing here decreases.
+    counts = engines.counts(seen.setting) - before
+    seen.checks, seen.layers_later = counts["checks"], counts["layers_later"]
+    if seen.setting.mode == "verify":
+        seen.drafts = counts["drafted"], counts["accepted"]
+    if seen.setting != PLAIN:
+        # Each batch began with one prompt pass, which is no decode step.
+        seen.reads = Reads(
+            layers=counts["layers"] - len(batches) * plan.rules.num_layers,
+            heads=counts["heads"] - len(batches),
+        )
 
 
 def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress) -> None:
-    """Share of decode tokens that the full-depth model, fed the same text, would choose too."""
+    """What the full-depth model, fed the same text, would choose too, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 
     progress("agreement with full depth, in float32", 1.0)
     reference: Reference = load_reference(str(plan.model_dir), exit_layers=())
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    known: dict[tuple[int, ...], tuple[int, int, float]] = {}
     for seen in observed:
         counts = []
         for prompt, generated in seen.sequences:
@@ -165,14 +181,18 @@ def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress
             if text not in known:  # settings and batch sizes often give the same text
                 known[text] = _agreeing(reference, prompt, generated)
             counts.append(known[text])
-        seen.agreement = sum(equal for equal, _ in counts) / sum(total for _, total in counts)
+        tokens = sum(total for _, total, _ in counts)
+        seen.agreement = sum(equal for equal, _, _ in counts) / tokens
+        seen.perplexity = math.exp(sum(surprise for _, _, surprise in counts) / tokens)
 
 
 def _agreeing(
     reference: Any, prompt: tuple[int, ...], generated: tuple[int, ...]
-) -> tuple[int, int]:
-    """(tokens equal to full depth's greedy choice, tokens), the first token left out."""
+) -> tuple[int, int, float]:
+    """(tokens equal to full depth's greedy choice, tokens, the sum of their negative
+    log-likelihoods in nats), the first token left out."""
     text = [*prompt, *generated]
-    chosen = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).token.tolist()
-    pairs = list(zip(chosen[len(prompt) :], generated[1:], strict=True))
-    return sum(1 for theirs, mine in pairs if theirs == mine), len(pairs)
+    logits = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).logits[len(prompt) :]
+    said = torch.tensor(generated[1:])
+    surprise = functional.cross_entropy(logits, said, reduction="sum")
+    return int((logits.argmax(dim=-1) == said).sum()), len(said), float(surprise)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
-Mode = Literal["plain", "off", "confidence", "defer", "fixed", "mixed"]
+Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
 
 MIX_SEED = 0
 """Draws the requests of a mixed setting that exit: the same ones in every pass and run."""
@@ -36,8 +36,8 @@ class Setting:
     def label(self) -> str:
         """For tables and plots."""
         if self.mode in BY_CONFIDENCE:
-            deferred = "defer, " if self.mode == "defer" else ""
-            return f"{deferred}threshold {self.exit_threshold:g}"
+            prefix = "" if self.mode == "confidence" else f"{self.mode}, "
+            return f"{prefix}threshold {self.exit_threshold:g}"
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":
@@ -57,8 +57,7 @@ class Setting:
             exits = self._exiting(count)
             return [early if index in exits else off for index in range(count)]
         if self.mode in BY_CONFIDENCE:
-            mode: Fields = {"exit_mode": "defer"} if self.mode == "defer" else {}
-            return [{"exit_threshold": self.exit_threshold, **mode}] * count
+            return [{"exit_threshold": self.exit_threshold, "exit_mode": self.mode}] * count
         return [early if self.mode == "fixed" else off] * count
 
     def _exiting(self, count: int) -> set[int]:
@@ -104,6 +103,24 @@ class BenchPlan:
     dtype: str
     enforce_eager: bool
     max_model_len: int | None
+    num_drafts: int | None = None
+    """Tokens that requests of mode "verify" may draft at a time; None for the default."""
+    forced: Mapping[str, float] | None = None
+    """Shares of checks that pass and of drafts that are accepted, drawn by lot."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any setting needs a server of mode "verify"."""
+        return any(setting.mode == "verify" for setting in self.settings)
+
+    def engine_options(self, *, verify: bool) -> dict[str, Any]:
+        """Exit options of an engine; one for mode "verify" is an engine of its own."""
+        options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
+        if self.forced is not None:
+            options["forced"] = dict(self.forced)
+        if verify:
+            options |= {"mode": "verify", "exit_threshold": 0.5, "num_drafts": self.num_drafts}
+        return options
 
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""
