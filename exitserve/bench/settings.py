@@ -36,8 +36,8 @@ class Setting:
     def label(self) -> str:
         """For tables and plots."""
         if self.mode in BY_CONFIDENCE:
-            prefix = "" if self.mode == "confidence" else f"{self.mode}, "
-            return f"{prefix}threshold {self.exit_threshold:g}"
+            name = "threshold" if self.mode == "confidence" else self.mode
+            return f"{name} {self.exit_threshold:g}"
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":

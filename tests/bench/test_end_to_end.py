@@ -17,11 +17,12 @@ from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 6
-MODES = ("plain", "off", "confidence", "fixed", "mixed")
+MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed")
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
-    f"--thresholds 0.1 --fixed-layers 2 --mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} "
-    f"--max-tokens {MAX_TOKENS} --repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
+    f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
+    f"--mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} --max-tokens {MAX_TOKENS} "
+    f"--repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
 )
 
 
@@ -65,10 +66,16 @@ def check_case(case: dict[str, Any]) -> None:
     assert case["efficiency"] == pytest.approx(wall["median"] / case["limit_speedup"], abs=1e-3)
     assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
     assert case["tokens_per_second"] > 0
-    if case["mode"] in {"plain", "off"}:
-        assert case["depth_speedup"] == case["limit_speedup"] == 1.0
+    if case["mode"] in {"plain", "off", "verify"}:
+        assert case["depth_speedup"] == 1.0
+        assert case["limit_speedup"] == 1.0 or case["mode"] == "verify"
         # float32 on both sides: full depth is the greedy choice of full depth.
         assert case["agreement"] == 1.0
+    if case["mode"] == "verify":
+        assert 0 <= case["accepted"] <= case["drafted"] and case["drafted"] > 0
+        assert case["mean_layers_run"] >= NUM_LAYERS
+    if case["mode"] == "defer":
+        assert case["mean_depth"] < case["mean_layers_run"] <= NUM_LAYERS
     if case["mode"] == "fixed":
         assert by_layer[2] == tokens
     if case["mode"] == "mixed":
@@ -100,6 +107,9 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     halves = report["cases"][: len(MODES)], report["cases"][len(MODES) :]
     for alone, shared in zip(*halves, strict=True):
         assert alone["exit_layers"] == shared["exit_layers"]
+    for cases in halves:
+        perplexity = {case["mode"]: case["perplexity"] for case in cases}
+        assert perplexity["verify"] == perplexity["plain"] == perplexity["off"] > 1
     assert any(case["exit_layers"]["4"] for case in report["cases"] if case["mode"] == "confidence")
     assert "plain vLLM" in (out / "report.md").read_text(encoding="utf-8")
     assert (out / "wall_speedup.png").stat().st_size > 10_000

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from exitserve.bench.measures import (
     Observed,
+    Reads,
     Timing,
     case_of,
     label_of,
@@ -44,11 +45,15 @@ CASE_KEYS = {
     "tokens_per_second",
     "tpot_ms",
     "mean_depth",
+    "mean_layers_run",
     "depth_speedup",
     "wall_speedup",
     "limit_speedup",
     "efficiency",
     "agreement",
+    "perplexity",
+    "drafted",
+    "accepted",
     "exit_layers",
 }
 
@@ -72,6 +77,11 @@ def test_decoding_is_timed_while_the_batch_is_full() -> None:
     assert timing.tokens == 4
     assert timing.seconds == 1.0
     assert timing.gaps == (1.0, 0.5, 0.5, 0.5)
+
+
+def test_tokens_of_one_moment_share_its_gap() -> None:
+    timing = timing_of([[0.0, 1.5, 1.5, 1.5, 2.0]])
+    assert timing.gaps == (0.5, 0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("times", [[[1.0]], [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]])
@@ -135,6 +145,26 @@ def test_a_case_has_the_documented_keys_and_adds_up() -> None:
     assert case["agreement"] is None
 
 
+def test_drafts_that_are_rejected_count_as_layers_run() -> None:
+    verify = Setting(mode="verify", exit_threshold=0.5)
+    seen = observed(verify, [100.0], [4, 4], checks=0)
+    seen.layers_later, seen.drafts = 4, (2, 1)
+    case = case_of(seen, observed(PLAIN, [100.0], [4, 4], checks=0), SHAPE, (2,))
+    assert (case["mean_depth"], case["mean_layers_run"]) == (4.0, 6.0)
+    assert (case["drafted"], case["accepted"], case["depth_speedup"]) == (2, 1, 1.0)
+
+
+def test_the_limit_of_verify_is_what_was_read() -> None:
+    """Two tokens by the layers of one, and a head for the check and one for the judge."""
+    plain = observed(PLAIN, [100.0], [4, 4], checks=0)
+    seen = observed(Setting(mode="verify", exit_threshold=0.5), [100.0], [4, 4], checks=1)
+    limits = []
+    for layers, heads in ((4, 2), (8, 2), (8, 3)):
+        seen.reads = Reads(layers=layers, heads=heads)
+        limits.append(case_of(seen, plain, SHAPE, (2,))["limit_speedup"])
+    assert limits[0] > limits[1] == 1.0 > limits[2]
+
+
 def test_plain_is_its_own_yardstick() -> None:
     plain = observed(PLAIN, [100.0, 50.0], [4, 4], checks=0)
     case = case_of(plain, plain, SHAPE, (1, 2))
@@ -177,6 +207,8 @@ def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
         (PLAIN, "plain vLLM"),
         (OFF, "exits off"),
         (Setting(mode="confidence", exit_threshold=0.5), "threshold 0.5"),
+        (Setting(mode="defer", exit_threshold=0.5), "defer 0.5"),
+        (Setting(mode="verify", exit_threshold=0.5), "verify 0.5"),
         (Setting(mode="fixed", exit_layer=6), "exit at 6"),
         (Setting(mode="mixed", exit_share=0.7, exit_layer=6), "70% exit at 6"),
         (Setting(mode="mixed", exit_share=0.125, exit_layer=6), "12.5% exit at 6"),

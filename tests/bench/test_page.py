@@ -17,18 +17,22 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
     return {
         "batch_size": batch,
         "mode": mode,
-        "exit_threshold": 0.5 if mode == "confidence" else None,
+        "exit_threshold": 0.5 if mode in {"confidence", "verify"} else None,
         "exit_layer": 2 if mode in {"fixed", "mixed"} else None,
         "exit_share": 0.7 if mode == "mixed" else None,
         "actual_exit_share": 0.625 if mode == "mixed" else None,
         "tokens_per_second": 100.0 * wall,
         "tpot_ms": {"median": 10.0 / wall, "p99": 12.0},
         "mean_depth": 4.0 / depth,
+        "mean_layers_run": 4.0,
         "depth_speedup": depth,
         "wall_speedup": {"median": wall, "min": wall - 0.05, "max": wall + 0.1},
         "limit_speedup": depth,
         "efficiency": wall / depth,
         "agreement": None if mode == "fixed" else 0.987,
+        "perplexity": None if mode == "fixed" else 1.234,
+        "drafted": 40 if mode == "verify" else None,
+        "accepted": 38 if mode == "verify" else None,
         "exit_layers": {"2": 3, "4": 1},
     }
 
@@ -51,6 +55,7 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
             "prefix_caching": False,
             "max_model_len": 512,
             "max_num_seqs": 8,
+            "forced": None,
         },
         "notes": list(notes),
         "cases": [
@@ -62,6 +67,7 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
                 case("confidence", batch, wall=1.3, depth=1.6),
                 case("fixed", batch, wall=1.6, depth=2.0),
                 case("mixed", batch, wall=1.1, depth=1.25),
+                case("verify", batch, wall=1.2),
             )
         ],
     }
@@ -96,6 +102,18 @@ def test_synthetic_is_said_on_the_page_and_the_plot() -> None:
     assert "SYNTHETIC" in title
 
 
+def test_drafts_are_told() -> None:
+    assert "38 of 40" in markdown(report())
+
+
+def test_forced_outcomes_are_said_on_the_page() -> None:
+    data = report(synthetic=True)
+    assert "FORCED" not in markdown(data)
+    data["settings"]["forced"] = {"confidence": 0.8, "acceptance": 0.97}
+    page = markdown(data)
+    assert "FORCED" in page and "0.8" in page and "0.97" in page
+
+
 def test_notes_become_warnings() -> None:
     assert "> **Warning.** look here" in markdown(report(notes=("look here",)))
 
@@ -105,7 +123,14 @@ def test_the_plot_has_one_labelled_panel_for_each_batch_size(tmp_path: Path) -> 
     assert [axes.get_title() for axes in figure.axes] == ["batch 1", "batch 8"]
     assert all("ratio to plain vLLM" in axes.get_xlabel() for axes in figure.axes)
     rows = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert rows == ["plain vLLM", "exits off", "threshold 0.5", "exit at 2", "70% exit at 2"]
+    assert rows == [
+        "plain vLLM",
+        "exits off",
+        "threshold 0.5",
+        "exit at 2",
+        "70% exit at 2",
+        "verify 0.5",
+    ]
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [name.split(" (")[0] for name in named] == [
         "depth speedup",

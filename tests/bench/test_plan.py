@@ -261,3 +261,40 @@ def test_the_command_line_part_is_light_to_import() -> None:
         "sys.exit(bool({'torch', 'vllm', 'matplotlib', 'rich', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_forced_confidence_and_the_modes_by_it() -> None:
+    forced = ("--synthetic", "llama-350m", "--force-exit-layer", 6, "--force-confidence", 0.8)
+    with plan_of(parse(*forced, "--modes", "defer,verify", "--thresholds", 0.5)) as plan:
+        assert [setting.mode for setting in plan.settings] == ["plain", "off", "defer", "verify"]
+        assert plan.rules.exit_layers == (6,)
+        assert plan.forced == {"confidence": 0.8, "acceptance": 1.0}
+        assert plan.verifies
+        engine = plan.engine_options(verify=True)
+        assert engine["mode"] == "verify" and engine["forced"] == plan.forced
+        assert "mode" not in plan.engine_options(verify=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--force-confidence", 0.8), "need --synthetic"),
+        (("--force-acceptance", 0.8), "need --synthetic"),
+        (("--num-drafts", 4), "belongs to mode verify"),
+        (("--modes", "verify", "--num-drafts", 100), "from 1 to 64"),
+        (("--modes", "confidant"), "confidence, defer, verify"),
+    ],
+)
+def test_what_the_modes_need(model: Path, arguments: tuple[object, ...], said: str) -> None:
+    assert said in refused(model, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--force-acceptance", 0.8), "--force-confidence"),
+        (("--force-confidence", 1.5), "from 0 to 1"),
+    ],
+)
+def test_what_forcing_needs(arguments: tuple[object, ...], said: str) -> None:
+    assert said in refused("--synthetic", "llama-350m", "--force-exit-layer", 6, *arguments)
