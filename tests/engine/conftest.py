@@ -57,6 +57,26 @@ class Harness:
             steps += 1
         return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
 
+    def counter(self, name: str) -> int:
+        """A counter of vLLM's; the engine must keep statistics (`disable_log_stats=False`)."""
+        (metric,) = [metric for metric in self.engine.get_metrics() if metric.name == name]
+        return int(metric.value)
+
+    def logprobs(self, prompt: list[int], count: int = 8) -> list[dict[int, float]]:
+        """The five likeliest next tokens at full depth, for each of `count` greedy tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=count,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=5,
+            extra_args={"exit_threshold": 1.0},
+        )
+        (output,) = self.engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        found = output.outputs[0].logprobs
+        return [{token: one.logprob for token, one in place.items()} for place in found]
+
     def _add(self, name: str, job: Job) -> None:
         from vllm import SamplingParams
 
@@ -73,6 +93,22 @@ class Harness:
 def job() -> type[Job]:
     """The class of requests, for tests that make their own."""
     return Job
+
+
+FEW_BLOCKS = {
+    "enable_prefix_caching": False,
+    "block_size": 32,
+    "num_gpu_blocks_override": 14,
+    "max_model_len": 128,
+    "max_num_seqs": 10,
+    "disable_log_stats": False,
+}
+
+
+@pytest.fixture(scope="session")
+def few_blocks() -> dict[str, Any]:
+    """Engine options with which ten requests of a hundred tokens preempt each other."""
+    return FEW_BLOCKS
 
 
 CACHE_BYTES = 256 << 20  # 16 rows of the bundled model's longest context fit several times

@@ -59,21 +59,12 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
         assert counted["deferred_layers"] > 0
 
 
-def test_preempted_requests(start, model, jobs, expected) -> None:
+def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
     """What waits is computed anew, or before a pass that cannot take it along."""
-    harness = start(
-        model,
-        enable_prefix_caching=False,
-        block_size=32,
-        num_gpu_blocks_override=14,
-        max_num_batched_tokens=32,
-        max_model_len=128,
-        max_num_seqs=10,
-        disable_log_stats=False,
-    )
+    harness = start(model, max_num_batched_tokens=32, **few_blocks)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
-    assert counter(harness, "vllm:num_preemptions") > 0
+    assert harness.counter("vllm:num_preemptions") > 0
 
 
 def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
@@ -88,13 +79,12 @@ def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_
         job(early.prompt + said, fields, max_tokens=24)
         for fields in ({"exit_threshold": 1.0}, deferred(0.1), deferred(0.06))
     ]
-    hits = counter(harness, "vllm:prefix_cache_hits")
-    cached = harness.run(follow_ups)
-    assert counter(harness, "vllm:prefix_cache_hits") >= hits + 3 * 128
+    hits = harness.counter("vllm:prefix_cache_hits")
+    cached, read = harness.run(follow_ups), harness.logprobs(early.prompt + said)
+    assert harness.counter("vllm:prefix_cache_hits") >= hits + 3 * 128
     harness.engine.reset_prefix_cache()
     assert [harness.run([one])[0] for one in follow_ups] == cached
-
-
-def counter(harness, name: str) -> int:
-    (metric,) = [metric for metric in harness.engine.get_metrics() if metric.name == name]
-    return int(metric.value)
+    # Keys and values, seen through what attends to them: float32 sums in another order.
+    harness.engine.reset_prefix_cache()
+    for mine, theirs in zip(read, harness.logprobs(early.prompt + said), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)

@@ -87,8 +87,8 @@ def test_engine_is_the_oracle(start, model, jobs, expected, drafts, compiled: bo
     counted = harness.engine.collective_rpc("exit_stats")[0]
     assert (counted["drafted_tokens"], counted["accepted_tokens"]) == drafts
     assert counted["tokens_by_depth"][6] == sum(depths.count(6) for _, depths in expected)
-    assert counter(harness, "vllm:spec_decode_num_draft_tokens") == drafts[0]
-    assert counter(harness, "vllm:spec_decode_num_accepted_tokens") == drafts[1]
+    assert harness.counter("vllm:spec_decode_num_draft_tokens") == drafts[0]
+    assert harness.counter("vllm:spec_decode_num_accepted_tokens") == drafts[1]
     assert harness.run(jobs, every=3) == expected
     assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
 
@@ -107,22 +107,12 @@ def test_the_plain_way_to_run_mixed_batches(start, model, jobs, expected) -> Non
     assert harness.run(jobs) == expected
 
 
-def test_preempted_requests(start, model, jobs, expected) -> None:
-    harness = start(
-        model,
-        exits=ALWAYS,
-        enable_prefix_caching=False,
-        block_size=32,
-        num_gpu_blocks_override=14,
-        max_num_batched_tokens=128,
-        max_model_len=128,
-        max_num_seqs=10,
-        disable_log_stats=False,
-    )
+def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
+    harness = start(model, exits=ALWAYS, max_num_batched_tokens=128, **few_blocks)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
-    assert counter(harness, "vllm:num_preemptions") > 0
-    assert counter(harness, "vllm:spec_decode_num_accepted_tokens") > 0
+    assert harness.counter("vllm:num_preemptions") > 0
+    assert harness.counter("vllm:spec_decode_num_accepted_tokens") > 0
 
 
 def test_up_to_the_end_of_the_context(start, model, job, random_jobs, reference, expect) -> None:
@@ -144,11 +134,15 @@ def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_
         job(early.prompt + said, fields, max_tokens=24)
         for fields in ({"exit_threshold": 1.0}, verified(0.1))
     ]
-    hits = counter(harness, "vllm:prefix_cache_hits")
-    cached = harness.run(follow_ups)
-    assert counter(harness, "vllm:prefix_cache_hits") >= hits + 2 * 96
+    hits = harness.counter("vllm:prefix_cache_hits")
+    cached, read = harness.run(follow_ups), harness.logprobs(early.prompt + said)
+    assert harness.counter("vllm:prefix_cache_hits") >= hits + 2 * 96
     harness.engine.reset_prefix_cache()
     assert [harness.run([one])[0] for one in follow_ups] == cached
+    # Keys and values, seen through what attends to them: float32 sums in another order.
+    harness.engine.reset_prefix_cache()
+    for mine, theirs in zip(read, harness.logprobs(early.prompt + said), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, oracle) -> None:
@@ -204,8 +198,3 @@ def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, ora
     p_value = float(torch.special.gammaincc(freedom, torch.tensor(distance / 2)))
     # The seeds are fixed, so this is no lottery; one in a thousand is the level of the test.
     assert p_value > 1e-3, (distance, len(counts) - 1)
-
-
-def counter(harness, name: str) -> int:
-    (metric,) = [metric for metric in harness.engine.get_metrics() if metric.name == name]
-    return int(metric.value)
