@@ -1,0 +1,301 @@
+"""AdaGC: each gradient clipped against the history of its own norm."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from exitserve.errors import ExitServeError
+from exitserve_training.adagc import AdaGC
+
+
+def parameter(*gradient: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    values = torch.tensor(gradient, dtype=dtype)
+    leaf = nn.Parameter(torch.zeros_like(values))
+    leaf.grad = values
+    return leaf
+
+
+def clip_norms(clipper: AdaGC, **norms: float) -> dict[str, float]:
+    """One step with gradients of these norms; the norms that come out."""
+    named = {name: parameter(0.6 * norm, 0.8 * norm) for name, norm in norms.items()}
+    clipper.clip(named.items())
+    return {name: float(leaf.grad.norm()) for name, leaf in named.items() if leaf.grad is not None}
+
+
+def plain(history: list[dict[str, float]], warmup: int) -> list[dict[str, float]]:
+    """The method on norms alone, as the module's header writes it; lambda 1.04, beta 0.99."""
+    averages = dict.fromkeys(history[0], math.inf)
+    clipped = []
+    for step, norms in enumerate(history):
+        total = math.sqrt(sum(norm**2 for norm in norms.values()))
+        out = {}
+        for name, norm in norms.items():
+            if step < warmup:
+                out[name] = norm * min(1.0, 1.0 / total)
+                averages[name] = min(averages[name], out[name])
+            else:
+                out[name] = norm * min(1.0, 1.04 * averages[name] / norm)
+                averages[name] = 0.99 * averages[name] + 0.01 * out[name]
+        clipped.append(out)
+    return clipped
+
+
+def test_by_hand() -> None:
+    clipper = AdaGC(warmup_steps=2)
+    # Warm-up: global norm 5 becomes 1. Then 0.5 is below 1 and stays.
+    assert clip_norms(clipper, a=3.0, b=4.0) == pytest.approx({"a": 0.6, "b": 0.8}, rel=1e-6)
+    assert clip_norms(clipper, a=0.3, b=0.4) == pytest.approx({"a": 0.3, "b": 0.4}, rel=1e-6)
+    assert clipper.state_dict()["averages"] == pytest.approx({"a": 0.3, "b": 0.4}, rel=1e-6)
+    # Afterwards each by itself: a's spike is cut to 1.04 of its average and b does not notice.
+    assert clip_norms(clipper, a=30.0, b=0.2) == pytest.approx({"a": 0.312, "b": 0.2}, rel=1e-6)
+    expected = {"a": 0.99 * 0.3 + 0.01 * 0.312, "b": 0.99 * 0.4 + 0.01 * 0.2}
+    assert clipper.state_dict()["averages"] == pytest.approx(expected, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    history=st.lists(
+        st.fixed_dictionaries({name: st.floats(1e-6, 1e6) for name in "abc"}),
+        min_size=1,
+        max_size=12,
+    ),
+    warmup=st.integers(1, 6),
+)
+def test_any_history_equals_the_plain_method(history: list[dict[str, float]], warmup: int) -> None:
+    clipper = AdaGC(warmup_steps=warmup)
+    for norms, expected in zip(history, plain(history, warmup), strict=True):
+        # Norms pass through float32 once a step, and averages carry that on: 12 steps at most.
+        assert clip_norms(clipper, **norms) == pytest.approx(expected, rel=1e-5)
+
+
+def test_warm_up_is_global_clipping() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
+    theirs = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
+    clipper = AdaGC(max_norm=0.5)
+    for scale in (1e-3, 1.0, 100.0):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = scale * torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        clipper.clip(ours)
+        nn.utils.clip_grad_norm_(theirs, 0.5)
+        for one, other in zip(ours, theirs, strict=True):
+            # PyTorch divides by the norm plus 1e-6.
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=0.0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    norms=st.dictionaries(st.sampled_from("abcdef"), st.floats(1e-3, 1e3), min_size=1),
+    spike=st.floats(1.0, 1e6),
+)
+def test_no_norm_passes_its_bound_and_below_it_nothing_changes(
+    norms: dict[str, float], spike: float
+) -> None:
+    clipper = AdaGC(warmup_steps=0, max_norm=1e9)
+    clip_norms(clipper, **norms)
+    averages = clipper.state_dict()["averages"]
+    first = min(norms)
+    named = {
+        name: parameter(0.6 * norm, 0.8 * norm) for name, norm in reversed(list(norms.items()))
+    }
+    assert named[first].grad is not None
+    named[first].grad.mul_(spike)
+    before = {name: leaf.grad.clone() for name, leaf in named.items() if leaf.grad is not None}
+    clipper.clip(named.items())
+    for name, leaf in named.items():
+        assert leaf.grad is not None
+        assert float(leaf.grad.norm()) <= 1.04 * averages[name] * (1 + 1e-6)
+        if float(before[name].norm()) < 1.039 * averages[name]:
+            assert torch.equal(leaf.grad, before[name])
+
+
+def test_an_average_grows_slowly() -> None:
+    clipper = AdaGC(warmup_steps=1)
+    clip_norms(clipper, a=0.5)
+    for _ in range(10):
+        clip_norms(clipper, a=1000.0)
+    grown = clipper.state_dict()["averages"]["a"]
+    assert grown == pytest.approx(0.5 * (1 + 0.01 * 0.04) ** 10, rel=1e-5)
+
+
+def test_what_clip_reports() -> None:
+    clipper = AdaGC(warmup_steps=0, max_norm=10.0)
+    clip_norms(clipper, a=3.0, b=4.0)
+    report = clipper.clip({"a": parameter(3.0), "b": parameter(0.0, 8.32)}.items())
+    assert report == pytest.approx(
+        {
+            "grad_norm": math.hypot(3.0, 8.32),
+            "clipped_grad_norm": math.hypot(3.0, 4.16),
+            "clipped_fraction": 0.5,
+            "least_scale": 0.5,
+        },
+        rel=1e-6,
+    )
+
+
+def test_gradients_that_are_none_or_zero_are_passed_over() -> None:
+    clipper = AdaGC(warmup_steps=2)
+    silent = nn.Parameter(torch.zeros(3))
+    nothing = {"grad_norm": 0.0, "clipped_grad_norm": 0.0, "clipped_fraction": 0.0}
+    assert clipper.clip([]) == {**nothing, "least_scale": 1.0}
+    zero = parameter(0.0, 0.0)
+    assert clipper.clip([("silent", silent), ("zero", zero)]) == {**nothing, "least_scale": 1.0}
+    assert clipper.state_dict() == {"steps": 2, "averages": {}}
+    assert silent.grad is None
+    # Neither tensor is frozen: the first real gradient passes, bounded by max_norm.
+    assert clip_norms(clipper, zero=0.25, silent=50.0) == pytest.approx(
+        {"zero": 0.25, "silent": 1.0}, rel=1e-6
+    )
+    before = clipper.state_dict()
+    clip_norms(clipper, zero=0.0)
+    assert clipper.state_dict()["averages"] == before["averages"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("warmup_steps", [0, 100])
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(
+    bad: float, warmup_steps: int
+) -> None:
+    clipper = AdaGC(warmup_steps=warmup_steps, max_norm=1e-3)
+    clip_norms(clipper, good=2.0)
+    before = clipper.state_dict()
+    good = parameter(50.0, 1.0)
+    with pytest.raises(ExitServeError, match=r"gradient of 'layers.3.bad' .* at step 1"):
+        clipper.clip([("good", good), ("layers.3.bad", parameter(1.0, bad))])
+    assert clipper.state_dict() == before
+    assert good.grad is not None
+    assert good.grad.tolist() == [50.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, 1e30),  # finite, but its square is not
+        (torch.bfloat16, 1e30),
+        (torch.float16, 6e4),
+        (torch.float64, 1e200),
+        (torch.float32, 1e-30),  # its square vanishes: as if zero, and left alone
+        (torch.bfloat16, 1e-30),
+        (torch.float16, 6e-8),
+    ],
+)
+def test_huge_and_tiny_gradients(dtype: torch.dtype, size: float) -> None:
+    clipper = AdaGC(warmup_steps=1)
+    leaf = parameter(size, -size, dtype=dtype)
+    report = clipper.clip([leaf])
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == dtype
+    # Half precision rounds the scaled numbers: 2^-8 relative at worst.
+    assert float(leaf.grad.norm()) <= 1.0 + 2**-8
+    assert all(math.isfinite(value) for value in report.values())
+    if size > 1:
+        assert report["grad_norm"] == pytest.approx(size * math.sqrt(2.0), rel=2**-8)
+        assert float(leaf.grad.norm()) == pytest.approx(1.0, rel=2**-8)
+
+
+def test_resumed_is_as_if_never_stopped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    history = [
+        {name: float(norm) for name, norm in zip("ab", row, strict=True)}
+        for row in torch.rand(12, 2, generator=generator).tolist()
+    ]
+    through = AdaGC(warmup_steps=4)
+    expected = [clip_norms(through, **norms) for norms in history]
+    for stop in (2, 4, 7):
+        first, second = AdaGC(warmup_steps=4), AdaGC(warmup_steps=4)
+        found = [clip_norms(first, **norms) for norms in history[:stop]]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        found += [clip_norms(second, **norms) for norms in history[stop:]]
+        assert found == expected
+        assert second.state_dict() == through.state_dict()
+
+
+def test_a_state_is_a_copy() -> None:
+    clipper = AdaGC()
+    clip_norms(clipper, a=0.5)
+    state = clipper.state_dict()
+    clip_norms(clipper, a=0.1)
+    assert state == {"steps": 1, "averages": pytest.approx({"a": 0.5})}
+
+
+def test_parameters_without_names_are_known_by_their_place() -> None:
+    clipper = AdaGC(warmup_steps=1)
+    clipper.clip([parameter(0.3), nn.Parameter(torch.zeros(1)), parameter(0.4)])
+    assert clipper.state_dict()["averages"] == pytest.approx({"0": 0.3, "2": 0.4})
+
+
+def test_in_training_a_spike_does_no_harm() -> None:
+    """A model's own parameters and an optimizer: one wrong batch in twenty, a thousandfold loss."""
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 8)
+    targets = inputs @ torch.randn(8, 2)
+
+    def train(clipper: AdaGC | None) -> float:
+        torch.manual_seed(1)
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(100):
+            loss = (model(inputs) - targets).square().mean()
+            if step % 20 == 15:
+                loss = 1000.0 * (model(inputs) + targets).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if clipper is not None:
+                clipper.clip(model.named_parameters())
+            optimizer.step()
+        return (model(inputs) - targets).square().mean().item()
+
+    assert train(AdaGC(warmup_steps=20)) < 0.1
+    assert not train(None) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ratio": 0.9}, "ratio 0.9 must be at least 1"),
+        ({"ratio": math.nan}, "ratio nan"),
+        ({"beta": 1.0}, r"beta 1.0 must be in \[0, 1\)"),
+        ({"beta": -0.1}, "beta -0.1"),
+        ({"warmup_steps": -1}, "warmup_steps -1 must be 0 or more"),
+        ({"max_norm": 0.0}, "max_norm 0.0 must be positive"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        AdaGC(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "no AdaGC state"),
+        ({"steps": 3, "norms": {}}, r"keys \['norms', 'steps'\]"),
+        ({"steps": -1, "averages": {}}, "no AdaGC state"),
+        ({"steps": 1, "averages": {"w": 0.0}}, "average of 'w' is 0.0"),
+        ({"steps": 1, "averages": {"w": math.nan}}, "average of 'w' is nan"),
+    ],
+)
+def test_bad_states_are_named(state: dict[str, object], message: str) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        AdaGC().load_state_dict(state)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(ExitServeError, match="parameter 'w' comes twice"):
+        AdaGC().clip([("w", parameter(1.0)), ("w", parameter(2.0))])
+
+
+def test_only_gradients_change() -> None:
+    leaf = nn.Parameter(torch.tensor([1.0, 2.0]))
+    leaf.grad = torch.tensor([30.0, 40.0])
+    gradient: Tensor = leaf.grad
+    AdaGC().clip([leaf])
+    assert leaf.grad is gradient
+    assert leaf.tolist() == [1.0, 2.0]
+    torch.testing.assert_close(leaf.grad, torch.tensor([0.6, 0.8]))

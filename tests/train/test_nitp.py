@@ -1,0 +1,211 @@
+"""The NITP loss against the position-by-position reference that it must equal."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from exitserve.errors import ExitServeError
+from exitserve_training.losses.implicit import Projector, nitp
+from exitserve_training.losses.reference.implicit import nitp as reference
+
+# Both sides are float32 and differ in the order of sums of a few dozen terms: some 1e-7 each.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+DISTANCES = ["cosine", "mse", "smooth_l1", "kl"]
+every_distance = pytest.mark.parametrize("distance", DISTANCES)
+
+
+def problem(
+    rows: int = 2, tokens: int = 6, width: int = 5, *, seed: int = 0, dtype: Any = torch.float32
+) -> tuple[Tensor, Tensor, Projector]:
+    torch.manual_seed(seed)
+    hidden = torch.randn(rows, tokens, width, dtype=dtype, requires_grad=True)
+    shallow = torch.randn(rows, tokens, width, dtype=dtype, requires_grad=True)
+    return hidden, shallow, Projector(width, 7).to(dtype)
+
+
+def some_mask(rows: int, tokens: int, seed: int) -> Tensor:
+    return torch.rand(rows, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
+
+
+def gradients(loss: Tensor, hidden: Tensor, projector: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [hidden, *projector.parameters()])
+
+
+@every_distance
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("target_shift", [0, 1, 3])
+def test_value_and_gradients_equal_the_reference(
+    distance: Any, masked: bool, target_shift: int
+) -> None:
+    hidden, shallow, projector = problem()
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, 2] = mask[1, 0] = False
+    options = {"target_shift": target_shift, "mask": mask if masked else None}
+    ours = nitp(hidden, shallow, projector, distance=distance, **options)  # type: ignore[arg-type]
+    theirs = reference(hidden, shallow, projector, distance=distance, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(
+        gradients(ours, hidden, projector), gradients(theirs, hidden, projector), **CLOSE
+    )
+
+
+@every_distance
+def test_gradcheck(distance: Any) -> None:
+    hidden, shallow, projector = problem(1, 4, 3, dtype=torch.float64)
+
+    def loss(hidden: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(dict(projector.named_parameters()), parameters, strict=True))
+        return nitp(
+            hidden,
+            shallow,
+            lambda states: torch.func.functional_call(projector, named, (states,)),
+            distance=distance,
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden, *projector.parameters()))
+
+
+def test_by_hand() -> None:
+    """Two positions: the first predicts the second's shallow state, which no one predicts back."""
+    hidden = torch.tensor([[[3.0, 4.0], [9.0, 9.0]]])
+    shallow = torch.tensor([[[7.0, 7.0], [4.0, 3.0]]])
+
+    def loss(distance: Any) -> float:
+        return nitp(hidden, shallow, lambda states: states, distance=distance).item()
+
+    assert loss("cosine") == pytest.approx(1 - 24 / 25)
+    assert loss("mse") == pytest.approx(1.0)
+    assert loss("smooth_l1") == pytest.approx(0.5)
+    # Both are (s, 1 - s) and (1 - s, s) with s = e / (1 + e).
+    s = math.e / (1 + math.e)
+    assert loss("kl") == pytest.approx((2 * s - 1) * math.log(s / (1 - s)))
+
+
+def test_targets_get_no_gradient() -> None:
+    hidden, shallow, projector = problem()
+    nitp(hidden, shallow, projector).backward()
+    assert shallow.grad is None
+    assert hidden.grad is not None
+    assert hidden.grad[:, -1].count_nonzero() == 0, "the last position predicts nothing"
+    assert hidden.grad[:, :-1].count_nonzero() > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.integers(1, 9),
+    target_shift=st.integers(0, 4),
+    distance=st.sampled_from(DISTANCES),
+    seed=st.integers(0, 2**16),
+)
+def test_a_pair_counts_if_both_positions_do(
+    tokens: int, target_shift: int, distance: Any, seed: int
+) -> None:
+    hidden, shallow, projector = problem(3, tokens, seed=seed)
+    mask = some_mask(3, tokens, seed)
+    expected = reference(hidden, shallow, projector, target_shift, distance, mask)
+    # Uncounted positions may hold anything.
+    spoiled = hidden.detach().masked_fill(~mask[..., None], math.nan).requires_grad_()
+    shallow = shallow.detach().masked_fill(~mask[..., None], math.nan)
+    options: dict[str, Any] = {"target_shift": target_shift, "distance": distance, "mask": mask}
+    loss = nitp(spoiled, shallow, projector, **options)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, spoiled, projector))
+    each = nitp(spoiled, shallow, projector, reduction="none", **options)
+    pairs = max(tokens - target_shift, 0)
+    assert each.shape == (3, pairs)
+    both = mask[:, :pairs] & mask[:, target_shift:]
+    assert torch.equal(each != 0, both)
+    torch.testing.assert_close(each.sum() / max(int(both.sum()), 1), loss, **CLOSE)
+
+
+@settings(deadline=None, max_examples=20)
+@given(exponent=st.integers(-3, 30), seed=st.integers(0, 2**16))
+def test_cosine_knows_no_scale_of_the_target(exponent: int, seed: int) -> None:
+    hidden, shallow, projector = problem(seed=seed)
+    expected = nitp(hidden, shallow, projector)
+    torch.testing.assert_close(nitp(hidden, shallow * 10.0**exponent, projector), expected, **CLOSE)
+
+
+@every_distance
+@pytest.mark.parametrize("kind", ["no target", "nothing counted", "no two together"])
+def test_without_a_pair_the_loss_is_zero_with_zero_gradients(distance: Any, kind: str) -> None:
+    hidden, shallow, projector = problem()
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    if kind == "no two together":
+        mask[:, ::2] = True
+    loss = nitp(
+        hidden,
+        shallow,
+        projector,
+        distance=distance,
+        target_shift=6 if kind == "no target" else 1,
+        mask=None if kind == "no target" else mask,
+    )
+    assert loss.item() == 0.0
+    assert all(g.count_nonzero() == 0 for g in gradients(loss, hidden, projector))
+
+
+@every_distance
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1e10, 1e30, 1e38])
+def test_degenerate_states_are_finite_in_value_and_gradient(distance: Any, scale: float) -> None:
+    hidden, shallow, _ = problem()
+    large = (hidden.detach() * scale).clamp(-3e38, 3e38).requires_grad_()
+    target = (shallow.detach() * scale).clamp(-3e38, 3e38)
+    loss = nitp(large, target, lambda states: states, distance=distance)
+    (gradient,) = torch.autograd.grad(loss, large)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@every_distance
+def test_equal_states_have_distance_zero(distance: Any) -> None:
+    hidden, _, _ = problem()
+    loss = nitp(hidden, hidden, lambda states: states, distance=distance, target_shift=0)
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.abs().max() < 1e-6
+
+
+@every_distance
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_states_are_compared_in_float32(distance: Any, dtype: torch.dtype) -> None:
+    hidden, shallow, projector = problem(dtype=dtype)
+    loss = nitp(hidden, shallow, projector, distance=distance)
+    assert loss.dtype == torch.float32
+    predicted = projector(hidden).float()
+    expected = nitp(predicted, shallow.float(), lambda states: states, distance=distance)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, hidden, projector))
+
+
+def test_projector_maps_states_to_states() -> None:
+    projector = Projector(6)
+    assert projector(torch.randn(3, 6)).shape == (3, 6)
+    assert [tuple(p.shape) for p in projector.parameters()] == [(6, 6), (6, 6)]
+    assert [tuple(p.shape) for p in Projector(6, 24).parameters()] == [(24, 6), (6, 24)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distance": "cosin"}, "distance 'cosin' is unknown; allowed: cosine.*Did you mean"),
+        ({"reduction": "sum"}, "reduction 'sum' is unknown; allowed: mean, none"),
+        ({"target_shift": -1}, "target_shift -1 must be a whole number"),
+        ({"target_shift": True}, "target_shift True"),
+        ({"mask": torch.ones(2, 5)}, r"mask has shape \(2, 5\).*expected \(2, 6\)"),
+        ({"shallow": torch.ones(2, 5, 5)}, r"shallow \(2, 5, 5\); expected \[B, T, D\]"),
+        ({"hidden": torch.ones(2, 6)}, r"hidden has shape \(2, 6\)"),
+        ({"projector": nn.Linear(5, 4)}, r"projector returned shape \(10, 4\) for .* \(10, 5\)"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    hidden, shallow, projector = problem()
+    given_: dict[str, Any] = {"hidden": hidden, "shallow": shallow, "projector": projector}
+    with pytest.raises(ExitServeError, match=message):
+        nitp(**{**given_, **change})

@@ -1,0 +1,284 @@
+"""The contrastive losses that SimReg is compared with, as losses of token embeddings.
+
+Paper: SimReg, section 5, "Baselines", which cites the four methods and gives half a sentence to
+each: "SimCSE adopts the contrastive loss on the sentence embedding. CPretrain minimizes the
+similarity distribution. CReg treats each token pair as an independent negative example. SCE
+adopts a weighted similarity via latent distributions." How they were adapted to pretraining it
+does not say. Here each keeps the loss of its own paper, on cosine similarities over a
+temperature, and every docstring says what takes the place of that paper's pairs.
+
+Except for `simcse(level="sequence")` the losses compare the tokens of one sequence, as SimReg
+does. To compare all tokens of a batch, pass it as one row: [1, B * T, D] and [1, B * T].
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from exitserve.errors import ExitServeError
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.pairs import (
+    FAR,
+    ZERO,
+    check_temperature,
+    counted_vectors,
+    label_counts,
+    labelled_tokens,
+    log_sum,
+    row_losses,
+    similarities,
+)
+from exitserve_training.losses.tokens import (
+    Reduction,
+    check_choice,
+    check_reduction,
+    reduced,
+    unit_vectors,
+)
+
+Level = Literal["sequence", "token"]
+
+
+def simcse(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    views: Tensor | None = None,
+    level: Level = "sequence",
+    temperature: float = 0.05,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Unsupervised SimCSE (Gao et al. 2021, eq. 1): know yourself in a second view, among others.
+
+        l_i = -log( exp(cos(h_i, h'_i) / tau) / sum over j of exp(cos(h_i, h'_j) / tau) )
+
+    A sentence is a row of the batch, and its embedding the mean over its counted tokens: a
+    decoder has no [CLS] token. With one row alone the loss is 0. Labels only say which tokens
+    count.
+
+    Args:
+        embeddings: hidden states [B, T, D].
+        labels: next tokens [B, T], already shifted; -100 is ignored.
+        views: [B, T, D], the same tokens in a second forward pass under another dropout mask.
+            None takes `embeddings` again, which is SimCSE with dropout 0 (its table 3): what is
+            left is the pressure to spread out.
+        level: `"sequence"` compares the rows of the batch, as the paper says; `"token"` the
+            tokens of each sequence.
+        temperature: tau; 0.05 is SimCSE's.
+        mask: bool [B, T]; tokens where it is False are ignored.
+        reduction: `"none"` gives [B] at level `"sequence"`, else [B, T]; 0 where ignored.
+
+    Raises:
+        ExitServeError: an unknown option, a bad temperature, or shapes that disagree.
+    """
+    check_choice("level", level, get_args(Level))
+    counted = _checked(embeddings, labels, mask, temperature, reduction)
+    first = counted_vectors(embeddings, counted)
+    second = _second_view(views, embeddings, counted)
+    if level == "token":
+        losses = _info_nce(
+            unit_vectors(first, ZERO), unit_vectors(second, ZERO), counted, temperature
+        )
+        return reduced(losses, counted, reduction)
+    # The vectors that do not count are zero, and the length of the mean does not matter.
+    first, second = first.mean(dim=1)[None], second.mean(dim=1)[None]
+    rows = counted.any(dim=1)[None]
+    losses = _info_nce(unit_vectors(first, ZERO), unit_vectors(second, ZERO), rows, temperature)
+    return reduced(losses[0], rows[0], reduction)
+
+
+def cpretrain(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.07,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Contrastive pretraining (Neelakantan et al. 2022, section 2): pairs among other pairs.
+
+    N pairs (x, y) give the N x N scores cos(x_i, y_k) / tau; the loss is the mean of the
+    cross-entropies of its rows and of its columns, whose targets are the diagonal. The method
+    pairs neighbouring pieces of text. Here x is a token and y the next token of the sequence
+    with the same label; the other pairs of the sequence are the negatives, those of the same
+    label among them, as the method knows no labels. The mean is over the pairs.
+
+    Args:
+        embeddings: hidden states [B, T, D].
+        labels: next tokens [B, T], already shifted; -100 is ignored.
+        temperature: tau. Trained in the method, fixed here; 0.07 is where CLIP, whose loss it
+            is, starts from.
+        mask: bool [B, T]; tokens where it is False are ignored.
+        reduction: `"none"` gives [B, T]: a pair's loss at its first token, 0 elsewhere.
+
+    Raises:
+        ExitServeError: a bad temperature or reduction, or shapes that disagree.
+    """
+    counted = _checked(embeddings, labels, mask, temperature, reduction)
+    partner, paired = _next_of_same_label(labels, counted)
+    first = unit_vectors(counted_vectors(embeddings, counted), ZERO)
+    second = first.gather(1, partner[..., None].expand_as(first))
+    rows = _info_nce(first, second, paired, temperature)
+    columns = _info_nce(second, first, paired, temperature)
+    return reduced((rows + columns) / 2, paired, reduction)
+
+
+def creg(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Representation consistency (CReg, Yin et al. 2023): one contrastive term per positive pair.
+
+        l_i = mean over p in P_i \\ {i} of
+              -log( exp(cos(e_i, e_p) / tau) / sum over j != i of exp(cos(e_i, e_j) / tau) )
+
+    P_i are the tokens with the label of i. This is the supervised contrastive loss (Khosla et
+    al. 2020, L_out), in which every pair counts by itself: the averaging over samples that
+    SimReg turns from. CReg's other half, consistent predictions under two dropout masks, acts
+    on the logits and is left out. A token whose label occurs once has no term and does not
+    count in the mean.
+
+    Args:
+        embeddings: hidden states [B, T, D].
+        labels: next tokens [B, T], already shifted; -100 is ignored.
+        temperature: tau; 0.1 is that of Khosla et al.
+        mask: bool [B, T]; tokens where it is False are ignored.
+        reduction: `"none"` gives [B, T], 0 where a token has no term.
+
+    Raises:
+        ExitServeError: a bad temperature or reduction, or shapes that disagree.
+    """
+    counted = _checked(embeddings, labels, mask, temperature, reduction)
+    vectors = unit_vectors(counted_vectors(embeddings, counted), ZERO)
+    others = label_counts(labels, counted) - 1
+    position = torch.arange(labels.shape[1], device=labels.device)
+
+    def block(start: int, stop: int) -> Tensor:
+        scores = similarities(vectors[:, start:stop], vectors, temperature)
+        same = labels[:, start:stop, None] == labels[:, None, :]
+        columns = counted[:, None, :] & (position != position[start:stop, None])
+        total = scores.masked_fill(~(same & columns), 0.0).sum(dim=-1)
+        return log_sum(scores, columns) - total / others[:, start:stop].clamp(min=1)
+
+    anchors = others > 0
+    losses = row_losses(block, labels.shape[1])
+    return reduced(losses, anchors, reduction)
+
+
+def sce(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    views: Tensor | None = None,
+    contrast: float = 0.5,
+    temperature: float = 0.1,
+    target_temperature: float = 0.07,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Similarity contrastive estimation (Denize et al. 2023): predict softened positives.
+
+    With queries q from `embeddings` and keys k from `views`, without gradient:
+
+        p_ij = softmax over j of cos(q_i, k_j) / tau
+        s_ij = softmax over j in N_i of cos(k_i, k_j) / tau_m
+        w_ij = lambda * [j in P_i] / |P_i|  +  (1 - lambda) * s_ij
+        l_i  = - sum over j of w_ij * log p_ij
+
+    The method has P_i = {i} and N_i all others. Here P_i are the tokens with the label of i and
+    N_i those of another label, which is the same where all labels differ. A token without
+    negatives keeps the first part of w only.
+
+    Args:
+        embeddings: hidden states [B, T, D].
+        labels: next tokens [B, T], already shifted; -100 is ignored.
+        views: [B, T, D], the tokens from the method's target network; None: `embeddings` again.
+        contrast: lambda in 0..1, the method's 0.5; 1 is the contrastive loss alone.
+        temperature: tau, the method's 0.1.
+        target_temperature: tau_m, the method's 0.07; below tau, so that targets are sharper.
+        mask: bool [B, T]; tokens where it is False are ignored.
+        reduction: `"none"` gives [B, T], 0 where ignored.
+
+    Raises:
+        ExitServeError: an argument out of range, or shapes that disagree.
+    """
+    if not 0.0 <= contrast <= 1.0:
+        raise ExitServeError(f"contrast {contrast!r} must be in 0..1, such as 0.5.")
+    check_temperature("target_temperature", target_temperature)
+    counted = _checked(embeddings, labels, mask, temperature, reduction)
+    queries = unit_vectors(counted_vectors(embeddings, counted), ZERO)
+    keys = unit_vectors(_second_view(views, embeddings, counted), ZERO).detach()
+    positives = label_counts(labels, counted)
+
+    def block(start: int, stop: int) -> Tensor:
+        rows = slice(start, stop)
+        scores = similarities(queries[:, rows], keys, temperature)
+        columns = counted[:, None, :]
+        log_p = scores - log_sum(scores, columns)[..., None]
+        same = labels[:, rows, None] == labels[:, None, :]
+        other = ~same & columns
+        targets = similarities(keys[:, rows], keys, target_temperature)
+        # Without negatives the softmax is over nothing, and made zero after it.
+        relation = targets.masked_fill(~other, FAR).softmax(dim=-1).masked_fill(~other, 0.0)
+        positive = (same & columns).to(scores.dtype) / positives[:, rows, None].clamp(min=1)
+        weights = contrast * positive + (1.0 - contrast) * relation
+        return -(weights * log_p).sum(dim=-1)
+
+    return reduced(row_losses(block, labels.shape[1]), counted, reduction)
+
+
+def _checked(
+    embeddings: Tensor, labels: Tensor, mask: Tensor | None, temperature: float, reduction: str
+) -> Tensor:
+    """Bool [B, T], the counted tokens, after the checks that all losses share."""
+    check_temperature("temperature", temperature)
+    check_reduction(reduction)
+    return labelled_tokens(embeddings, labels, mask)
+
+
+def _second_view(views: Tensor | None, embeddings: Tensor, counted: Tensor) -> Tensor:
+    if views is None:
+        return counted_vectors(embeddings, counted)
+    if views.shape != embeddings.shape:
+        raise ExitServeError(
+            f"views have shape {tuple(views.shape)}, embeddings {tuple(embeddings.shape)}; "
+            f"they must be equal, as they show the same tokens."
+        )
+    return counted_vectors(views, counted)
+
+
+def _info_nce(queries: Tensor, keys: Tensor, counted: Tensor, temperature: float) -> Tensor:
+    """-log softmax of query i's score with key i among all counted keys of its row: [B, T].
+
+    Args:
+        queries: unit vectors [B, T, D].
+        keys: unit vectors [B, T, D].
+        counted: bool [B, T]; the values of other queries mean nothing.
+        temperature: divides the scores.
+    """
+
+    def block(start: int, stop: int) -> Tensor:
+        scores = similarities(queries[:, start:stop], keys, temperature)
+        own = scores.diagonal(offset=start, dim1=1, dim2=2)
+        return log_sum(scores, counted[:, None, :]) - own
+
+    return row_losses(block, queries.shape[1])
+
+
+def _next_of_same_label(labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token the position of the next with its label, and whether there is one: [B, T]."""
+    keys = labels.masked_fill(~counted, IGNORED)
+    order = keys.argsort(dim=1, stable=True)
+    ranked = keys.gather(1, order)
+    follows = (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] != IGNORED)
+    partner = torch.zeros_like(order).scatter(1, order[:, :-1], order[:, 1:])
+    paired = torch.zeros_like(counted).scatter(1, order[:, :-1], follows)
+    return partner, paired

@@ -1,0 +1,1 @@
+"""Slow, obviously right float32 references of the losses, which tests hold them to."""
