@@ -90,6 +90,16 @@ def test_traces_and_streams(ask: Any) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
+def test_clients_that_hang_up_leave_nothing_behind(verifying: LocalServer, ask: Any) -> None:
+    expected = ask(PROMPTS[3]).choices[0].token_ids
+    for _ in range(3):
+        stream = ask(PROMPTS[0], options={"stream": True}, ignore_eos=True)
+        next(iter(stream))
+        stream.close()
+    assert ask(PROMPTS[3]).choices[0].token_ids == expected
+    assert counter(verifying, "exitserve_pending_tokens") == 0
+
+
 def test_stops_cut_drafts_off(ask: Any) -> None:
     full = ask(PROMPTS[1], stop=["\n\n"], vllm_xargs={"exit_mode": "off"})
     drafted = ask(PROMPTS[1], stop=["\n\n"], vllm_xargs={"exit_trace": True})

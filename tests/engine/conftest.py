@@ -162,18 +162,23 @@ def expect() -> Callable[[Reference, Job], Outcome]:
 def random_jobs() -> Callable[..., list[Job]]:
     """Requests of different lengths and policies for the tiny checkpoints."""
 
-    def make(count: int = 8, longest: int = 40, max_tokens: int = 24) -> list[Job]:
+    def make(
+        count: int = 8, longest: int = 40, max_tokens: int = 24, verifying: bool = False
+    ) -> list[Job]:
         numbers = random.Random(7)
         kinds: list[dict[str, Any]] = [
-            {"exit_threshold": 0.05},
-            {"exit_threshold": 0.1},
-            {"exit_threshold": 0.2},
+            {"exit_threshold": 0.05, "exit_mode": "confidence"},
+            {"exit_threshold": 0.1, "exit_mode": "confidence"},
+            {"exit_threshold": 0.2, "exit_mode": "confidence"},
             {"exit_threshold": 0.1, "exit_mode": "defer"},
             {"exit_layer": 2},
             {"exit_threshold": 0.06, "exit_mode": "defer"},
             {"exit_threshold": 1.0},
             {"exit_layer": 4},
-        ]
+            # Only a server of mode "verify" takes these.
+            {"exit_threshold": 0.06, "exit_mode": "verify"},
+            {"exit_threshold": 0.1, "exit_mode": "verify"},
+        ][: None if verifying else 8]
         return [
             Job(
                 [numbers.randrange(2, 128) for _ in range(numbers.randrange(3, longest))],

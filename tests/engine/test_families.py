@@ -57,13 +57,15 @@ def test_engine_is_the_oracle(
 ) -> None:
     family, changes = FAMILIES[architecture]
     model = make_checkpoint(family, **changes)
-    jobs = random_jobs(max_tokens=40)  # past the windows of 32
+    jobs = random_jobs(count=10, max_tokens=40, verifying=True)  # past the windows of 32
     reference = oracle(model)
     expected = [expect(reference, one) for one in jobs]
     assert {2, 4, 6} <= {depth for _, depths in expected for depth in depths}
-    harness = start(model, enable_prefix_caching=False)
+    exits = {"mode": "verify", "exit_threshold": 0.1}  # the one that serves all modes
+    harness = start(model, exits=exits, enable_prefix_caching=False)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
+    assert harness.engine.collective_rpc("exit_stats")[0]["drafted_tokens"] > 0
 
 
 def test_another_package_brings_its_own(

@@ -20,18 +20,9 @@ def jobs(random_jobs, job):
     """Drafting requests, and in their midst others of every kind."""
     made = random_jobs(count=10, max_tokens=60)
     thresholds = (0.06, 0.08, 0.1, 0.12, 0.15)
-    others = [
-        # A server of mode "verify" verifies what names no mode.
-        {"exit_mode": "confidence", **one.fields} if "exit_threshold" in one.fields else one.fields
-        for one in made
-    ]
     return [
-        job(
-            one.prompt,
-            other if index % 3 == 2 else verified(thresholds[index % 5]),
-            one.max_tokens,
-        )
-        for index, (one, other) in enumerate(zip(made, others, strict=True))
+        one if index % 3 == 2 else job(one.prompt, verified(thresholds[index % 5]), one.max_tokens)
+        for index, one in enumerate(made)
     ]
 
 
