@@ -214,11 +214,6 @@ def limit_of_reads(shape: DecoderShape, steps: Sequence[Step], layers: int, head
     """
     full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
     # Attention reads a row's keys and values once for all its tokens of a pass, so at least:
-    cache = full_cache_share(shape, steps) * layers
+    contexts = sum(sum(step.contexts) for step in steps) / max(1, len(steps))
+    cache = contexts * shape.kv_token_bytes * layers
     return full / (layers * shape.layer_bytes + heads * shape.head_bytes + cache)
-
-
-def full_cache_share(shape: DecoderShape, steps: Sequence[Step]) -> float:
-    """Mean bytes of keys and values that one layer reads in one of `steps`, for all rows."""
-    tokens = sum(sum(step.contexts) for step in steps)
-    return tokens * shape.kv_token_bytes / len(steps) if steps else 0.0

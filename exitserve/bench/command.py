@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from exitserve.bench import synthetic
 from exitserve.bench.prompts import encode, load_prompts, take
-from exitserve.bench.settings import BenchPlan, make_settings
+from exitserve.bench.settings import BenchPlan, make_settings, verify_options
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, Mode, check_threshold
@@ -183,8 +183,8 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         raise ExitServeError("--num-drafts belongs to mode verify; add it to --modes.")
     options: dict[str, Any] = {} if layers is None else {"exit_layers": layers}
     if "verify" in modes:
-        options |= {"mode": "verify", "exit_threshold": 0.5, "num_drafts": args.num_drafts}
-    rules = check_rules(model_dir, {k: v for k, v in options.items() if v is not None})
+        options |= verify_options(args.num_drafts)
+    rules = check_rules(model_dir, options)
     default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = [check_threshold(t, "--thresholds") for t in numbers(given, float, "--thresholds")]

@@ -99,7 +99,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         lines += [
             f"**FORCED: a check passes with probability {forced['confidence']:g}, whatever the "
             f"threshold, and a draft is accepted with probability {forced['acceptance']:g}, both "
-            f"drawn with a fixed seed.**",
+            f"drawn by lot, the same in every repeat.**",
             "",
         ]
     for note in data["notes"]:

@@ -118,13 +118,17 @@ class BenchPlan:
         options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
         if self.forced is not None:
             options["forced"] = dict(self.forced)
-        if verify:
-            options |= {"mode": "verify", "exit_threshold": 0.5, "num_drafts": self.num_drafts}
-        return options
+        return options | verify_options(self.num_drafts) if verify else options
 
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""
         return max(1, self.requests // batch_size) * batch_size
+
+
+def verify_options(num_drafts: int | None) -> dict[str, Any]:
+    """What lets an engine verify; the threshold is only its default, which no request takes."""
+    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
+    return options if num_drafts is None else options | {"num_drafts": num_drafts}
 
 
 def make_settings(

@@ -134,12 +134,8 @@ class Pending:
             self._next = last + 1
 
     def count_from(self, position: int) -> int:
-        """How many wait at or after a position."""
-        return sum(
-            int((one.positions >= position).sum())
-            for kept in self._waiting.values()
-            for one in kept
-        )
+        """How many wait at or after a position; between passes, their positions have no gaps."""
+        return max(0, self._next - max(position, self._first)) if self._waiting else 0
 
     def clear(self) -> None:
         """Forgets all: they run through all layers again."""

@@ -159,6 +159,8 @@ class Rows:
             if row.policy.mode == "off" or generated < 1:
                 continue
             past = self._past(index, row)
+            # A grammar, the end of the context or a preemption may have taken drafts away.
+            del past.drafts[drafts[index] :]
             if past.pending is not None:
                 past.pending.expect(last[index] - length + 1, last[index], self.number)
                 waiting[index] = past.pending
@@ -226,7 +228,7 @@ class Rows:
         for index, tokens in enumerate(drafts):
             row = self._rows.get(index)
             if row is not None and row.past is not None:
-                row.past.drafts = tokens
+                row.past.drafts = list(tokens)  # vLLM changes its own
         return drafts
 
     def force_checks(
@@ -248,8 +250,8 @@ class Rows:
                 *judging, after = plan.samples(index)
                 last = plan.last_positions[index]
                 lots = [(row.prompt_hash, last - (after - one)) for one in judging]
-                drafts = row.past.drafts[: len(judging)]
-                self.forced.accept(logits[after - len(judging) : after], drafts, lots)
+                own = logits[after - len(judging) : after]
+                self.forced.accept(own, row.past.drafts, lots)
 
     def judge(self, sampled: Sequence[Sequence[int]]) -> None:
         """Counts and traces what passes with drafts generated, for each row [B]."""
