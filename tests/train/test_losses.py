@@ -12,10 +12,14 @@ from torch.nn import functional
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses import (
+    Head,
     aligned_cross_entropy,
     chunked_cross_entropy,
+    layer_cross_entropy,
     layer_weights,
+    weighted_layer_cross_entropy,
 )
+from exitserve_training.losses.chunked import Classifier
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
@@ -206,3 +210,98 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
     hidden, classifier, labels = problem()
     with pytest.raises(ExitServeError, match=message):
         aligned_cross_entropy(hidden, classifier, labels, **change)  # type: ignore[arg-type]
+
+
+def readers(classifier: nn.Module, soft_cap: float | None = None) -> dict[str, Classifier]:
+    """The same function with gradients made in forward, and through checkpoints."""
+    assert isinstance(classifier, nn.Sequential)
+    head = Head(classifier[0], classifier[1], soft_cap)
+    return {"head": head, "any": lambda states: head(states)}
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_head_gives_what_any_classifier_gives(masked: bool, soft_cap: float | None) -> None:
+    hidden, classifier, labels = problem()
+    labels[:, -1] = -100
+    mask = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0)) < 0.6
+    found = []
+    for reader in readers(classifier, soft_cap).values():
+        loss = aligned_cross_entropy(hidden, reader, labels, mask=mask if masked else None)
+        found.append([loss, *gradients(loss, hidden, classifier)])
+    for mine, truth in zip(*found, strict=True):
+        torch.testing.assert_close(mine, truth, **CLOSE)
+
+
+@pytest.mark.parametrize("reader", ["head", "any"])
+def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight(reader: str) -> None:
+    """Each layer's mean is over its own tokens; the sum divides by those that count at all."""
+    hidden, classifier, labels = problem()
+    labels[0, 3] = -100
+    mask = torch.ones_like(labels, dtype=torch.bool)
+    mask[0, 0] = False
+    generator = torch.Generator().manual_seed(3)
+    masks = {layer: torch.rand(labels.shape, generator=generator) < 0.5 for layer in (1, 2, 3)}
+    masks[4] = torch.zeros_like(mask)
+    scale = {1: 0.5, 2: 0.0, 3: 2.0, 4: 1.0}
+    states = dict(enumerate(hidden, start=1))
+    loss, means = weighted_layer_cross_entropy(
+        states, readers(classifier)[reader], labels, scale, mask=mask, masks=masks
+    )
+    expected = torch.zeros(())
+    for layer in (1, 2, 3):
+        counted = (labels != -100) & mask & masks[layer]
+        mean = functional.cross_entropy(classifier(states[layer][counted]), labels[counted])
+        torch.testing.assert_close(means[layer], mean.detach(), **CLOSE)
+        share = counted.sum() / ((labels != -100) & mask).sum()
+        expected = expected + scale[layer] * share * mean
+    assert means[4].item() == 0.0, "no token of layer 4 counts"
+    assert not any(mean.requires_grad for mean in means.values())
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    ours = gradients(loss, hidden, classifier)
+    for mine, truth in zip(ours, gradients(expected, hidden, classifier), strict=True):
+        torch.testing.assert_close(mine, truth, **CLOSE)
+
+
+@pytest.mark.parametrize("reader", ["head", "any"])
+def test_no_token_counts_at_any_layer(reader: str) -> None:
+    hidden, classifier, labels = problem(layers=2)
+    nothing = torch.full_like(labels, -100)
+    loss, means = weighted_layer_cross_entropy(
+        dict(enumerate(hidden)), readers(classifier)[reader], nothing, {0: 1.0, 1: 2.0}
+    )
+    loss.backward()
+    assert [loss.item(), *[mean.item() for mean in means.values()]] == [0.0, 0.0, 0.0]
+    assert all(states.grad is not None and not states.grad.any() for states in hidden)
+
+
+@pytest.mark.parametrize("reader", ["head", "any"])
+def test_evaluation_gives_the_same_means_without_gradients(reader: str) -> None:
+    hidden, classifier, labels = problem()
+    labels[1, 2] = -100
+    states = dict(enumerate(hidden))
+    expected = layer_cross_entropy(states, classifier, labels)
+    with torch.no_grad():
+        found = layer_cross_entropy(states, readers(classifier)[reader], labels)
+        assert layer_cross_entropy({}, classifier, labels) == {}
+    assert found.keys() == expected.keys()
+    for layer, mean in expected.items():
+        torch.testing.assert_close(found[layer], mean.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": {}}, "hidden is empty"),
+        ({"scale": {1: 1.0}}, r"scale has no entry for layers \[2\].*it has \[1\]"),
+        ({"masks": {2: torch.ones(2, 7)}}, r"masks has no entry for layers \[1\]"),
+        ({"masks": {1: torch.ones(2, 7), 2: torch.ones(3)}}, r"mask of layer 2 has shape \(3,\)"),
+        ({"mask": torch.ones(2, 3)}, r"mask has shape \(2, 3\), labels \(2, 7\)"),
+        ({"labels": torch.zeros(3, 7)}, "hidden states of layer 1 have shape"),
+    ],
+)
+def test_bad_arguments_of_layers_are_named(change: dict[str, object], message: str) -> None:
+    hidden, classifier, labels = problem(layers=2)
+    given = {"hidden": dict(enumerate(hidden, 1)), "labels": labels, "scale": {1: 1.0, 2: 1.0}}
+    with pytest.raises(ExitServeError, match=message):
+        weighted_layer_cross_entropy(classifier=classifier, **(given | change))  # type: ignore[arg-type]

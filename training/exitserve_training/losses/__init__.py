@@ -4,12 +4,17 @@ Each works on plain tensors and knows no model. `reference` holds what they must
 """
 
 from exitserve_training.adagc import AdaGC
-from exitserve_training.losses.aligned import aligned_cross_entropy, layer_cross_entropy
+from exitserve_training.losses.aligned import (
+    aligned_cross_entropy,
+    layer_cross_entropy,
+    weighted_layer_cross_entropy,
+)
 from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
 from exitserve_training.losses.chunked import chunked_cross_entropy
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
 from exitserve_training.losses.implicit import Projector, nitp
+from exitserve_training.losses.linear import Head, linear_cross_entropy
 from exitserve_training.losses.measures import effective_rank, mean_cosine
 from exitserve_training.losses.similarity import simreg, simreg_weight
 from exitserve_training.losses.spread import (
@@ -23,6 +28,7 @@ from exitserve_training.losses.weights import WEIGHT_SCHEMES, layer_weights
 __all__ = [
     "WEIGHT_SCHEMES",
     "AdaGC",
+    "Head",
     "Projector",
     "aligned_cross_entropy",
     "balanced_cross_entropy",
@@ -38,6 +44,7 @@ __all__ = [
     "l2_repel",
     "layer_cross_entropy",
     "layer_weights",
+    "linear_cross_entropy",
     "mean_cosine",
     "nitp",
     "orthogonalization",
@@ -45,4 +52,5 @@ __all__ = [
     "simcse",
     "simreg",
     "simreg_weight",
+    "weighted_layer_cross_entropy",
 ]

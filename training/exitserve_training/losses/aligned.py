@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.chunked import IGNORED, Classifier, chunked_cross_entropy
+from exitserve_training.losses.linear import Head, Tokens, grouped_cross_entropy
 from exitserve_training.losses.weights import counted_layers, layer_weights
 
 
@@ -34,8 +35,9 @@ def aligned_cross_entropy(
     Args:
         hidden_states: L tensors [B, T, D], the un-normed residual stream after layers 1..L.
             Entries of layers that do not count may be None.
-        classifier: maps [N, D] to [N, V]: final norm, then LM head. Called on chunks of tokens
-            and once more in backward, so it must be deterministic.
+        classifier: maps [N, D] to [N, V]: final norm, then LM head. A `Head` is the fastest;
+            anything else is called on chunks of tokens and once more in backward, so it must be
+            deterministic.
         labels: targets [B, T], already shifted; -100 is ignored.
         exit_layers: depths in 1..L that count besides L; None for every layer.
         weights: `"linear"` (eq. 3; over a subset renormalised to sum to 1), `"uniform"`, or one
@@ -55,9 +57,82 @@ def aligned_cross_entropy(
     if missing:
         raise ExitServeError(f"hidden_states has no tensor for layers {missing}, which count.")
     hidden = {layer: tensor for layer, tensor in given.items() if tensor is not None}
-    losses = layer_cross_entropy(hidden, classifier, labels, mask=mask)
-    weighted = [weight * losses[layer] for layer, weight in zip(layers, scale, strict=True)]
-    return torch.stack(weighted).sum()
+    of_layer = dict(zip(layers, scale, strict=True))
+    return weighted_layer_cross_entropy(hidden, classifier, labels, of_layer, mask=mask)[0]
+
+
+def weighted_layer_cross_entropy(
+    hidden: Mapping[int, Tensor],
+    classifier: Classifier,
+    labels: Tensor,
+    scale: Mapping[int, float],
+    *,
+    mask: Tensor | None = None,
+    masks: Mapping[int, Tensor] | None = None,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Returns the weighted sum of the layers' cross-entropies, and each mean (nats per token).
+
+    The sum is a differentiable scalar, the means are detached. The means are over each layer's
+    own counted tokens. In the sum every layer is divided by the tokens that count without
+    `masks`: a token weighs the same whatever others do, so that the sum does not depend on how a
+    batch is split. A layer without any token contributes 0, with zero gradients. A plain `Head`
+    takes 3 products of its size per token instead of 4 (see `losses.linear`).
+
+    Args:
+        hidden: layer to un-normed hidden states [B, T, D].
+        classifier: maps [N, D] to [N, V].
+        labels: targets [B, T], already shifted; -100 is ignored.
+        scale: layer to the weight of its mean, for every layer of `hidden`; others are ignored.
+        mask: bool [B, T]; tokens where it is False are ignored at every layer.
+        masks: layer to bool [B, T], for every layer of `hidden`: tokens where it is False are
+            ignored at this layer.
+
+    Raises:
+        ExitServeError: no layer is given, one has no scale or no mask in `masks`, or the shapes
+            of hidden states, labels and masks disagree.
+    """
+    if not hidden:
+        raise ExitServeError("hidden is empty; give the hidden states of one layer at least.")
+    _check_layers("scale", hidden, scale)
+    if masks is not None:
+        _check_layers("masks", hidden, masks)
+    counted = _counted_tokens(labels, mask)
+    shared = _tokens_at(counted, labels)
+    tokens = max(len(shared[1]), 1)
+    groups: list[Tokens] = []
+    for layer, states in hidden.items():
+        _check_states(layer, states, labels)
+        rows, targets = shared
+        if masks is not None:
+            _check_mask(f"mask of layer {layer}", masks[layer], labels)
+            rows, targets = _tokens_at(counted & masks[layer].reshape(-1).bool(), labels)
+        weight = torch.full_like(targets, scale[layer] / tokens, dtype=torch.float32)
+        groups.append(Tokens(states.reshape(-1, states.shape[-1]), targets, weight, rows))
+    if isinstance(classifier, Head) and classifier.is_plain:
+        # All layers in one call share one sum [V, D] of the head's gradients. Their states go in
+        # as a list and are read chunk by chunk, so that they are not copied into one tensor.
+        total, losses = grouped_cross_entropy(groups, classifier)
+        means = [loss.sum() / max(len(loss), 1) for loss in losses]
+        return total, dict(zip(hidden, means, strict=True))
+    of_sums = {layer: scale[layer] / tokens for layer in hidden}
+    return _checkpointed(dict(zip(hidden, groups, strict=True)), classifier, of_sums)
+
+
+def _checkpointed(
+    groups: Mapping[int, Tokens], classifier: Classifier, scale: Mapping[int, float]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """`weighted_layer_cross_entropy` through any classifier."""
+    parts: list[Tensor] = []
+    means: dict[int, Tensor] = {}
+    for layer, tokens in groups.items():
+        flat = tokens.hidden if tokens.rows is None else tokens.hidden[tokens.rows]
+        total = chunked_cross_entropy(flat, classifier, tokens.labels)
+        means[layer] = total.detach() / max(len(tokens.labels), 1)
+        if not len(tokens.labels):
+            # A sum over no entries is 0 and hangs on the graph, whatever the states hold.
+            total = total + tokens.hidden[:0].float().sum()
+        parts.append(scale[layer] * total)
+    return torch.stack(parts).sum(), means
 
 
 def layer_cross_entropy(
@@ -80,6 +155,10 @@ def layer_cross_entropy(
     Raises:
         ExitServeError: the shapes of hidden states, labels and mask disagree.
     """
+    if hidden and not torch.is_grad_enabled():
+        # The weights do not matter to the means.
+        even = dict.fromkeys(hidden, 1.0)
+        return weighted_layer_cross_entropy(hidden, classifier, labels, even, mask=mask)[1]
     counted = _counted_tokens(labels, mask)
     targets = labels.reshape(-1)
     everything = bool(counted.all())
@@ -89,11 +168,7 @@ def layer_cross_entropy(
     tokens = max(targets.numel(), 1)
     losses: dict[int, Tensor] = {}
     for layer, states in hidden.items():
-        if states.shape[:2] != labels.shape:
-            raise ExitServeError(
-                f"hidden states of layer {layer} have shape {tuple(states.shape)}, which does not "
-                f"fit labels of shape {tuple(labels.shape)}; expected [B, T, D] and [B, T]."
-            )
+        _check_states(layer, states, labels)
         flat = states.reshape(-1, states.shape[-1])
         # Dropped before the head, ignored tokens cost nothing.
         flat = flat if everything else flat[counted]
@@ -106,10 +181,40 @@ def _counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
     """Bool [B*T]: which tokens have a target."""
     counted = labels != IGNORED
     if mask is not None:
-        if mask.shape != labels.shape:
-            raise ExitServeError(
-                f"mask has shape {tuple(mask.shape)}, labels {tuple(labels.shape)}; "
-                f"they must be equal."
-            )
+        _check_mask("mask", mask, labels)
         counted = counted & mask.bool()
     return counted.reshape(-1)
+
+
+def _tokens_at(counted: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Indices of the tokens that count [M] (None: all), and their targets [M]."""
+    targets = labels.reshape(-1)
+    if bool(counted.all()):
+        return None, targets
+    rows = counted.nonzero().squeeze(-1)
+    return rows, targets[rows]
+
+
+def _check_layers(name: str, hidden: Mapping[int, Tensor], given: Mapping[int, object]) -> None:
+    missing = [layer for layer in hidden if layer not in given]
+    if missing:
+        raise ExitServeError(
+            f"{name} has no entry for layers {missing}, whose hidden states are given; it has "
+            f"{sorted(given)}, and one is needed for each of {sorted(hidden)}."
+        )
+
+
+def _check_mask(name: str, mask: Tensor, labels: Tensor) -> None:
+    if mask.shape != labels.shape:
+        raise ExitServeError(
+            f"{name} has shape {tuple(mask.shape)}, labels {tuple(labels.shape)}; "
+            f"they must be equal."
+        )
+
+
+def _check_states(layer: int, states: Tensor, labels: Tensor) -> None:
+    if states.shape[:2] != labels.shape:
+        raise ExitServeError(
+            f"hidden states of layer {layer} have shape {tuple(states.shape)}, which does not "
+            f"fit labels of shape {tuple(labels.shape)}; expected [B, T, D] and [B, T]."
+        )

@@ -96,6 +96,7 @@ def kl_to_last(
     exit_layers: Sequence[int] | None = None,
     weights: str | Sequence[float] = "linear",
     temperature: float = 1.0,
+    teacher: Classifier | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Returns L_KL: the divergence of the layers' predictions from the last layer's (nats).
@@ -118,6 +119,8 @@ def kl_to_last(
         weights: `"linear"`, `"uniform"`, or one number per counted layer, ascending, L included
             (whose number has no effect, as its divergence is 0).
         temperature: T > 0, dividing the logits of both sides.
+        teacher: what reads the last layer, where `classifier` is the layers' own (the multi-exit
+            models with a classifier per exit); None for the shared one.
         mask: bool [B, T], the tokens that count; None for all. The loss is a mean over them, and
             0 where none counts.
 
@@ -129,27 +132,34 @@ def kl_to_last(
         raise ExitServeError(f"temperature {temperature} must be a positive number, such as 1.0.")
     inner, last = _weighted_layers(hidden_states, exit_layers, weights)
     counted = _counted_tokens(last, mask)
-    teacher = _rows(last.detach(), counted)
-    tokens = max(teacher.shape[0], 1)
+    target = _rows(last.detach(), counted)
+    tokens = max(target.shape[0], 1)
     # The sum over no entries is 0 and hangs on the graph, whatever the entries are.
     total = at_least_float32(last.reshape(-1)[:0]).sum()
     for weight, states in inner:
-        divergence = _chunked_kl(_rows(states, counted), teacher, classifier, temperature)
+        divergence = _chunked_kl(
+            _rows(states, counted), target, classifier, teacher or classifier, temperature
+        )
         total = total + (weight * temperature**2 / tokens) * divergence
     return total
 
 
 def _chunked_kl(
-    student: Tensor, teacher: Tensor, classifier: Classifier, temperature: float
+    student: Tensor,
+    target: Tensor,
+    classifier: Classifier,
+    teacher: Classifier,
+    temperature: float,
 ) -> Tensor:
-    """Summed KL(teacher || student) of N tokens, from their hidden states [N, D]."""
+    """Summed KL(target || student) of N tokens, from their hidden states [N, D]."""
     total = at_least_float32(student.reshape(-1)[:0]).sum()
     for start in range(0, student.shape[0], CHUNK_TOKENS):
         part: Tensor = checkpoint(
             _chunk_kl,
             student[start : start + CHUNK_TOKENS],
-            teacher[start : start + CHUNK_TOKENS],
+            target[start : start + CHUNK_TOKENS],
             classifier,
+            teacher,
             temperature,
             use_reentrant=False,
             preserve_rng_state=False,
@@ -159,12 +169,16 @@ def _chunked_kl(
 
 
 def _chunk_kl(
-    student: Tensor, teacher: Tensor, classifier: Classifier, temperature: float
+    student: Tensor,
+    target: Tensor,
+    classifier: Classifier,
+    teacher: Classifier,
+    temperature: float,
 ) -> Tensor:
     with torch.no_grad():
-        target = functional.log_softmax(at_least_float32(classifier(teacher)) / temperature, dim=-1)
+        taught = functional.log_softmax(at_least_float32(teacher(target)) / temperature, dim=-1)
     found = functional.log_softmax(at_least_float32(classifier(student)) / temperature, dim=-1)
-    return functional.kl_div(found, target, reduction="sum", log_target=True)
+    return functional.kl_div(found, taught, reduction="sum", log_target=True)
 
 
 def _one_minus_cosine(states: Tensor, target: Tensor, counted: Tensor | None) -> Tensor:

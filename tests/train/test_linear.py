@@ -1,0 +1,374 @@
+"""Cross-entropy with gradients made in the forward pass, against plain autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exitserve.decoder import DecoderParts
+from exitserve.errors import ExitServeError
+from exitserve_training.losses import Head, aligned_cross_entropy, linear, linear_cross_entropy
+from exitserve_training.losses.linear import Tokens, grouped_cross_entropy
+
+# Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
+# few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+# bf16 keeps 8 bits, so every product is off by up to 2^-8 of its terms. Both sides round, not
+# at the same places: 2^-8 twice, of the largest entry since terms of both signs cancel.
+BFLOAT16 = 2**-7
+
+WIDTH, VOCAB = 8, 19
+
+
+def a_head(
+    *, soft_cap: float | None = None, bias: bool = True, width: int = WIDTH, vocab: int = VOCAB
+) -> Head:
+    torch.manual_seed(1)
+    norm = nn.RMSNorm(width)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return Head(norm, nn.Linear(width, vocab, bias=bias), soft_cap)
+
+
+def some_tokens(
+    count: int, seed: int = 0, width: int = WIDTH, vocab: int = VOCAB
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, labels, and weights of which some are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, width, generator=generator).requires_grad_()
+    labels = torch.randint(vocab, (count,), generator=generator)
+    scale = torch.rand(count, generator=generator) - 0.3
+    return hidden, labels, scale.clamp_min(0.0)
+
+
+def plain(hidden: Tensor, head: Head, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """All logits at once, the definition as it stands."""
+    losses = functional.cross_entropy(head(hidden), labels, reduction="none")
+    return (losses * scale).sum(), losses
+
+
+def leaves(head: Head, *hidden: Tensor) -> list[Tensor]:
+    return [*hidden, *head.norm.parameters(), *head.linear.parameters()]
+
+
+def gradients(loss: Tensor, of: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, of, materialize_grads=True))
+
+
+def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.detach(), truth.detach(), **CLOSE)
+
+
+def assert_all_near(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    """Errors relative to the largest entry."""
+    for mine, truth in zip(found, expected, strict=True):
+        error = (mine.float() - truth.float()).abs().max().item()
+        assert error <= bound * truth.abs().max().item()
+
+
+@settings(max_examples=60)
+@given(
+    count=st.integers(0, 25),
+    chunk=st.integers(1, 30),
+    vocab=st.integers(1, 19),
+    soft_cap=st.sampled_from([None, 0.7]),
+    bias=st.booleans(),
+    upstream=st.sampled_from([1.0, -2.5]),
+    seed=st.integers(0, 2**16),
+)
+def test_value_and_gradients_equal_the_full_logit_computation(
+    count: int,
+    chunk: int,
+    vocab: int,
+    soft_cap: float | None,
+    bias: bool,
+    upstream: float,
+    seed: int,
+) -> None:
+    head = a_head(soft_cap=soft_cap, bias=bias, vocab=vocab)
+    hidden, labels, scale = some_tokens(count, seed, vocab=vocab)
+    total, losses = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=chunk)
+    expected, each = plain(hidden, head, labels, scale)
+    assert not losses.requires_grad
+    assert_all_close([total, losses], [expected, each])
+    ours = gradients(total * upstream, leaves(head, hidden))
+    assert_all_close(ours, gradients(expected * upstream, leaves(head, hidden)))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+def test_gradients_equal_finite_differences(soft_cap: float | None) -> None:
+    head = a_head(soft_cap=soft_cap)
+    head.norm.double()
+    head.linear.double()
+    hidden, labels, scale = some_tokens(7)
+    weight, bias = head.linear.weight, head.linear.bias
+
+    def total(states: Tensor, *_: Tensor) -> Tensor:
+        return linear_cross_entropy(states, head, labels, scale, chunk_tokens=3)[0]
+
+    points = (hidden.detach().double().requires_grad_(), weight, bias, head.norm.weight)
+    assert torch.autograd.gradcheck(total, points)
+
+
+def test_autocast_is_near_float32_and_gradients_have_their_inputs_dtype() -> None:
+    head = a_head(width=64, vocab=300)
+    hidden, labels, scale = some_tokens(50, width=64, vocab=300)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, losses = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=16)
+    expected, each = plain(hidden, head, labels, scale)
+    assert total.dtype == losses.dtype == torch.float32
+    ours, of = gradients(total, leaves(head, hidden)), leaves(head, hidden)
+    assert all(gradient.dtype == torch.float32 for gradient in ours)
+    assert_all_near([total, losses, *ours], [expected, each, *gradients(expected, of)], BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+def test_weights_in_half_precision(
+    dtype: torch.dtype, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several slices of a chunk, and several blocks of the weight, none of them even.
+    monkeypatch.setattr(linear, "_SLICE_ELEMENTS", 7 * 300 + 1)
+    monkeypatch.setattr(linear, "_BLOCK_ROWS", 128)
+    head = a_head(soft_cap=soft_cap, width=64, vocab=300)
+    hidden, labels, scale = some_tokens(50, width=64, vocab=300)
+    head.norm.to(dtype)
+    head.linear.to(dtype)
+    states = hidden.detach().to(dtype).requires_grad_()
+    total, _ = linear_cross_entropy(states, head, labels, scale, chunk_tokens=16)
+    ours = gradients(total, leaves(head, states))
+    assert total.dtype == torch.float32
+    assert all(gradient.dtype == dtype for gradient in ours)
+    head.norm.float()
+    head.linear.float()
+    exact = states.detach().float().requires_grad_()
+    expected, _ = plain(exact, head, labels, scale)
+    truth = gradients(expected, leaves(head, exact))
+    assert_all_near([total, *ours], [expected, *truth], BFLOAT16)
+
+
+def test_a_loss_scale_saves_what_float16_would_round_to_nothing() -> None:
+    """Weights of 2^-30 put every gradient below the smallest number of float16, 2^-24."""
+    head = a_head()
+    head.norm.half()
+    head.linear.half()
+    hidden, labels, _ = some_tokens(20)
+    states = hidden.detach().half().requires_grad_()
+    scale = torch.full((20,), 2.0**-30)
+    total, _ = linear_cross_entropy(states, head, labels, scale)
+    scaled = gradients(total * 2.0**30, leaves(head, states))
+    plainly, _ = linear_cross_entropy(states, head, labels, torch.ones(20))
+    for mine, truth in zip(scaled, gradients(plainly, leaves(head, states)), strict=True):
+        assert torch.equal(mine, truth)
+
+
+def test_large_logits_stay_finite() -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(12)
+    with torch.no_grad():
+        head.linear.weight.mul_(1e4)
+    total, losses = linear_cross_entropy(hidden, head, labels, scale)
+    expected, each = plain(hidden, head, labels, scale)
+    assert head(hidden).abs().max() > 1e4
+    assert bool(losses.isfinite().all())
+    assert_all_close([losses], [each])
+    # Logits of 1e4 are known to 1e-3, and so are the probabilities of near-ties.
+    ours, truth = (gradients(loss, leaves(head, hidden)) for loss in (total, expected))
+    assert_all_near(ours, truth, 2e-3)
+
+
+def test_no_token_is_zero_with_zero_gradients() -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(0)
+    total, losses = linear_cross_entropy(hidden, head, labels, scale)
+    assert total.item() == 0.0
+    assert losses.shape == (0,)
+    total.backward()
+    for leaf in leaves(head, hidden):
+        assert leaf.grad is not None
+        assert bool((leaf.grad == 0).all())
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "norm", "hidden"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(11)
+    named = {"norm": head.norm.weight, "hidden": hidden, **dict(head.linear.named_parameters())}
+    still = named[frozen]
+    still.requires_grad_(False)
+    linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
+    assert still.grad is None
+    rest = [leaf for leaf in leaves(head, hidden) if leaf.requires_grad]
+    expected = gradients(plain(hidden, head, labels, scale)[0], rest)
+    assert_all_close([leaf.grad for leaf in rest if leaf.grad is not None], expected)
+
+
+def test_only_the_products_that_are_needed_are_made() -> None:
+    head = a_head(bias=False)
+    hidden, labels, scale = some_tokens(10)
+    for trainable, products in [(True, 3), (False, 2)]:
+        head.linear.weight.requires_grad_(trainable)
+        with Watch() as watch:
+            linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=5)[0].backward()
+        assert watch.products == 2 * products, "two chunks"
+    with Watch() as watch, torch.no_grad():
+        found = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=5)
+    assert watch.products == 2
+    assert not found[0].requires_grad
+    assert_all_close(list(found), list(plain(hidden, head, labels, scale)))
+
+
+def test_tied_embedding_gets_both_gradients() -> None:
+    head = a_head(bias=False)
+    _, labels, scale = some_tokens(15)
+
+    def run(loss: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        states = functional.embedding(labels.flip(0), head.linear.weight)
+        return gradients(loss(states, head, labels, scale)[0], leaves(head))
+
+    assert_all_close(run(linear_cross_entropy), run(plain))
+
+
+def test_a_hook_of_the_norm_sees_the_whole_gradient_once() -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(12)
+    seen: list[Tensor] = []
+    head.norm.weight.register_hook(seen.append)
+    linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
+    assert head.norm.weight.grad is not None
+    assert_all_close(seen, [head.norm.weight.grad])
+
+
+def test_a_norm_whose_weight_is_a_plain_tensor() -> None:
+    """As FSDP leaves it during forward: a view of its flat parameter."""
+    head = a_head()
+    hidden, labels, scale = some_tokens(12)
+    flat = torch.rand(2 * WIDTH).requires_grad_()
+    del head.norm.weight
+    head.norm.weight = flat[WIDTH:]
+    total, _ = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)
+    expected, _ = plain(hidden, head, labels, scale)
+    assert_all_close(gradients(total, [hidden, flat]), gradients(expected, [hidden, flat]))
+
+
+def test_gradients_accumulate_over_backward_passes() -> None:
+    head = a_head()
+    batches = [some_tokens(9, seed) for seed in range(3)]
+    for hidden, labels, scale in batches:
+        linear_cross_entropy(hidden, head, labels, scale)[0].backward()
+    inputs = [hidden for hidden, _, _ in batches]
+    total = torch.stack([plain(batch[0], head, *batch[1:])[0] for batch in batches]).sum()
+    found = [leaf.grad for leaf in leaves(head, *inputs) if leaf.grad is not None]
+    assert_all_close(found, gradients(total, leaves(head, *inputs)))
+
+
+def test_a_retained_graph_gives_the_same_gradients_again() -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(9)
+    total, _ = linear_cross_entropy(hidden, head, labels, scale)
+    of = leaves(head, hidden)
+    first = [g.clone() for g in torch.autograd.grad(3.0 * total, of, retain_graph=True)]
+    second = torch.autograd.grad(3.0 * total, of)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, of)
+
+
+def test_second_derivatives_are_refused() -> None:
+    head = a_head()
+    hidden, labels, scale = some_tokens(9)
+    total, _ = linear_cross_entropy(hidden, head, labels, scale)
+    (gradient,) = torch.autograd.grad(total**2, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products; notes size, dtype and place of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.made: set[tuple[int, torch.dtype, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                place = value.untyped_storage().data_ptr()
+                self.made.add((value.numel(), value.dtype, place))
+        return out
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk", [5, 40])
+def test_one_chunk_of_logits_and_one_sum_of_the_weight_are_all_that_is_large(
+    chunk: int, autocast: bool
+) -> None:
+    """The memory claim, forward and backward, with several layers through one head."""
+    width, vocab, count = 24, 100, 33
+    head = a_head(width=width, vocab=vocab, bias=False)
+    weight = head.linear.weight
+    groups = [Tokens(*some_tokens(count, seed, width, vocab)) for seed in range(3)]
+    with Watch() as watch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        grouped_cross_entropy(groups, head, chunk_tokens=chunk)[0].backward()
+    largest = max(size for size, _, _ in watch.made)
+    assert largest == max(min(chunk, count) * vocab, width * vocab)
+    sums = {
+        place
+        for size, dtype, place in watch.made
+        if size == width * vocab and dtype == torch.float32
+    }
+    assert weight.grad is not None
+    assert sums - {weight.data_ptr()} == {weight.grad.data_ptr()}, "no copy on the way to .grad"
+
+
+def test_the_head_is_the_decoders_classifier() -> None:
+    head = a_head(soft_cap=0.7)
+    hidden, _, _ = some_tokens(6)
+    parts = DecoderParts(nn.ModuleList(), head.norm, head.linear, head.soft_cap)
+    assert torch.equal(head(hidden), parts.classify(hidden))
+
+
+class Adapted(nn.Linear):
+    """What LoRA does to a layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 1.5
+
+
+def test_a_head_that_is_more_than_linear_takes_the_checkpointed_path() -> None:
+    plain_head = a_head(bias=False)
+    adapted = Head(plain_head.norm, Adapted(WIDTH, VOCAB, bias=False))
+    assert plain_head.is_plain
+    assert not adapted.is_plain
+    hidden, labels, scale = some_tokens(6)
+    with pytest.raises(ExitServeError, match=r"Adapted.*chunked_cross_entropy"):
+        linear_cross_entropy(hidden, adapted, labels, scale)
+    states = [hidden.reshape(2, 3, WIDTH)]
+    total = aligned_cross_entropy(states, adapted, labels.reshape(2, 3))
+    torch.testing.assert_close(total, plain(hidden, adapted, labels, torch.full((6,), 1 / 6))[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens 0 must be at least 1"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels have shape \(3,\).*6 tokens"),
+        ({"scale": torch.ones(6, 1)}, r"scale \(6, 1\)"),
+        ({"hidden": torch.zeros(2, 3, WIDTH)}, r"expected \[N, D\]"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    hidden, labels, scale = some_tokens(6)
+    arguments: dict[str, Any] = {"hidden": hidden, "labels": labels, "scale": scale} | change
+    with pytest.raises(ExitServeError, match=message):
+        linear_cross_entropy(head=a_head(), **arguments)
