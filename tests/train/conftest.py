@@ -1,15 +1,36 @@
-"""Small models, texts and recipes, and the `train` command as the tests call it."""
+"""Small models, texts, chats and recipes, and what tests share to train and skip by hand.
+
+Shapes: B rows, T tokens, L layers.
+"""
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from exitserve_training.commands import add_commands
+from exitserve_training.objective_options import AlignedOptions, AnyObjective
+from exitserve_training.objectives import Batch, Metrics, Objective, Objectives, build_objectives
+from exitserve_training.parts import model_parts
+from exitserve_training.recipe import ExitAware, LayerDropout
+from exitserve_training.skipping import Skipping, SkipPlan
+
+MakeCheckpoint = Callable[..., Path]
+
+# Of the models of `make_checkpoint`.
+NUM_LAYERS, EXITS, VOCAB = 6, (2, 4), 128
+NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template that marks turns, as most do."""
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +94,235 @@ def make_recipe(tmp_path: Path, text_file: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+# --- chats ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def plain_chat_model(tmp_path_factory: pytest.TempPathFactory, bundled: Path) -> Path:
+    """A small model with the bundled tokenizer, whose template joins contents."""
+    return _save_chat_model(tmp_path_factory.mktemp("plain"), bundled, None)
+
+
+@pytest.fixture(scope="session")
+def marked_chat_model(tmp_path_factory: pytest.TempPathFactory, bundled: Path) -> Path:
+    """The same with a template that marks turns."""
+    return _save_chat_model(tmp_path_factory.mktemp("marked"), bundled, TURNS)
+
+
+def _save_chat_model(folder: Path, bundled: Path, template: str | None) -> Path:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    if template is not None:
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_row() -> Callable[..., dict[str, Any]]:
+    """`chat_row(3, "texts")`: a question, and an answer of a length of its own, in a form."""
+
+    def make(number: int, form: str = "messages") -> dict[str, Any]:
+        terms = " + ".join("abcdefgh"[: 1 + number % 8])
+        question = f"Write function number {number}."
+        answer = f"def f{number}(x):\n    return {terms}"
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        return {
+            "messages": {"messages": messages},
+            "texts": {"prompt": question, "completion": answer},
+            "message lists": {"prompt": messages[:1], "completion": messages[1:]},
+        }[form]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def write_rows() -> Callable[[Path, list[dict[str, Any]]], Path]:
+    """Writes rows as JSON Lines."""
+
+    def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def chat_recipe(
+    make_recipe: Callable[..., Path],
+    tmp_path: Path,
+    plain_chat_model: Path,
+    chat_row: Callable[..., dict[str, Any]],
+    write_rows: Callable[[Path, list[dict[str, Any]]], Path],
+) -> Callable[..., Path]:
+    """A recipe of a run of seconds on 26 chats, 2 of them held out."""
+
+    def make(rows: list[dict[str, Any]] | None = None, **keys: Any) -> Path:
+        given = [chat_row(number) for number in range(26)] if rows is None else rows
+        data = {
+            "format": "chat",
+            "files": [str(write_rows(tmp_path / "chats.jsonl", given))],
+            "validation_fraction": 0.08,
+            "sequence_length": 64,
+            **keys.pop("data", {}),
+        }
+        base = {"config": None, "tokenizer": None, "model": str(plain_chat_model), "data": data}
+        return make_recipe(**{**base, **keys})
+
+    return make
+
+
+# --- the training forward, and what it skips -----------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def load(make_checkpoint: MakeCheckpoint) -> Callable[[str], Any]:
+    """A tiny random model whose confidences spread, in training mode but without dropout."""
+
+    def make(family: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        folder = make_checkpoint(family, **NO_DROPOUT.get(family, {}))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_ids() -> Callable[..., Tensor]:
+    """Token ids [B, T] of the tiny models."""
+
+    def make(rows: int, length: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(2, VOCAB, (rows, length), generator=generator)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wrap() -> Callable[..., Any]:
+    """The training forward around a tiny model, of one aligned loss if no objective is given."""
+    from exitserve_training.forward import MultiExitForward
+
+    def make(model: Any, *objectives: AnyObjective, skipping: Any = None) -> MultiExitForward:
+        parts = model_parts(model)
+        built = build_objectives(
+            objectives or [AlignedOptions(alternate=False)],
+            exit_layers=EXITS,
+            num_layers=NUM_LAYERS,
+            hidden_size=model.config.hidden_size,
+            head=parts.head,
+            seed=0,
+        )
+        return MultiExitForward(model, parts, built, (*EXITS, NUM_LAYERS), skipping)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def all_skipping() -> Callable[..., Skipping]:
+    """Freezing and layer dropout, so often that every row has some."""
+
+    def make(select: Any = "confidence") -> Skipping:
+        extra = {"thresholds": (0.05, 0.3)} if select == "confidence" else {"fraction": 0.5}
+        aware = ExitAware(share=1.0, select=select, **extra)
+        return Skipping(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
+
+    return make
+
+
+class Planned:
+    """Stands in for `Skipping`: hands out plans that a test makes."""
+
+    def __init__(self, make: Callable[[Tensor], SkipPlan]) -> None:
+        self.make = make
+
+    def plan(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
+        return self.make(mask)
+
+
+@pytest.fixture(scope="session")
+def planned() -> type[Planned]:
+    """The class of stand-ins for `Skipping`, for tests that make their own plans."""
+    return Planned
+
+
+@pytest.fixture(scope="session")
+def at_depths() -> Callable[..., Planned]:
+    """Positions frozen at given depths [B, T], sequences that skip given layers [B, L]."""
+
+    def freeze(depth: Tensor, dropped: Tensor | None = None) -> Planned:
+        def make(mask: Tensor) -> SkipPlan:
+            plan = SkipPlan(EXITS, NUM_LAYERS, mask)
+            plan.depth, plan.dropped = depth.clone(), dropped
+            return plan
+
+        return Planned(make)
+
+    return freeze
+
+
+class Keep(Objective):
+    """Keeps the batch it is given; its loss is a fixed random readout of the last layer."""
+
+    batch: Batch
+
+    def __init__(self) -> None:
+        super().__init__("keep", 1.0)
+        self.readout: Tensor | None = None
+
+    def layers(self, step: int) -> Sequence[int]:
+        return range(1, NUM_LAYERS + 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        self.batch = batch
+        hidden = batch.hidden[NUM_LAYERS]
+        if self.readout is None:
+            generator = torch.Generator().manual_seed(0)
+            self.readout = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
+        return (hidden * self.readout).sum(), {}
+
+
+@pytest.fixture(scope="session")
+def keep() -> type[Keep]:
+    """The class of objectives that keep their batch."""
+    return Keep
+
+
+@pytest.fixture(scope="session")
+def skipped_pass() -> Callable[..., tuple[Tensor, Batch]]:
+    """One training pass; returns its loss and what objectives saw. Leaves the model as it was."""
+    from exitserve_training.forward import ExitPass, MultiExitForward
+
+    def run(model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor) -> tuple[Tensor, Batch]:
+        kept = Keep()
+        wrapped = MultiExitForward(model, model_parts(model), Objectives([kept]), EXITS, skipping)
+        try:
+            loss, _ = model(input_ids=input_ids, **inputs, exit_pass=ExitPass(step=0))
+        finally:
+            wrapped.remove()
+        return loss, kept.batch
+
+    return run

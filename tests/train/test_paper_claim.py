@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TINY = Path(__file__).parents[2] / "training" / "recipes" / "python-tiny.yaml"
+TINY = Path(__file__).parents[2] / "training" / "recipes" / "tiny" / "aligned.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def perplexities(
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
         return {depth: quality["perplexity"] for depth, quality in report["layers"].items()}
 
-    run("start", "objective=ce", "training.max_steps=200")
+    run("start", "objectives=[ce]", "training.max_steps=200")
     tune = [f"model={folder / 'start'}", "config=null", "tokenizer=null"]
     tune += ["training.max_steps=200", "training.learning_rate=1.5e-3"]
-    return {name: run(name, f"objective={name}", *tune) for name in ("ce", "aligned")}
+    return {name: run(name, f"objectives=[{name}]", *tune) for name in ("ce", "aligned")}
 
 
 @pytest.mark.parametrize("depth", ["1", "2"])

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
 
-TINY = Path(__file__).parents[2] / "training" / "recipes" / "python-tiny.yaml"
+TINY = Path(__file__).parents[2] / "training" / "recipes" / "tiny" / "aligned.yaml"
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
@@ -36,6 +36,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
 def test_tiny_recipe_learns_at_every_depth(trained: Path) -> None:
     report = read(trained, "report.json")
     assert report["schema_version"] == 1
+    assert report["objectives"] == ["aligned"]
+    assert report["metrics"] == {}
     assert report["num_layers"] == 4
     assert report["exit_layers"] == [1, 2]
     assert report["steps"] == 300
@@ -71,7 +73,7 @@ def test_provenance_and_logs_are_beside_it(trained: Path) -> None:
     run = read(trained, "training_run.json")
     assert run["command"]
     assert run["versions"]["torch"] == torch.__version__
-    assert run["recipe"]["objective"] == "aligned"
+    assert run["recipe"]["objectives"][0]["name"] == "aligned"
     assert "git_revision" in run
     assert run["earlier_sessions"] == []
     logs = EventAccumulator(str(trained / "logs")).Reload()
@@ -113,7 +115,7 @@ def test_fine_tuning_a_directory_of_each_family(
         sizes |= {"intermediate_size": 64, "num_key_value_heads": 1}
     config = {"architecture": family, "max_position_embeddings": 32, **sizes, **FAMILIES[family]}
     scratch = make_recipe(config=config, exit_layers=[1])
-    assert train(scratch, "training.max_steps=1", "objective=ce") == 0
+    assert train(scratch, "training.max_steps=1", "objectives=[ce]") == 0
     tuned = tmp_path / "tuned"
     recipe = make_recipe(
         config=None, tokenizer=None, model=str(tmp_path / "out"), output_dir=str(tuned)
@@ -201,7 +203,7 @@ def test_no_exit_layer_is_the_plain_objective(
     states = []
     for name, objective in (("aligned", "aligned"), ("plain", "ce")):
         folder = tmp_path / name
-        recipe = make_recipe(output_dir=str(folder), objective=objective, exit_layers=[])
+        recipe = make_recipe(output_dir=str(folder), objectives=[objective], exit_layers=[])
         assert train(recipe) == 0
         states.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
         assert read_multi_exit(folder).exit_layers == ()

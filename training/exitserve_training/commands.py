@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError
@@ -10,6 +12,8 @@ from exitserve_training.recipe_help import RECIPE_HELP
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_LAST_WORDS_S = 15.0
 
 
 def add_commands(subparsers: Subparsers) -> None:
@@ -34,6 +38,18 @@ def add_commands(subparsers: Subparsers) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     try:
+        return _trained(args)
+    except ExitServeError:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        # Of several processes the first says what is wrong. The launcher ends the others with
+        # it, but whoever ends before it takes its words away.
+        time.sleep(_LAST_WORDS_S)
+        return 2
+
+
+def _trained(args: argparse.Namespace) -> int:
+    try:
         from rich.console import Console
 
         from exitserve_training.recipe import load_recipe
@@ -47,6 +63,8 @@ def _train(args: argparse.Namespace) -> int:
             f"pip install 'exitserve[train]'."
         ) from error
     report = run(recipe)
+    if report is None:
+        return 0
     console = Console()
     console.print(report.table())
     console.print(

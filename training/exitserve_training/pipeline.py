@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
+import atexit
+import functools
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
+from accelerate.utils import gather_object
+from torch import distributed
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -19,39 +23,37 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from exitserve.checkpoint import MultiExit
-from exitserve.decoder import decoder_parts
-from exitserve.errors import ExitServeError, nearest
+from exitserve.errors import ExitServeError
+from exitserve_training.arguments import training_arguments
+from exitserve_training.callbacks import Clock, Gradients
+from exitserve_training.folder import (
+    after_failure,
+    check_output_dir,
+    empty_folder,
+    newest_checkpoint,
+    set_aside,
+)
 from exitserve_training.losses.weights import counted_layers
+from exitserve_training.masking import Masking
 from exitserve_training.models import (
     build_config,
     build_model,
     check_fits,
     check_model,
     load_model,
+    start_head_from_embeddings,
 )
-from exitserve_training.objectives import Aligned, Objective, PlainCrossEntropy
+from exitserve_training.objectives import check_layers
 from exitserve_training.packing import fingerprint, load_packed, pack_split, save_packed
-from exitserve_training.provenance import FILE as TRAINING_RUN
-from exitserve_training.provenance import read_training_run, training_run, write_training_run
+from exitserve_training.parts import ENCODERS
+from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, Sample, TrainingReport
 from exitserve_training.sources import load_split
 from exitserve_training.tokenization import load_tokenizer, train_bpe
-from exitserve_training.trainer import Clock, ExitTrainer
-
-_OURS = {
-    "output_dir": "output_dir",
-    "overwrite_output_dir": "overwrite",
-    "seed": "seed",
-    "data_seed": "seed",
-    "bf16": "bf16",
-    "resume_from_checkpoint": "resume",
-    "torch_compile": "compile_layers",
-}
-"""Training arguments that the recipe sets by a key of its own."""
+from exitserve_training.trainer import ExitTrainer, MultiExitTraining
 
 _SAMPLE_TOKENS = 48
 
@@ -63,46 +65,41 @@ class Prepared:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     data: datasets.DatasetDict
-    key: str
-    """Names what the packed data were made from."""
+    architecture: str
+    parameters: int
+    """How many the model has, counted while it is whole and itself."""
 
 
-def run(recipe: Recipe) -> TrainingReport:
+def run(recipe: Recipe) -> TrainingReport | None:
     """Trains as the recipe says and leaves an ordinary checkpoint with reports in `output_dir`.
 
+    Returns the report, or None in a process of a distributed run that is not its first.
+
     Raises:
-        ExitServeError: anything in the recipe that cannot be done, before training starts.
+        ExitServeError: anything in the recipe that cannot be done, before training starts; a
+            loss or gradient that is not finite, which ends the run.
     """
     # Their bars, for saving a few packed tables, say nothing; ours show the long work.
     datasets.disable_progress_bars()
+    arguments = _checked_arguments(recipe)
+    if arguments.world_size > 1:
+        atexit.register(_leave_group)
+    config = _planned_config(recipe)
+    exits = _exits(recipe, config)
     output_dir = Path(recipe.output_dir)
-    _check_output_dir(recipe, output_dir)
-    arguments = _training_arguments(recipe)
-    checkpoint = _newest_checkpoint(output_dir) if recipe.resume else None
-    prepared = _prepare(recipe, output_dir)
-    objective, exits = _objective(recipe, decoder_parts(prepared.model).num_layers)
-    _start_folder(recipe, output_dir, prepared)
-    clock = Clock()
-    logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
-    # Its constructor takes the folder from the environment only.
-    logs.logging_dir = str(output_dir / "logs")
-    trainer = ExitTrainer(
-        model=prepared.model,
-        objective=objective,
-        exits=exits,
-        compile_layers=recipe.compile_layers,
-        args=arguments,
-        train_dataset=prepared.data["train"],
-        eval_dataset=prepared.data["validation"],
-        data_collator=default_data_collator,
-        processing_class=prepared.tokenizer,
-        callbacks=[clock, logs],
-    )
+    is_first = arguments.process_index == 0
+    checkpoint = newest_checkpoint(output_dir) if recipe.resume else None
+    # The first process prepares the data and writes it down; the others read that.
+    prepared = _first_then_others(is_first, functools.partial(_prepare, recipe, config, is_first))
+    trainer = _trainer(recipe, exits, prepared, arguments)
+    _check_sharding(recipe, trainer)
     before = {} if checkpoint else _quality(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     after = _quality(trainer)
-    trainer.restore_layers()
-    trainer.save_model(recipe.output_dir)
+    _check_learned(after, output_dir, trainer.state.global_step, is_first)
+    trainer.save_result(recipe.output_dir)
+    if not is_first:
+        return None
     # A pickle of the arguments, which training_run.json holds readably.
     (output_dir / "training_args.bin").unlink(missing_ok=True)
     report = _report(recipe, trainer, prepared, before, after)
@@ -110,108 +107,94 @@ def run(recipe: Recipe) -> TrainingReport:
     return report
 
 
-def _check_output_dir(recipe: Recipe, output_dir: Path) -> None:
-    if output_dir.is_file():
-        raise ExitServeError(f"output_dir '{output_dir}' is a file; give a folder.")
-    if not output_dir.is_dir() or not any(output_dir.iterdir()):
-        return
-    if recipe.resume:
-        _check_same_run(recipe, output_dir)
-    elif not recipe.overwrite:
+def _leave_group() -> None:
+    """Ends the threads that talk to the other processes, which may abort a process at its exit."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _first_then_others(is_first: bool, work: Callable[[], Prepared]) -> Prepared:
+    """Works in the first process, then in the others; where one fails, all end.
+
+    The Trainer's `main_process_first` would let the others go on, and wait for the first.
+    """
+    done: Prepared | None = None
+    for turn in (True, False):
+        failure: str | None = "a process ended; its own message says why"
+        failures: list[str | None] = []
+        try:
+            if turn == is_first:
+                done = work()
+            failure = None
+        except ExitServeError as error:
+            failure = f"{error}"
+            raise
+        finally:
+            failures = gather_object([failure])
+        for told in filter(None, failures):
+            raise ExitServeError(told)
+    assert done is not None
+    return done
+
+
+def _checked_arguments(recipe: Recipe) -> TrainingArguments:
+    arguments = training_arguments(recipe)
+    if arguments.n_gpu > 1:
         raise ExitServeError(
-            f"output_dir '{output_dir}' exists and is not empty; give another, or set "
-            f"resume=true to continue it, or overwrite=true to replace it."
+            "one process sees several GPUs; start one process a GPU with `accelerate launch -m "
+            "exitserve train ...`, or choose a GPU with CUDA_VISIBLE_DEVICES=0."
         )
-    elif not (output_dir / TRAINING_RUN).is_file():
-        # `overwrite=true output_dir=.` must not delete a project.
+    # What `accelerate launch --cpu --num_processes 2` leaves without mpirun: one process.
+    asked_for_more = os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ
+    if arguments.world_size == 1 and asked_for_more:
         raise ExitServeError(
-            f"output_dir '{output_dir}' holds no earlier training run (no {TRAINING_RUN}), so "
-            f"overwrite=true does not empty it; empty it yourself or give another."
-        )
-
-
-def _check_same_run(recipe: Recipe, output_dir: Path) -> None:
-    """A resumed run keeps its model and its data; its length and objective may change."""
-    earlier = read_training_run(output_dir).get("recipe", {})
-    given = recipe.model_dump(mode="json")
-    for key in ("model", "config", "tokenizer", "data", "seed"):
-        if key in earlier and earlier[key] != given[key]:
-            raise ExitServeError(
-                f"resume: recipe key {key!r} differs from the run in '{output_dir}' "
-                f"({given[key]!r} instead of {earlier[key]!r}); keep it, or start a new run."
-            )
-
-
-def _newest_checkpoint(output_dir: Path) -> str:
-    """The checkpoint to resume from; raises `ExitServeError` where there is none."""
-    find: Callable[[str], str | None] = get_last_checkpoint
-    newest = find(str(output_dir)) if output_dir.is_dir() else None
-    if newest is None:
-        raise ExitServeError(
-            f"resume: no checkpoint in '{output_dir}'; start the run without resume first."
-        )
-    return newest
-
-
-def _training_arguments(recipe: Recipe) -> TrainingArguments:
-    """The recipe's `training` as Hugging Face arguments, with this project's defaults."""
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    for key in recipe.training:
-        if key in _OURS:
-            raise ExitServeError(f"recipe key 'training.{key}': set {_OURS[key]!r} instead.")
-        if key not in known:
-            raise ExitServeError(
-                f"recipe key 'training.{key}' is unknown.{nearest(key, sorted(known))} "
-                f"Allowed: the fields of transformers.TrainingArguments."
-            )
-    defaults: dict[str, Any] = {
-        "logging_steps": 20,
-        "save_total_limit": 2,
-        "eval_strategy": "no",
-        "include_num_input_tokens_seen": "all",
-        # What config.json will say; the training passes ask for no cache themselves.
-        "use_cache": True,
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    fixed = {
-        "output_dir": recipe.output_dir,
-        "seed": recipe.seed,
-        "bf16": recipe.bf16,
-        # The TensorBoard callback is given explicitly, to choose its folder.
-        "report_to": "none",
-        "restore_callback_states_from_checkpoint": recipe.resume,
-    }
-    try:
-        arguments = TrainingArguments(**{**defaults, **recipe.training, **fixed})
-    except (TypeError, ValueError) as error:
-        raise ExitServeError(f"recipe key 'training': {' '.join(str(error).split())}") from error
-    if arguments.n_gpu > 1 or arguments.world_size > 1:
-        raise ExitServeError(
-            "training runs in one process on one device so far; choose one, "
-            "for example with CUDA_VISIBLE_DEVICES=0."
+            "`accelerate launch --cpu` has started one process, not several; use `torchrun "
+            "--nproc-per-node 2 -m exitserve train ...` for several, or leave --num_processes out."
         )
     return arguments
 
 
-def _prepare(recipe: Recipe, output_dir: Path) -> Prepared:
-    """Checks everything cheap first, then reads the data and builds or loads the model."""
+def _planned_config(recipe: Recipe) -> PreTrainedConfig:
+    """The model's config as far as it is known before the data are read."""
     if recipe.model is not None:
-        check_model(recipe.model)
+        return check_model(recipe.model)
+    assert recipe.config is not None
+    return build_config(recipe.config)
+
+
+def _exits(recipe: Recipe, config: PreTrainedConfig) -> MultiExit:
+    """The block for `config.json`; checks all that the recipe says about layers."""
+    num_layers: int = config.num_hidden_layers
+    chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
+    layers = counted_layers(num_layers, chosen)[:-1]
+    exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
+    exits.validate(num_layers)
+    check_layers(recipe.objectives, layers, num_layers)
+    if config.model_type in ENCODERS:
+        for key in ("exit_aware", "sample_texts"):
+            if getattr(recipe, key):
+                raise ExitServeError(f"recipe key {key!r} is for causal models; leave it out.")
+        if recipe.data.format == "chat":
+            raise ExitServeError("data.format=chat is for causal models.")
+    elif "mask_share" in recipe.model_fields_set:
+        raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
+    return exits
+
+
+def _prepare(recipe: Recipe, config: PreTrainedConfig, is_first: bool) -> Prepared:
+    """Reads the data and builds or loads the model; only then is anything on disk touched."""
+    if is_first:
+        check_output_dir(recipe)
+    folder = Path(recipe.output_dir) / "data"
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
-    tokenizer = load_tokenizer(path) if path else None
     source = recipe.tokenizer.model_dump_json() if recipe.tokenizer else str(recipe.model)
     key = fingerprint(recipe.data.model_dump_json(), source, str(recipe.seed))
-    data = load_packed(output_dir / "data", key) if recipe.resume else None
-    if recipe.resume and tokenizer is None:
-        tokenizer = load_tokenizer(str(output_dir / "data"))
+    from_disk = recipe.resume or not is_first
+    data = load_packed(folder, key) if from_disk else None
+    source_of_tokenizer = path or (None if data is None else str(folder))
+    tokenizer = load_tokenizer(source_of_tokenizer) if source_of_tokenizer else None
     if data is None:
-        split = load_split(recipe.data, recipe.seed)
-        length = recipe.data.sequence_length
-        if tokenizer is None:
-            assert recipe.tokenizer is not None and recipe.tokenizer.train_bpe is not None
-            texts = (document.text for document in split.train)
-            tokenizer = train_bpe(texts, recipe.tokenizer.train_bpe.vocab_size, length)
-        data = pack_split(split, tokenizer, length, recipe.data.validation_blocks)
+        data, tokenizer = _read_data(recipe, tokenizer, config.model_type in ENCODERS)
     assert tokenizer is not None
     set_seed(recipe.seed)
     if recipe.model is not None:
@@ -220,32 +203,96 @@ def _prepare(recipe: Recipe, output_dir: Path) -> Prepared:
         assert recipe.config is not None
         model = build_model(build_config(recipe.config, tokenizer))
     check_fits(model.config, tokenizer, recipe.data.sequence_length)
-    return Prepared(model, tokenizer, data, key)
+    if recipe.head_from_embeddings:
+        start_head_from_embeddings(model)
+    if is_first:
+        write_training_run(empty_folder(recipe), training_run(recipe))
+        if load_packed(folder, key) is None:
+            tokenizer.save_pretrained(folder)
+            save_packed(folder, key, data)
+    return Prepared(model, tokenizer, data, type(model).__name__, model.num_parameters())
 
 
-def _start_folder(recipe: Recipe, output_dir: Path, prepared: Prepared) -> None:
-    """Writes what a resumed run needs; only now is anything on disk touched."""
-    if recipe.overwrite and output_dir.is_dir():
-        shutil.rmtree(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_training_run(output_dir, training_run(recipe))
-    if load_packed(output_dir / "data", prepared.key) is None:
-        save_packed(output_dir / "data", prepared.key, prepared.data)
-        prepared.tokenizer.save_pretrained(output_dir / "data")
+def _read_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, is_masked: bool
+) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    """Chats as they are, or documents packed; trains the tokenizer where there is none."""
+    length = recipe.data.sequence_length
+    if recipe.data.format == "chat":
+        from exitserve_training.chats import load_chats
+
+        if tokenizer is None:
+            raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
+        return load_chats(recipe.data, tokenizer, recipe.seed), tokenizer
+    split = load_split(recipe.data, recipe.seed)
+    if tokenizer is None:
+        assert recipe.tokenizer is not None and recipe.tokenizer.train_bpe is not None
+        texts = (document.text for document in split.train)
+        size = recipe.tokenizer.train_bpe.vocab_size
+        tokenizer = train_bpe(texts, size, length, with_mask=is_masked)
+    if is_masked and tokenizer.mask_token_id is None:
+        raise ExitServeError(
+            "this tokenizer has no mask token, which a masked language model needs; set "
+            "tokenizer.path to that of a masked model."
+        )
+    return pack_split(split, tokenizer, length, recipe.data.validation_blocks), tokenizer
 
 
-def _objective(recipe: Recipe, num_layers: int) -> tuple[Objective, MultiExit]:
-    """The objective and the block for `config.json`, whose exit layers are below the last."""
-    chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
-    layers = counted_layers(num_layers, chosen)
-    exits = MultiExit(exit_layers=layers[:-1], objective=recipe.objective)
-    exits.validate(num_layers)
-    if recipe.objective == "ce":
-        return PlainCrossEntropy(num_layers), exits
-    return Aligned(num_layers, layers, recipe.weights, recipe.alternate), exits
+def _trainer(
+    recipe: Recipe, exits: MultiExit, prepared: Prepared, arguments: TrainingArguments
+) -> MultiExitTraining:
+    logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
+    # Its constructor takes the folder from the environment only.
+    logs.logging_dir = str(Path(recipe.output_dir) / "logs")
+    common: dict[str, Any] = {
+        "model": prepared.model,
+        "recipe": recipe,
+        "exits": exits,
+        "args": arguments,
+        "train_dataset": prepared.data["train"],
+        "eval_dataset": prepared.data["validation"],
+        "processing_class": prepared.tokenizer,
+        "callbacks": [Clock(), Gradients.of(recipe.adagc), logs],
+    }
+    if recipe.data.format == "chat":
+        from exitserve_training.chats import ChatTrainer
+
+        return ChatTrainer(**common)
+    masking = _masking(recipe, prepared)
+    return ExitTrainer(**common, masking=masking, data_collator=default_data_collator)
 
 
-def _quality(trainer: ExitTrainer) -> dict[str, LayerQuality]:
+def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
+    """Raises `ExitServeError` for what a model in shards cannot do."""
+    if not trainer.is_fsdp_enabled:
+        return
+    if not trainer.accelerator.is_fsdp2:
+        # Its parameters stop being parameters in forward: the final norm's gradient is lost.
+        raise ExitServeError(
+            "FSDP version 1 is not supported; use 2: `accelerate launch --use_fsdp "
+            "--fsdp_version 2 ...`, or training.fsdp_config={version: 2} with training.fsdp=true."
+        )
+    if recipe.adagc is not None:
+        raise ExitServeError(
+            "adagc needs each gradient whole, and FSDP cuts them; use training.max_grad_norm, or "
+            "several processes without FSDP."
+        )
+
+
+def _masking(recipe: Recipe, prepared: Prepared) -> Masking | None:
+    if prepared.model.config.model_type not in ENCODERS:
+        return None
+    tokenizer = prepared.tokenizer
+    return Masking(
+        share=recipe.mask_share,
+        mask_id=int(tokenizer.mask_token_id),
+        vocab_size=len(tokenizer),
+        special_ids=tuple(tokenizer.all_special_ids),
+        seed=recipe.seed,
+    )
+
+
+def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
     metrics = trainer.evaluate()
     return {
         str(layer): LayerQuality(
@@ -256,9 +303,28 @@ def _quality(trainer: ExitTrainer) -> dict[str, LayerQuality]:
     }
 
 
-def _samples(prepared: Prepared, prompts: Sequence[str]) -> list[Sample]:
+def _check_learned(after: dict[str, LayerQuality], folder: Path, step: int, is_first: bool) -> None:
+    """Raises `ExitServeError` rather than let weights be saved that say nothing."""
+    bad = [layer for layer, quality in after.items() if not math.isfinite(quality.loss)]
+    if bad:
+        message = (
+            f"after {step} steps the loss at layers {', '.join(bad)} is not finite, so the model "
+            f"was not saved; {after_failure(folder, step)}"
+        )
+        if is_first:
+            set_aside(folder, step)
+        raise ExitServeError(message)
+
+
+def _samples(recipe: Recipe, trainer: MultiExitTraining, prepared: Prepared) -> list[Sample]:
     """Greedy completions, at full depth, in float32."""
-    model, tokenizer = prepared.model, prepared.tokenizer
+    prompts = recipe.sample_texts
+    if not prompts:
+        return []
+    # Of a sharded model this process has a part only.
+    sharded = trainer.is_fsdp_enabled
+    model = load_model(recipe.output_dir) if sharded else prepared.model
+    tokenizer = prepared.tokenizer
     model.train(False)
     generate: Any = model.generate  # loosely typed in transformers
     samples = []
@@ -278,18 +344,17 @@ def _samples(prepared: Prepared, prompts: Sequence[str]) -> list[Sample]:
 
 def _report(
     recipe: Recipe,
-    trainer: ExitTrainer,
+    trainer: MultiExitTraining,
     prepared: Prepared,
     before: dict[str, LayerQuality],
     after: dict[str, LayerQuality],
 ) -> TrainingReport:
     clock = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Clock))
-    length = recipe.data.sequence_length
     return TrainingReport(
         model=Path(recipe.output_dir).name,
-        architecture=type(prepared.model).__name__,
-        parameters=prepared.model.num_parameters(),
-        objective=recipe.objective,
+        architecture=prepared.architecture,
+        parameters=prepared.parameters,
+        objectives=[options.name for options in recipe.objectives],
         num_layers=trainer.parts.num_layers,
         exit_layers=list(trainer.exits.exit_layers),
         layers=after,
@@ -298,7 +363,8 @@ def _report(
         steps=trainer.state.global_step,
         tokens_seen=int(trainer.state.num_input_tokens_seen),
         seconds=round(clock.elapsed, 1),
-        train_tokens=len(prepared.data["train"]) * length,
-        validation_tokens=len(prepared.data["validation"]) * (length - 1),
-        samples=_samples(prepared, recipe.sample_texts),
+        train_tokens=trainer.labelled_tokens(trainer.train_dataset),
+        validation_tokens=trainer.labelled_tokens(trainer.eval_dataset),
+        metrics=trainer.measured,
+        samples=_samples(recipe, trainer, prepared),
     )

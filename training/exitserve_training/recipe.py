@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError, nearest
+from exitserve_training.objective_options import (
+    OBJECTIVES,
+    AlignedOptions,
+    AnyObjective,
+    Strict,
+    check_together,
+)
 
 
-class _Strict(BaseModel):
-    """Unknown keys are errors: a misspelt key must not silently train something else."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class TrainBpe(_Strict):
+class TrainBpe(Strict):
     """A byte-level BPE trained on the run's own training documents."""
 
     vocab_size: int = Field(ge=258)
     """Entries, the 256 bytes and two special tokens included."""
 
 
-class TokenizerRecipe(_Strict):
+class TokenizerRecipe(Strict):
     """Which tokenizer: an existing one, or one trained on the data."""
 
     path: str | None = None
@@ -44,9 +45,13 @@ class TokenizerRecipe(_Strict):
         return self
 
 
-class DataRecipe(_Strict):
+class DataRecipe(Strict):
     """Where the documents come from and how they are cut; see `docs/training.md`."""
 
+    format: Literal["text", "chat"] = "text"
+    """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """Of a chat: train on the last answer alone, or on all of it."""
     files: list[str] = Field(default_factory=list)
     """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
     dataset: str | None = None
@@ -77,10 +82,75 @@ class DataRecipe(_Strict):
     def _some_source(self) -> DataRecipe:
         if not (self.files or self.dataset or self.python_source):
             raise ValueError("data needs one of data.files, data.dataset, data.python_source")
+        if self.format == "chat" and self.python_source:
+            raise ValueError("data.python_source is text; use data.format=text with it")
+        if self.format == "text" and "loss_on" in self.model_fields_set:
+            raise ValueError("data.loss_on is for chats; set data.format=chat, or leave it out")
         return self
 
 
-class Recipe(_Strict):
+class ExitAware(Strict):
+    """Freeze positions at exit layers during the forward pass, as serving does."""
+
+    share: float = Field(default=0.75, gt=0.0, le=1.0)
+    """Of the sequences, so many have frozen positions."""
+    select: Literal["confidence", "random"] = "confidence"
+    """Freeze where an exit is confident enough, or anywhere at random exits."""
+    thresholds: tuple[float, float] = (0.3, 0.95)
+    """With `confidence`: each sequence draws its threshold between these."""
+    fraction: float = Field(default=0.5, gt=0.0, le=1.0)
+    """With `random`: so many positions are frozen."""
+    longest_prompt: float = Field(default=0.25, ge=0.0, le=1.0)
+    """A random part of each sequence, up to this share, is prompt and runs at full depth."""
+    start: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Begin after this share of the steps."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExitAware:
+        low, high = self.thresholds
+        if not 0.0 <= low <= high < 1.0:
+            raise ValueError(
+                f"exit_aware.thresholds {list(self.thresholds)} must be two numbers in "
+                f"0..1, ascending, the second below 1"
+            )
+        other = "fraction" if self.select == "confidence" else "thresholds"
+        if other in self.model_fields_set:
+            raise ValueError(f"exit_aware.{other} has no effect with select={self.select}")
+        return self
+
+
+class LayerDropout(Strict):
+    """Sequences skip layers at random, deep ones more often (LayerSkip)."""
+
+    rate: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Of the last layer; the first is never skipped."""
+    curriculum: bool = False
+    """Grow from 0 over the run, as LayerSkip does in pretraining."""
+
+
+class Lora(Strict):
+    """Train low-rank adapters, which are merged into the checkpoint at the end."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    target_modules: str | list[str] = "all-linear"
+    """As PEFT takes them; `all-linear` is every linear map but the head."""
+
+
+class AdaGCClipping(Strict):
+    """AdaGC instead of clipping by the global norm; the SimReg paper's lambda and beta."""
+
+    ratio: float = Field(default=1.04, ge=1.0, allow_inf_nan=False)
+    beta: float = Field(default=0.99, ge=0.0, lt=1.0)
+    warmup_steps: int = Field(default=100, ge=0)
+
+
+def _aligned() -> list[AnyObjective]:
+    return [AlignedOptions()]
+
+
+class Recipe(Strict):
     """Everything about one training run."""
 
     output_dir: str
@@ -91,12 +161,18 @@ class Recipe(_Strict):
     """From scratch instead: `architecture` (llama, qwen2, ...) and that family's sizes."""
     tokenizer: TokenizerRecipe | None = None
     """Default: the one of `model`."""
-    objective: Literal["aligned", "ce"] = "aligned"
+    objectives: list[AnyObjective] = Field(default_factory=_aligned, min_length=1)
+    """What to minimise: names, or names with options; see `docs/training.md`."""
     exit_layers: Literal["all"] | list[int] = "all"
-    """Depths whose loss counts; the last layer always does."""
-    weights: Literal["linear", "uniform"] = "linear"
-    alternate: bool = True
-    """With `aligned`: every second optimizer step is plain last-layer cross-entropy."""
+    """Where the model may stop: written into the checkpoint, and evaluated."""
+    exit_aware: ExitAware | None = None
+    layer_dropout: LayerDropout | None = None
+    lora: Lora | None = None
+    adagc: AdaGCClipping | None = None
+    head_from_embeddings: bool = False
+    """Begin with the input embeddings as LM head: recovers the head of a headless model."""
+    mask_share: float = Field(default=0.15, gt=0.0, lt=1.0)
+    """Masked language models: so many tokens are to be found."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of Hugging Face `TrainingArguments`."""
     seed: int = Field(default=0, ge=0)
@@ -122,6 +198,15 @@ class Recipe(_Strict):
                 "config (from scratch) needs a tokenizer, "
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
+        check_together(self.objectives)
+        if self.exit_aware is not None and self.exit_layers == []:
+            raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
+        if self.lora is not None and self.config is not None:
+            raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
+        if self.lora is not None and self.head_from_embeddings:
+            raise ValueError("head_from_embeddings trains the head, which lora does not")
+        if self.adagc is not None and self.training.get("max_grad_norm"):
+            raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
@@ -130,13 +215,27 @@ class Recipe(_Strict):
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `dotted.key=value` overrides (values are YAML).
 
+    `base: other.yaml`, beside the recipe, gives the keys that it does not set itself.
+
     Raises:
         ExitServeError: no such file, invalid YAML, an unknown key (with the nearest valid one),
             or a bad value.
     """
-    file = Path(path)
+    tree = _read(Path(path), ())
+    for override in overrides:
+        _apply(tree, override)
+    return parse_recipe(tree)
+
+
+def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe's keys, laid over those of the recipe it names as `base`."""
     if not file.is_file():
-        raise ExitServeError(f"no recipe at '{file}'; give a YAML file, see `exitserve train -h`.")
+        needs = f" (base of '{above[-1]}')" if above else ""
+        raise ExitServeError(
+            f"no recipe at '{file}'{needs}; give a YAML file, see `exitserve train -h`."
+        )
+    if file.resolve() in above:
+        raise ExitServeError(f"recipe '{file}' is its own base, by way of '{above[-1]}'.")
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -144,9 +243,21 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         raise ExitServeError(f"recipe '{file}' is not valid YAML: {reason}") from error
     if not isinstance(tree, dict):
         raise ExitServeError(f"recipe '{file}' must hold keys and values, such as `output_dir: x`.")
-    for override in overrides:
-        _apply(tree, override)
-    return parse_recipe(tree)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _laid_over(_read(file.parent / str(base), (*above, file.resolve())), tree)
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` where it says something, `below` elsewhere; mappings key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, dict) and isinstance(value, dict):
+            value = _laid_over(under, value)
+        merged[key] = value
+    return merged
 
 
 def parse_recipe(tree: dict[str, Any]) -> Recipe:
@@ -182,13 +293,21 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError) -> str:
     """The first problem of a pydantic error as one line a user can act on."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    name = ".".join(where)
+    where = [part for part in first["loc"] if _is_key(part)]
+    # A discriminated union adds the objective's name behind its number.
+    path = [part for i, part in enumerate(where) if not (i > 1 and isinstance(where[i - 1], int))]
+    name = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
         allowed = sorted(_model_at(where[:-1]).model_fields)
         return (
-            f"recipe key {name!r} is unknown.{nearest(where[-1], allowed)} "
+            f"recipe key {name!r} is unknown.{nearest(str(path[-1]), allowed)} "
             f"Allowed here: {', '.join(allowed)}."
+        )
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        given = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
+        return (
+            f"recipe key {name!r}: objective {given!r} is unknown."
+            f"{nearest(str(given), sorted(OBJECTIVES))} Allowed: {', '.join(OBJECTIVES)}."
         )
     message = str(first["msg"]).removeprefix("Value error, ")
     if not name:
@@ -197,10 +316,17 @@ def _explain(error: ValidationError) -> str:
     return f"recipe key {name!r}: {message}{given}."
 
 
-def _model_at(path: Sequence[str]) -> type[BaseModel]:
+def _is_key(part: int | str) -> bool:
+    """Whether a part of pydantic's location is a key of the recipe, not the name of a type."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("int", "float", "str"))
+
+
+def _model_at(path: Sequence[int | str]) -> type[BaseModel]:
     """The pydantic class that describes the recipe's subtree at `path`."""
+    if path and path[0] == "objectives" and len(path) > 2:
+        return OBJECTIVES[str(path[2])]
     model: type[BaseModel] = Recipe
-    for part in path:
+    for part in map(str, path):
         annotation = model.model_fields[part].annotation
         if get_origin(annotation) in (Union, types.UnionType):
             annotation = next(arg for arg in get_args(annotation) if arg is not type(None))

@@ -10,16 +10,23 @@ a recipe, with the keys most runs need:
   data:
     files: ["corpus/**/*.txt"]    text, .jsonl, .parquet; or dataset: a datasets id,
     sequence_length: 512          or python_source: [stdlib, site-packages]
-  objective: aligned              every exit layer is trained; or ce, the last layer alone
-  exit_layers: [3, 6, 9]          or all
+    format: chat                  rows of messages, through the model's chat template
+  exit_layers: [3, 6, 9]          where the model may stop; or all
+  objectives: [aligned]           what to minimise; with options, and several at once:
+    - {name: aligned, sample: 2}      of the exit layers, 2 drawn each step
+    - {name: simreg, weight: auto}    also: dispersion, nitp, kl_to_last, headless, ...
+  exit_aware: {}                  freeze positions at exits, as serving does (fine-tuning)
+  lora: {rank: 16}                adapters, merged into the checkpoint at the end
   training: {max_steps: 2000, learning_rate: 1.0e-3, per_device_train_batch_size: 4}
                                   any field of transformers.TrainingArguments
 
 examples:
 
-  exitserve train training/recipes/python-tiny.yaml output_dir=runs/tiny
+  exitserve train training/recipes/tiny/aligned.yaml output_dir=runs/tiny
   exitserve train my.yaml model=Qwen/Qwen3-0.6B exit_layers=[7,14,21] bf16=true
   exitserve train my.yaml resume=true             goes on from the newest checkpoint
+  exitserve train training/recipes/tiny/chat.yaml     chats, with LoRA, on the bundled model
+  accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m exitserve train my.yaml
 
 while it runs:  tensorboard --logdir OUTPUT_DIR/logs
 all keys:       docs/training.md

@@ -36,7 +36,7 @@ class TrainingReport:
     """The checkpoint's folder."""
     architecture: str
     parameters: int
-    objective: str
+    objectives: list[str]
     num_layers: int
     exit_layers: list[int]
     layers: dict[str, LayerQuality]
@@ -49,8 +49,10 @@ class TrainingReport:
     seconds: float
     """Training time over all sessions, evaluation during training included."""
     train_tokens: int
-    """Tokens of one epoch."""
+    """Tokens of one epoch that have a label (all of them, when masking)."""
     validation_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the objectives measured on the held-out text, by name."""
     samples: list[Sample] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
     kind: str = "training"
@@ -67,13 +69,17 @@ class TrainingReport:
             f"# Training report: {self.model}",
             "",
             f"{self.architecture}, {self.parameters:,} parameters, {self.num_layers} layers, "
-            f"objective `{self.objective}`. {self.steps:,} steps, {self.tokens_seen:,} tokens, "
-            f"{self.seconds:,.0f} s. Held out: {self.validation_tokens:,} tokens.",
+            f"objectives `{', '.join(self.objectives)}`. {self.steps:,} steps, "
+            f"{self.tokens_seen:,} tokens, {self.seconds:,.0f} s. "
+            f"Held out: {self.validation_tokens:,} tokens.",
             "",
             "| depth | loss (nats/token) | perplexity | perplexity before training |",
             "|---|---|---|---|",
         ]
         lines += ["| " + " | ".join(row) + " |" for row in self._rows()]
+        if self.metrics:
+            lines += ["", "| measured on the held-out text | |", "|---|---|"]
+            lines += [f"| {name} | {value:.4g} |" for name, value in self.metrics.items()]
         for sample in self.samples:
             lines += ["", "Greedy completion at full depth, between ⟦ and ⟧:", "", "````text"]
             lines += [sample.prompt + "⟦" + sample.completion + "⟧", "````"]

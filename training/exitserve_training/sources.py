@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import datasets
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.recipe import DataRecipe
 
-_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_TABLES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _cut(document: Document, fraction: float) -> Split:
 def _all_documents(recipe: DataRecipe) -> list[Document]:
     documents = list(_read_files(recipe.files, recipe.text_field))
     if recipe.dataset is not None:
-        documents += _read_dataset(recipe)
+        documents += _rows(_load_dataset(recipe), recipe.dataset, recipe.text_field)
     for place in recipe.python_source:
         documents += _read_python(place, recipe.exclude)
     return documents
@@ -122,6 +123,12 @@ def _within_limit(documents: list[Document], limit: int | None) -> list[Document
 
 
 def _read_files(patterns: Sequence[str], text_field: str) -> Iterator[Document]:
+    for path in _paths(patterns):
+        yield from _read_file(path, text_field)
+
+
+def _paths(patterns: Sequence[str]) -> Iterator[Path]:
+    """The files that match, none of them empty."""
     for pattern in patterns:
         # Path.glob refuses absolute patterns, which are what users paste.
         found = glob.glob(pattern, recursive=True)  # noqa: PTH207
@@ -131,39 +138,60 @@ def _read_files(patterns: Sequence[str], text_field: str) -> Iterator[Document]:
         for path in map(Path, paths):
             if path.stat().st_size == 0:
                 raise ExitServeError(f"data file '{path}' is empty; remove it or give another.")
-            yield from _read_file(path, text_field)
+            yield path
 
 
 def _read_file(path: Path, text_field: str) -> list[Document]:
-    loader = _TABLES.get(path.suffix)
-    if loader is None:
+    if path.suffix not in _TABLES:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
         documents = [Document(str(path), text)]
     else:
-        try:
-            # Kept in memory: a cache keyed by path would hide later changes of the file.
-            table = datasets.Dataset
-            read = table.from_json if loader == "json" else table.from_parquet
-            rows = read(str(path), keep_in_memory=True)
-        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-            raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
-        documents = _rows(rows, str(path), text_field)
+        documents = _rows(_read_table(path), str(path), text_field)
     if not any(doc.text.strip() for doc in documents):
         raise ExitServeError(f"data file '{path}' has no text in it; remove it or give another.")
     return documents
 
 
-def _read_dataset(recipe: DataRecipe) -> list[Document]:
+def _read_table(path: Path) -> datasets.Dataset:
+    # Kept in memory: a cache keyed by path would hide later changes of the file.
+    table = datasets.Dataset
+    read = table.from_parquet if path.suffix == ".parquet" else table.from_json
+    try:
+        return read(str(path), keep_in_memory=True)
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+
+
+def read_tables(
+    recipe: DataRecipe, patterns: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of table files and of the `datasets` id, each with the name it goes by.
+
+    Raises:
+        ExitServeError: a file is missing, empty, or no table.
+    """
+    for path in _paths(patterns):
+        if path.suffix not in _TABLES:
+            raise ExitServeError(
+                f"data file '{path}' is no table; chats come as {', '.join(sorted(_TABLES))}."
+            )
+        for number, row in enumerate(_read_table(path), start=1):
+            yield f"'{path}', row {number}", row
+    if recipe.dataset is not None and patterns is recipe.files:
+        for number, row in enumerate(_load_dataset(recipe), start=1):
+            yield f"'{recipe.dataset}', row {number}", row
+
+
+def _load_dataset(recipe: DataRecipe) -> datasets.Dataset:
     name = str(recipe.dataset)
     try:
-        rows = datasets.load_dataset(name, recipe.dataset_config, split=recipe.dataset_split)
+        return datasets.load_dataset(name, recipe.dataset_config, split=recipe.dataset_split)
     except Exception as error:  # the library raises dozens of types for a bad id
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"dataset {name!r} could not be loaded: {reason}") from error
-    return _rows(rows, name, recipe.text_field)
 
 
 def _rows(rows: datasets.Dataset, name: str, text_field: str) -> list[Document]:

@@ -13,6 +13,7 @@ from exitserve.errors import ExitServeError
 END_OF_TEXT = "<|endoftext|>"
 """Ends every document, and so also stands before the next: both eos and bos."""
 PAD = "<|pad|>"
+MASK = "<|mask|>"
 
 # Words with the one character before them (" return", "_name", ".join"), up to three digits,
 # punctuation, line ends, then runs of spaces: an indentation is one token, not one per space.
@@ -22,13 +23,16 @@ _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, max_length: int, *, with_mask: bool = False
+) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE with `vocab_size` entries; every text can be encoded and decoded.
 
     Args:
         texts: training documents.
         vocab_size: entries, bytes and special tokens included.
         max_length: the model's context in tokens, written into the tokenizer's config.
+        with_mask: whether there is a mask token, for masked language models.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -40,7 +44,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrai
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PAD],
+        special_tokens=[END_OF_TEXT, PAD, *([MASK] if with_mask else [])],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -50,6 +54,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrai
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
+        **({"mask_token": MASK} if with_mask else {}),
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template=_CHAT_TEMPLATE,

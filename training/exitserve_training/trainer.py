@@ -1,84 +1,143 @@
-"""The Hugging Face Trainer with a multi-exit loss, evaluation at every exit, and saving."""
+"""The Hugging Face Trainer with multi-exit losses, evaluation at every exit, and saving."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import ExportableState
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint import MultiExit, write_multi_exit
-from exitserve.decoder import capture_hidden, decoder_parts
-from exitserve_training.losses import layer_cross_entropy
+from exitserve.errors import ExitServeError
+from exitserve_training.adapters import with_adapters
+from exitserve_training.folder import after_failure, set_aside
+from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.objectives import Objective
+from exitserve_training.masking import Masking
+from exitserve_training.objectives import NonFiniteLossError, build_objectives
+from exitserve_training.parts import ModelParts, model_parts
+from exitserve_training.recipe import Recipe
+from exitserve_training.skipping import Skipping
+
+if TYPE_CHECKING:
+    # Mixed into Trainer and into TRL's SFTTrainer, which is one.
+    _Base = Trainer
+else:
+    _Base = object
+
+OBJECTIVES_FILE = "objectives.safetensors"
+"""In checkpoints of a run: the objectives' own parameters, which no served model needs."""
+
+READS_HEAD = frozenset({"ce", "aligned", "separate_classifiers", "kl_to_last"})
+"""Objectives that train the LM head."""
+
+BAD_BATCH = "bad_batch.json"
+"""In `output_dir`: the tokens of the batch whose loss was not finite."""
 
 
-def shifted_labels(input_ids: Tensor) -> Tensor:
-    """The next token of each position [B, T]; the last position has none (-100)."""
-    last = torch.full_like(input_ids[:, :1], IGNORED)
-    return torch.cat([input_ids[:, 1:], last], dim=1)
+class MultiExitTraining(_Base):
+    """What multi-exit training changes in a Trainer: the loss, the evaluation, and saving.
 
-
-class ExitTrainer(Trainer):
-    """Minimises an `Objective` over hidden states of several depths.
-
-    Only three things differ from the Trainer: the loss, the evaluation (loss and perplexity per
-    layer instead of one), and saving (the `multi_exit` block goes into every checkpoint).
+    Mixed in before a Trainer class. The losses are computed inside the model's forward
+    (`MultiExitForward`), so data parallel and sharded training find everything in its place.
     """
 
     def __init__(
         self,
         *,
         model: PreTrainedModel,
-        objective: Objective,
+        recipe: Recipe,
         exits: MultiExit,
-        compile_layers: bool = False,
+        masking: Masking | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the Trainer's own arguments, and what to minimise and to write down.
+        """Takes the Trainer's own arguments, what to minimise, and what to write down.
 
         Args:
-            model: a causal LM of a supported family.
-            objective: what to minimise.
+            model: a language model of a supported family, not wrapped.
+            recipe: objectives, skipping, and how to clip.
             exits: the block for `config.json`; its layers and the last one are evaluated.
-            compile_layers: compile each decoder layer. Layer by layer, because the hooks that
-                capture hidden states must stay outside what is compiled.
+            masking: hides tokens; for models that are not causal.
             **kwargs: see `transformers.Trainer`.
         """
-        super().__init__(model=model, **kwargs)
-        # The loss is a mean over tokens, and packed sequences have equally many: the Trainer's
-        # own division by the accumulation steps is exact.
-        self.model_accepts_loss_kwargs = False
-        self.objective: Objective = objective
-        self._decoder: PreTrainedModel = model
+        self._has_adapters = recipe.lora is not None
+        trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
+        arguments: TrainingArguments = kwargs["args"]
+        # It reads each loss from the device; one that is not finite ends the run anyway.
+        arguments.logging_nan_inf_filter = False
+        if arguments.ddp_find_unused_parameters is None:
+            # Every objective's gradient reaches all that is trained (tests/train).
+            arguments.ddp_find_unused_parameters = False
+        super().__init__(model=trained, **kwargs)
+        if self._has_adapters and self.is_fsdp_enabled:
+            raise ExitServeError(
+                "lora cannot merge its adapters into the shards of FSDP; leave lora out, or train "
+                "data parallel, without FSDP."
+            )
+        # Losses are means over labelled tokens; `_share` weighs them when batches differ.
+        self.model_accepts_loss_kwargs = True
         self.exits = exits
-        self.parts = decoder_parts(model)
-        self.eval_layers = (*exits.exit_layers, self.parts.num_layers)
+        self.parts: ModelParts = model_parts(model)
+        num_layers = self.parts.num_layers
+        self.eval_layers = (*exits.exit_layers, num_layers)
+        objectives = build_objectives(
+            recipe.objectives,
+            exit_layers=exits.exit_layers,
+            num_layers=num_layers,
+            hidden_size=model.config.hidden_size,
+            head=self.parts.head,
+            seed=recipe.seed,
+        )
+        objectives.to(self.args.device)
+        if not READS_HEAD & {options.name for options in recipe.objectives if options.weight}:
+            _freeze_head(model, self.parts)
+        skipping = Skipping(
+            recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
+        )
+        self.language_model: PreTrainedModel = model
+        self.multi_exit = MultiExitForward(
+            model, self.parts, objectives, self.eval_layers, skipping, masking
+        )
+        self.measured: dict[str, float] = {}
+        """What the objectives found in the last evaluation."""
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = defaultdict(int)
-        if compile_layers:
+        self._shares: dict[str, Tensor] = {}
+        if recipe.compile_layers:
+            # Layer by layer: the hooks that read hidden states must stay outside.
             for layer in self.parts.layers:
                 layer.forward = torch.compile(layer.forward)
 
-    def restore_layers(self) -> None:
-        """Undoes `compile_layers`: generation, whose lengths all differ, would compile forever."""
+    def save_result(self, output_dir: str) -> None:
+        """Saves the trained model as an ordinary checkpoint, adapters merged into it.
+
+        The model is then as it was before training touched it: no hooks, no objectives, no
+        compiled layers (generation, whose lengths all differ, would compile forever).
+        """
+        if self.is_fsdp_enabled:
+            # Checkpoints of the run may be shards; the result is one that anything can read.
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        if self._has_adapters:
+            adapted: Any = self.model
+            self.model = adapted.merge_and_unload()
+        self.save_model(output_dir)
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
+        self.multi_exit.remove()
+
+    def labelled_tokens(self, dataset: Any) -> int:
+        """Tokens of a data set that are to be said."""
+        if "labels" in dataset.column_names:
+            return sum(sum(label != IGNORED for label in row[1:]) for row in dataset["labels"])
+        return sum(len(row) - self.parts.is_causal for row in dataset["input_ids"])
 
     def compute_loss(
         self,
@@ -87,32 +146,69 @@ class ExitTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The objective's loss on a batch of `input_ids` [B, T]."""
-        step = self.state.global_step
-        with self.accelerator.autocast():
-            hidden = self._hidden(model, inputs["input_ids"], self.objective.layers(step))
-            labels = shifted_labels(inputs["input_ids"])
-            loss, metrics = self.objective(step, hidden, self.parts.classify, labels)
-        for name, value in metrics.items():
-            self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
-            self._counts[name] += 1
-        return loss
+        """The objectives' loss on one micro-batch.
 
-    def _hidden(
-        self, model: nn.Module, input_ids: Tensor, layers: tuple[int, ...]
-    ) -> dict[int, Tensor]:
-        with capture_hidden(self.parts, layers) as hidden:
-            # The objective classifies; the model's own head runs on one position only.
-            model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
-        return hidden
+        Raises:
+            NonFiniteLossError: with the step, the objective, and where the batch was written.
+        """
+        request = ExitPass(self.state.global_step, max(self.state.max_steps, 1))
+        try:
+            loss, metrics = model(**self._asked(inputs), exit_pass=request)
+        except NonFiniteLossError as error:
+            raise self._stopped(error, inputs) from error
+        share = self._share(inputs, num_items_in_batch)
+        for name, value in metrics.items():
+            self._sums[name] = value.float() * share + self._sums.get(name, 0.0)
+            self._shares[name] = share + self._shares.get(name, 0.0)
+        weighted: Tensor = loss * share
+        return weighted
+
+    def _asked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of the forward pass, without what only a collator's user needs."""
+        known = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids")
+        return {name: inputs[name] for name in known if name in inputs}
+
+    def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
+        """What a micro-batch's mean counts for in the whole optimizer step's.
+
+        Batches of chats have unequal numbers of labelled tokens: each counts by its number.
+        Packed sequences have no labels of their own, and the Trainer divides by their number.
+        """
+        if num_items is None or "labels" not in inputs:
+            return torch.ones((), device=self.args.device)
+        labels = inputs["labels"][..., 1:] if self.parts.is_causal else inputs["labels"]
+        processes = self.args.world_size if self.args.average_tokens_across_devices else 1
+        return labels.ne(IGNORED).sum() * processes / torch.as_tensor(num_items).clamp(min=1)
+
+    def _stopped(self, error: NonFiniteLossError, inputs: dict[str, Tensor]) -> NonFiniteLossError:
+        """The error that ends the run in every process; writes the batch down first."""
+        step, folder = self.state.global_step, Path(str(self.args.output_dir))
+        message = [""]
+        if self.args.process_index == error.process:
+            rows = inputs["input_ids"].tolist()
+            folder.mkdir(parents=True, exist_ok=True)
+            written = {"step": step, "process": error.process, "input_ids": rows}
+            (folder / BAD_BATCH).write_text(json.dumps(written), encoding="utf-8")
+            message = [
+                f"{error} at step {step}, in the batch of {len(rows)} sequences written to "
+                f"'{folder / BAD_BATCH}'; {after_failure(folder, step)}"
+            ]
+        # The first process prints it, whosever batch it was.
+        broadcast_object_list(message, from_process=error.process)
+        if self.args.should_save:
+            set_aside(folder, step)
+        return NonFiniteLossError(message[0], error.process)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the objective's metrics since the last log."""
-        if "loss" in logs:
-            for name, total in self._sums.items():
-                logs[name] = round(total.item() / self._counts[name], 4)
+        """Adds the means of the objectives' metrics since the last log, over all processes."""
+        if "loss" in logs and self._sums:
+            found = torch.stack([*self._sums.values(), *self._shares.values()])
+            sums, shares = self.accelerator.reduce(found, reduction="sum").chunk(2)
+            # One transfer from the device for all of them.
+            means = (sums / shares).tolist()
+            logs |= {name: round(mean, 4) for name, mean in zip(self._sums, means, strict=True)}
             self._sums.clear()
-            self._counts.clear()
+            self._shares.clear()
         super().log(logs, start_time)
 
     def evaluate(
@@ -121,28 +217,37 @@ class ExitTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Loss (nats per token) and perplexity at every exit layer and the last layer."""
+        """Loss (nats per token) and perplexity at every exit layer and the last layer.
+
+        Objectives other than cross-entropy report their own metrics too.
+        """
         start = time.perf_counter()
-        was_training = self._decoder.training
-        self._decoder.train(False)
-        totals = torch.zeros(len(self.eval_layers), device=self.args.device)
+        model = self.model_wrapped if self.is_fsdp_enabled else self.language_model
+        was_training = model.training
+        model.train(False)
+        names = [f"loss_layer_{layer}" for layer in self.eval_layers]
+        totals: dict[str, Tensor] = {}
         tokens = torch.zeros((), device=self.args.device)
         batches = self.get_eval_dataloader(eval_dataset)
         # disable=None: no bar where the output is not a terminal.
-        hidden_bar = self.args.disable_tqdm or None
+        hidden_bar = self.args.disable_tqdm or not self.is_local_process_zero() or None
+        request = ExitPass(self.state.global_step, job="evaluate")
         for batch in tqdm(batches, desc="evaluating", leave=False, disable=hidden_bar):
-            inputs = self._prepare_inputs(batch)
-            labels = shifted_labels(inputs["input_ids"])
-            count = (labels != IGNORED).sum()
+            inputs = self._asked(self._prepare_inputs(batch))
+            rows = self._own_rows(len(inputs["input_ids"]))
+            # A process without any makes the pass all the same: a sharded model needs all.
+            inputs = {name: tensor[: max(rows, 1)] for name, tensor in inputs.items()}
             with torch.no_grad(), self.accelerator.autocast():
-                hidden = self._hidden(self._decoder, inputs["input_ids"], self.eval_layers)
-                losses = layer_cross_entropy(hidden, self.parts.classify, labels)
-            totals += torch.stack([losses[layer] for layer in self.eval_layers]) * count
-            tokens += count
-        self._decoder.train(was_training)
-        totals = self.accelerator.reduce(totals, reduction="sum")
-        tokens = self.accelerator.reduce(tokens, reduction="sum")
-        metrics = self._layer_metrics((totals / tokens).tolist(), metric_key_prefix)
+                found: Quality = model(**inputs, exit_pass=request)
+            weight = found.tokens * min(rows, 1)
+            losses = zip(names, (found.losses[layer] for layer in self.eval_layers), strict=True)
+            for name, value in (*losses, *found.metrics.items()):
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value * weight
+            tokens += weight
+        model.train(was_training)
+        means = self._means(totals, tokens)
+        self.measured = {name: mean for name, mean in means.items() if name not in names}
+        metrics = self._layer_metrics(means, metric_key_prefix)
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -150,46 +255,117 @@ class ExitTrainer(Trainer):
         )
         return metrics
 
-    def _layer_metrics(self, losses: list[float], prefix: str) -> dict[str, float]:
-        metrics = {f"{prefix}_loss": losses[-1]}
-        for layer, loss in zip(self.eval_layers, losses, strict=True):
-            metrics[f"{prefix}_loss_layer_{layer}"] = loss
-            metrics[f"{prefix}_perplexity_layer_{layer}"] = math.exp(loss)
+    def _own_rows(self, rows: int) -> int:
+        """How many of an evaluation batch's rows count here.
+
+        Where the data do not fill the last batches of all processes, accelerate repeats rows
+        from the beginning, which would count twice.
+        """
+        loading = self.accelerator.gradient_state
+        repeats = self.accelerator.even_batches and loading.end_of_dataloader
+        if not repeats or loading.remainder < 1:
+            return rows
+        left: int = loading.remainder - self.args.process_index * rows
+        return min(max(left, 0), rows)
+
+    def _means(self, totals: dict[str, Tensor], tokens: Tensor) -> dict[str, float]:
+        """The totals of all processes by the number of their tokens."""
+        # A process may lack what others found, and all have to send the same.
+        found: list[list[str]] = gather_object([list(totals)])
+        names = list(dict.fromkeys(name for own in found for name in own))
+        sums = [totals.get(name, torch.zeros_like(tokens)).float() for name in names]
+        whole = self.accelerator.reduce(torch.stack([*sums, tokens]), reduction="sum")
+        return dict(zip(names, (whole[:-1] / whole[-1]).tolist(), strict=True))
+
+    def _layer_metrics(self, means: dict[str, float], prefix: str) -> dict[str, float]:
+        metrics = {f"{prefix}_loss": means[f"loss_layer_{self.eval_layers[-1]}"]}
+        for name, mean in means.items():
+            metrics[f"{prefix}_{name}"] = mean
+            if name.startswith("loss_layer_"):
+                # Untrained layers of a large vocabulary can lie beyond what exp can say.
+                perplexity = math.exp(mean) if mean < 700.0 else math.inf
+                metrics[f"{prefix}_{name.replace('loss', 'perplexity', 1)}"] = perplexity
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves an ordinary checkpoint with the `multi_exit` block in its config."""
+        """Saves an ordinary checkpoint with the `multi_exit` block in its config.
+
+        A checkpoint of the run has the objectives' parameters beside it. The result has them only
+        where exits have heads of their own, which nothing else could read.
+        """
+        folder = Path(str(output_dir or self.args.output_dir))
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            write_multi_exit(Path(str(output_dir or self.args.output_dir)), self.exits)
+        if not self.args.should_save:
+            return
+        if (folder / "config.json").is_file():
+            write_multi_exit(folder, self.exits)
+        if not _internal_call and not self.multi_exit.objectives.classifiers():
+            (folder / OBJECTIVES_FILE).unlink(missing_ok=True)
 
-
-class Clock(TrainerCallback, ExportableState):
-    """Counts training seconds, and goes on counting in a resumed run."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        """Starts from `seconds`, which the Trainer restores from the checkpoint."""
-        self.seconds = seconds
-        self._start: float | None = None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds of training so far, over all sessions of the run."""
-        running = 0.0 if self._start is None else time.perf_counter() - self._start
-        return self.seconds + running
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Starts the clock."""
-        self._start = time.perf_counter()
+        """Keeps the objectives' parameters apart from the model's."""
+        model: Any = self.model
+        whole = model.state_dict() if state_dict is None else state_dict
+        marker = f"{AUXILIARY}."
+        own = {name.split(marker)[1]: t for name, t in whole.items() if marker in name}
+        super()._save(output_dir, {name: t for name, t in whole.items() if marker not in name})
+        if own and self.args.should_save:
+            folder = Path(str(output_dir or self.args.output_dir))
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+            save_file(tensors, folder / OBJECTIVES_FILE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Stops the clock."""
-        self.seconds, self._start = self.elapsed, None
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.is_fsdp_enabled:
+            return  # whose own files hold all parameters, the objectives' too
+        saved = Path(resume_from_checkpoint) / OBJECTIVES_FILE
+        tensors = load_file(saved) if saved.is_file() else {}
+        objectives = self.multi_exit.objectives
+        shapes = {name: own.shape for name, own in objectives.state_dict().items()}
+        if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+            raise ExitServeError(
+                f"resume: '{resume_from_checkpoint}' holds the objective parameters "
+                f"{sorted(tensors)}, the recipe's objectives have {sorted(shapes)}; keep the "
+                f"objectives, or start a new run with model={resume_from_checkpoint}."
+            )
+        objectives.load_state_dict(tensors)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: restored by the Trainer when a run is resumed."""
-        return {"args": {"seconds": self.elapsed}, "attributes": {}}
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Not for what `_load_from_checkpoint` reads from a file of its own."""
+        missing = [name for name in load_result.missing_keys if AUXILIARY not in name]
+        load_result.missing_keys[:] = missing
+        super()._issue_warnings_after_load(load_result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Takes the learning rate from the recipe: a run that diverged goes on with a lower one."""
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            raise ExitServeError(
+                f"resume: the optimizer state in '{checkpoint}' does not fit what this recipe "
+                f"trains ({error}); keep its objectives and optimizer, or start a new run."
+            ) from error
+        schedule: Any = self.lr_scheduler
+        rate = self.args.learning_rate
+        if isinstance(schedule, LambdaLR) and {*schedule.base_lrs} != {rate}:
+            schedule.base_lrs = [rate for _ in schedule.base_lrs]
+            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
+            schedule._last_lr = [rate * share for share in shares]
+            for group, now in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+                group["initial_lr"], group["lr"] = rate, now
+
+
+def _freeze_head(model: PreTrainedModel, parts: ModelParts) -> None:
+    """Headless training leaves the head as it is, and data parallelism must not wait for it."""
+    embedding: Any = model.get_input_embeddings()
+    for parameter in parts.head.linear.parameters():
+        if parameter is not embedding.weight:
+            parameter.requires_grad_(False)
+
+
+class ExitTrainer(MultiExitTraining, Trainer):
+    """Trains on packed sequences, causal or masked."""

@@ -1,0 +1,144 @@
+"""Rows of chats: every form comes to the same tokens and labels, and bad ones are named."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from exitserve.errors import ExitServeError
+from exitserve_training.chats import load_chats
+from exitserve_training.recipe import load_recipe
+
+Train = Callable[..., int]
+MakeRecipe = Callable[..., Path]
+ChatRow = Callable[..., dict[str, Any]]
+
+IGNORED = -100
+FORMS = ("messages", "texts", "message lists")
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+def test_every_form_of_row_gives_the_same(
+    chat_recipe: MakeRecipe, marked_chat_model: Path, loss_on: str, chat_row: ChatRow
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(marked_chat_model)
+    found = []
+    for form in FORMS:
+        rows = [chat_row(number, form) for number in range(26)]
+        recipe = load_recipe(chat_recipe(rows, data={"loss_on": loss_on}))
+        split = load_chats(recipe.data, tokenizer, recipe.seed)
+        found.append([split[side].to_dict() for side in ("train", "validation")])
+    assert found[0] == found[1] == found[2]
+
+
+def test_files_of_different_forms_go_together(
+    chat_recipe: MakeRecipe,
+    tmp_path: Path,
+    marked_chat_model: Path,
+    chat_row: ChatRow,
+    write_rows: Callable[..., Path],
+) -> None:
+    files = [
+        write_rows(tmp_path / f"{i}.jsonl", [chat_row(i, form), chat_row(i + 10, form)])
+        for i, form in enumerate(FORMS)
+    ]
+    recipe = load_recipe(chat_recipe(data={"files": [str(file) for file in files]}))
+    split = load_chats(recipe.data, AutoTokenizer.from_pretrained(marked_chat_model), 0)
+    assert len(split["train"]) + len(split["validation"]) == 6
+
+
+def test_of_several_turns_the_last_answer_is_learnt(
+    chat_recipe: MakeRecipe, marked_chat_model: Path
+) -> None:
+    turns = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in (*turns, ("assistant", f"2 {end}"))]}
+        for end in ("now", "then")
+    ]
+    recipe = load_recipe(chat_recipe(rows))
+    tokenizer = AutoTokenizer.from_pretrained(marked_chat_model)
+    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
+    learnt = [token for token in row["labels"] if token != IGNORED]
+    # A template that marks the end itself gets no other mark.
+    assert tokenizer.decode(learnt) in ("2 now<|im_end|>\n", "2 then<|im_end|>\n")
+
+
+def test_what_does_not_fit_at_all_ends_before_anything_is_written(
+    chat_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    with pytest.raises(ExitServeError, match=r"data.sequence_length=4 leaves nothing .*; raise"):
+        train(chat_recipe(data={"sequence_length": 4}))
+    assert not (tmp_path / "out").exists()
+
+
+def messages(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+USER, ANSWER = ("user", "Say a."), ("assistant", "a")
+BAD_ROWS = {
+    "text": ({"text": "x"}, r"row 2 is no chat: it has text; expected `messages`, or `prompt`"),
+    "half": ({"prompt": "x"}, r"row 2 is no chat: it has prompt"),
+    "answer first": (messages(ANSWER), r"row 2: nothing stands before the answer"),
+    "no answer": (messages(USER), r"row 2: the last message is from 'user'.*data.loss_on=all"),
+    "bad role": (messages(("bot", "x"), ANSWER), r"role of system, user, assistant, tool"),
+    "no content": (messages(USER, ("assistant", None)), r"row 2: messages must be a list of"),
+    "empty": ({"messages": []}, r"row 2: messages must be a list of"),
+    "no list": ({"prompt": 3, "completion": "x"}, r"row 2: prompt must be text or a list of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_that_are_no_chats_are_named(
+    chat_recipe: MakeRecipe, tmp_path: Path, train: Train, case: str, chat_row: ChatRow
+) -> None:
+    row, message = BAD_ROWS[case]
+    good = chat_row(1, "texts") if "prompt" in row and case == "half" else chat_row(1)
+    with pytest.raises(ExitServeError, match=message) as error:
+        train(chat_recipe([good, row]))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_may_refuse_a_chat(chat_recipe: MakeRecipe, plain_chat_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(plain_chat_model)
+    tokenizer.chat_template = "{{ raise_exception('roles must\nalternate') }}"
+    recipe = load_recipe(chat_recipe())
+    with pytest.raises(ExitServeError, match=r"row .*template refuses it: roles must alternate"):
+        load_chats(recipe.data, tokenizer, 0)
+
+
+def test_a_tokenizer_without_a_template_is_refused(
+    chat_recipe: MakeRecipe, tmp_path: Path, plain_chat_model: Path, train: Train
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(plain_chat_model, bare)
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(ExitServeError, match="needs a tokenizer with a chat template"):
+        train(chat_recipe(model=str(bare)))
+    scratch = chat_recipe(
+        model=None,
+        config={"architecture": "llama", "num_hidden_layers": 2, "hidden_size": 32},
+        tokenizer={"train_bpe": {"vocab_size": 300}},
+        exit_layers=[1],
+    )
+    with pytest.raises(ExitServeError, match=r"needs tokenizer\.path"):
+        train(scratch)
+
+
+def test_files_that_are_no_tables_are_refused(
+    chat_recipe: MakeRecipe, tmp_path: Path, text_file: Path, train: Train, chat_row: ChatRow
+) -> None:
+    with pytest.raises(ExitServeError, match=r"no table; chats come as \.json, \.jsonl, \.parquet"):
+        train(chat_recipe(data={"files": [str(text_file)]}))
+    broken = tmp_path / "broken.jsonl"
+    for text in ('{"messages": [', "\n\n"):
+        broken.write_text(text, encoding="utf-8")
+        with pytest.raises(ExitServeError) as error:
+            train(chat_recipe(data={"files": [str(broken)]}))
+        assert "broken.jsonl" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ExitServeError, match="no chat is left to train on"):
+        train(chat_recipe([chat_row(1)]))

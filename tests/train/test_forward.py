@@ -1,0 +1,360 @@
+"""The training forward: what it leaves alone, what it evaluates, and the loss it returns.
+
+Shapes: B rows, T tokens, L layers, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from exitserve_training.forward import ExitPass, MultiExitForward, Quality, shifted_labels
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.weights import layer_weights
+from exitserve_training.objective_options import CrossEntropyOptions, SeparateClassifiersOptions
+from exitserve_training.parts import model_parts
+from exitserve_training.recipe import Lora
+from exitserve_training.trainer import with_adapters
+
+Plans = Callable[..., Any]
+Ids = Callable[..., Tensor]
+Wrap = Callable[..., MultiExitForward]
+
+NUM_LAYERS, EXITS, VOCAB = 6, (2, 4), 128
+DEPTHS = (*EXITS, NUM_LAYERS)
+# Means of cross-entropies of 2 to 20 nats, of the same float32 logits up to the order of sums:
+# 10 roundings of 6e-8 in each of 6 layers, relative.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def train_pass(model: Any, input_ids: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    found: tuple[Tensor, dict[str, Tensor]]
+    found = model(input_ids=input_ids, **inputs, exit_pass=ExitPass(step=0))
+    return found
+
+
+@torch.no_grad()
+def evaluate(model: Any, input_ids: Tensor, **inputs: Tensor) -> Quality:
+    quality: Quality
+    quality = model(input_ids=input_ids, **inputs, exit_pass=ExitPass(step=0, job="evaluate"))
+    return quality
+
+
+# --- what it leaves alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_without_an_exit_pass_the_model_is_as_before(
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    wrap: Wrap,
+    all_skipping: Callable[..., Any],
+) -> None:
+    model, ids = load(family), random_ids(2, 12)
+    before = model(input_ids=ids, output_hidden_states=True)
+    wrapped = wrap(model, skipping=all_skipping())
+
+    def assert_same() -> None:
+        # The same sums in the same order: bit by bit.
+        now = model(input_ids=ids, output_hidden_states=True)
+        assert torch.equal(now.logits, before.logits)
+        pairs = zip(now.hidden_states, before.hidden_states, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+    assert_same()
+    # What was drawn for a training pass must not act on another batch, of whatever shape.
+    _, metrics = train_pass(model, ids)
+    assert metrics["frozen_share"] > 0 and metrics["dropped_share"] > 0
+    assert_same()
+    train_pass(model, ids[:1, :5])
+    assert_same()
+    generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
+    evaluate(model, ids)
+    assert_same()
+    wrapped.remove()
+    assert_same()
+    assert (
+        generated.tolist() == model.generate(ids[:, :4], max_new_tokens=4, do_sample=False).tolist()
+    )
+
+
+def test_removed_it_leaves_nothing_behind(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, all_skipping: Callable[..., Any]
+) -> None:
+    model = load("llama")
+    names, attributes = list(model.state_dict()), set(vars(model))
+    wrapped = wrap(model, SeparateClassifiersOptions(), skipping=all_skipping())
+    assert set(model.state_dict()) > set(names)
+    train_pass(model, random_ids(2, 8))
+    wrapped.remove()
+    assert list(model.state_dict()) == names
+    assert set(vars(model)) == attributes
+    assert model.forward.__func__ is type(model).forward
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_removed_it_gives_back_a_forward_of_the_instance(
+    load: Callable[[str], Any], wrap: Wrap
+) -> None:
+    model = load("llama")
+    own = model.forward = model.forward
+    wrap(model).remove()
+    assert vars(model)["forward"] is own
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+def plain_losses(model: Any, ids: Tensor, labels: Tensor) -> dict[int, Tensor]:
+    """Each depth's cross-entropy from the hidden states that transformers gives out."""
+    with torch.no_grad():
+        # Its last state is behind the norm already, the others are not.
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        parts = model_parts(model)
+        normed = {layer: parts.norm(states[layer]) for layer in EXITS}
+        normed[NUM_LAYERS] = states[NUM_LAYERS]
+        logits = {layer: model.get_output_embeddings()(normed[layer]) for layer in DEPTHS}
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is not None:
+        logits = {layer: cap * torch.tanh(found / cap) for layer, found in logits.items()}
+    return {
+        layer: functional.cross_entropy(found[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        for layer, found in logits.items()
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_evaluation_is_the_plain_cross_entropy_of_each_depth(
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    wrap: Wrap,
+    all_skipping: Callable[..., Any],
+) -> None:
+    model, ids = load(family).eval(), random_ids(3, 12)
+    wrap(model, skipping=all_skipping())
+    expected = plain_losses(model, ids, ids)
+    quality = evaluate(model, ids)
+    assert quality.tokens.item() == 3 * 11
+    assert tuple(quality.losses) == DEPTHS
+    for layer in DEPTHS:
+        torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
+    own = model(input_ids=ids, labels=ids).loss.detach()
+    torch.testing.assert_close(quality.losses[NUM_LAYERS], own, **CLOSE)
+
+
+def test_evaluation_counts_labelled_tokens(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap
+) -> None:
+    model, ids = load("llama").eval(), random_ids(3, 12)
+    labels = ids.clone()
+    labels[0, :7] = labels[1, 3:9] = IGNORED
+    wrap(model)
+    expected = plain_losses(model, ids, labels)
+    quality = evaluate(model, ids, labels=labels)
+    # The first token of a row is said by no position.
+    assert quality.tokens.item() == 5 + 5 + 11
+    for layer in DEPTHS:
+        torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
+
+
+def test_evaluation_reads_an_exits_own_head(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap
+) -> None:
+    model, ids = load("llama").eval(), random_ids(2, 12)
+    wrapped = wrap(model, SeparateClassifiersOptions())
+    before = evaluate(model, ids).losses
+    own: Any = wrapped.objectives.parts["separate_classifiers"]
+    with torch.no_grad():
+        own.heads["2"]["linear"].weight.zero_()
+    after = evaluate(model, ids).losses
+    # A head of zeros says each of the 128 tokens equally likely.
+    assert after[2].item() == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=1e-6)
+    assert all(torch.equal(after[layer], before[layer]) for layer in (4, NUM_LAYERS))
+
+
+# --- labels and padding --------------------------------------------------------------------------
+
+
+def test_each_position_is_to_say_the_next_token() -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10], [1, 11, 12]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [False, True, True]])
+    # The last has no next; before padding there is none either, and padding says nothing.
+    shifted = [[6, 7, IGNORED], [9, IGNORED, IGNORED], [IGNORED, 12, IGNORED]]
+    assert shifted_labels(ids, mask).tolist() == shifted
+
+
+@pytest.mark.parametrize("given", ["labels", "no labels"])
+@pytest.mark.parametrize("skips", [False, True])
+def test_padding_changes_no_loss(
+    load: Callable[[str], Any],
+    given: str,
+    skips: bool,
+    random_ids: Ids,
+    wrap: Wrap,
+    all_skipping: Callable[..., Any],
+) -> None:
+    model = load("llama")
+    lengths = (12, 7, 9)
+    ids = random_ids(3, 12)
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    ids = torch.where(mask, ids, 1)
+    inputs = {"labels": torch.where(mask, ids, IGNORED)} if given == "labels" else {}
+    wrap(model, skipping=all_skipping() if skips else None)
+    loss, found = train_pass(model, ids, attention_mask=mask.long(), **inputs)
+    quality = evaluate(model, ids, attention_mask=mask.long(), **inputs)
+    alone = [ids[row : row + 1, :length] for row, length in enumerate(lengths)]
+    # Means over tokens: a row counts by its tokens.
+    counts = torch.tensor([length - 1.0 for length in lengths])
+    each = [evaluate(model, row).losses for row in alone]
+    assert quality.tokens.item() == counts.sum().item()
+    for layer in DEPTHS:
+        expected = torch.stack([losses[layer] for losses in each]) @ counts / counts.sum()
+        torch.testing.assert_close(quality.losses[layer], expected, **CLOSE)
+    if not skips:
+        rows = torch.stack([train_pass(model, row)[0] for row in alone])
+        torch.testing.assert_close(loss, rows @ counts / counts.sum(), **CLOSE)
+        return
+    # How many tokens reach a layer differs from row to row, and so each layer's weights; but
+    # what is frozen and dropped is the same.
+    metrics = [train_pass(model, row)[1] for row in alone]
+    for name in ("frozen_share", "mean_depth"):
+        own = torch.stack([values[name] for values in metrics])
+        shares = torch.tensor(lengths) / sum(lengths)
+        torch.testing.assert_close(found[name], own @ shares, **CLOSE)
+
+
+def test_padding_on_the_left_changes_no_loss(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap
+) -> None:
+    model, ids = load("llama"), random_ids(1, 9)
+    wrap(model)
+    padded = torch.cat([torch.ones(1, 3, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    loss, _ = train_pass(model, padded, attention_mask=mask)
+    # Rotary positions are relative; turned by 3 positions more, they are off by float32 roundings.
+    torch.testing.assert_close(loss, train_pass(model, ids)[0], rtol=1e-4, atol=1e-5)
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+def by_hand(model: Any, ids: Tensor, depth: Tensor) -> dict[int, Tensor]:
+    """Each depth's cross-entropy over the positions that reach it, layer by layer."""
+    states: list[Tensor] = []
+    parts = model_parts(model)
+
+    def freeze(layer: int, args: Any, kwargs: Any, output: Any) -> Any:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        hidden = torch.stack(
+            [
+                torch.stack([b if d < layer else a for b, a, d in zip(*row, strict=True)])
+                for row in zip(before, after, depth, strict=True)
+            ]
+        )
+        states.append(hidden)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handles = [
+        layer.register_forward_hook(
+            lambda _m, args, kwargs, output, n=n: freeze(n, args, kwargs, output), with_kwargs=True
+        )
+        for n, layer in enumerate(parts.layers, start=1)
+    ]
+    parts.body(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    losses = {}
+    for layer in DEPTHS:
+        own = []
+        for row in range(len(ids)):
+            for place in range(ids.shape[1] - 1):
+                if depth[row, place] >= layer:
+                    logits = parts.head(states[layer - 1][row, place])
+                    own.append(functional.cross_entropy(logits, ids[row, place + 1]))
+        losses[layer] = torch.stack(own).mean() if own else torch.zeros(())
+    return losses
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_frozen_positions_count_in_no_deeper_loss(
+    load: Callable[[str], Any], family: str, random_ids: Ids, wrap: Wrap, at_depths: Plans
+) -> None:
+    model, ids = load(family), random_ids(2, 8)
+    depth = torch.tensor([[6, 2, 4, 6, 2, 2, 4, 6], [6, 4, 4, 4, 2, 6, 2, 6]])
+    expected = by_hand(model, ids, depth)
+    scale = dict(zip(DEPTHS, layer_weights(DEPTHS, "linear"), strict=True))
+    # The last position of a row says nothing; every other weighs the same at all its layers.
+    reached = {layer: (depth[:, :-1] >= layer).float().mean() for layer in DEPTHS}
+    parts = [scale[layer] * reached[layer] * expected[layer] for layer in DEPTHS]
+    total = torch.stack(parts).sum()
+    parameters = list(model.parameters())
+    slopes = torch.autograd.grad(total, parameters)
+    wrap(model, skipping=at_depths(depth))
+    loss, metrics = train_pass(model, ids)
+    for layer in DEPTHS:
+        torch.testing.assert_close(
+            metrics[f"loss_layer_{layer}"], expected[layer].detach(), **CLOSE
+        )
+    torch.testing.assert_close(loss, total, **CLOSE)
+    found = torch.autograd.grad(loss, parameters)
+    # Sums over 14 tokens and 3 layers more, of summands that cancel: relative to the largest.
+    for own, slope in zip(found, slopes, strict=True):
+        bound = 1e-5 * slope.abs().max().item()
+        torch.testing.assert_close(own, slope, rtol=1e-4, atol=max(bound, 1e-7))
+
+
+def test_a_layer_that_nobody_reaches_has_no_loss(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: Plans
+) -> None:
+    model, ids = load("llama"), random_ids(2, 8)
+    wrap(model, skipping=at_depths(torch.full((2, 8), EXITS[0])))
+    loss, metrics = train_pass(model, ids)
+    assert metrics["loss_layer_4"] == 0.0 and metrics["loss_layer_6"] == 0.0
+    scale = layer_weights(DEPTHS, "linear")[0]
+    torch.testing.assert_close(loss, scale * metrics["loss_layer_2"], **CLOSE)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        above = any(f"layers.{layer}." in name for layer in range(EXITS[0], NUM_LAYERS))
+        assert gradient.any() != above, name
+
+
+def test_no_loss_at_all_has_zero_gradients(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: Plans
+) -> None:
+    model, ids = load("gpt2"), random_ids(2, 8)
+    wrap(model, CrossEntropyOptions(), skipping=at_depths(torch.full((2, 8), EXITS[0])))
+    loss, _ = train_pass(model, ids)
+    assert loss == 0.0
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
+# --- wrapped models ------------------------------------------------------------------------------
+
+
+def test_adapters_that_do_nothing_yet_change_no_loss(
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, all_skipping: Callable[..., Any]
+) -> None:
+    ids = random_ids(2, 10)
+    skipping: Sequence[Any] = [all_skipping(), all_skipping()]
+    plain = load("llama")
+    wrap(plain, skipping=skipping[0])
+    expected, _ = train_pass(plain, ids)
+    model = load("llama")
+    adapted = with_adapters(model, Lora(rank=2))
+    wrap(model, skipping=skipping[1])
+    loss, _ = train_pass(adapted, ids)
+    # B begins as zero, so adapters add exact zeros.
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    loss.backward()
+    trained = {name for name, p in adapted.named_parameters() if p.grad is not None}
+    assert trained and all("lora" in name for name in trained)

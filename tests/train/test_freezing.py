@@ -1,0 +1,209 @@
+"""Positions that freeze by confidence in a training pass: the oracle freezes the same ones.
+
+Shapes: B rows, T tokens, L layers, D hidden, E exits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exitserve.confidence import max_prob
+from exitserve.decoder import capture_hidden, decoder_parts
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference, Trace
+from exitserve_training.objectives import Batch
+from exitserve_training.skipping import SkipPlan
+
+Plans = Callable[..., Any]
+Ids = Callable[..., Tensor]
+Pass = Callable[..., tuple[Tensor, Batch]]
+
+NUM_LAYERS, EXITS = 6, (2, 4)
+FAMILIES = ("llama", "qwen3", "gpt2")
+# The same float32 sums over 128 to 256 numbers, in another order because matrices of a batch are
+# multiplied otherwise than those of one row or one token: about 10 roundings of 6e-8 in each of 6
+# layers, relative to states and logits of up to 30.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="session")
+def by_confidence(planned: Callable[..., Any]) -> Plans:
+    """Each row with a prompt and a threshold of its own."""
+
+    def freeze(prompts: Sequence[int], thresholds: Sequence[float]) -> Any:
+        def make(mask: Tensor) -> SkipPlan:
+            plan = SkipPlan(EXITS, NUM_LAYERS, mask)
+            plan.may_exit = mask & (torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None])
+            plan.thresholds = torch.tensor(thresholds)
+            return plan
+
+        return planned(make)
+
+    return freeze
+
+
+@torch.no_grad()
+def confidences(model: Any, input_ids: Tensor) -> Tensor:
+    """Of every check of a pass at full depth: [E, B, T]."""
+    parts = decoder_parts(model)
+    with capture_hidden(parts, EXITS) as hidden:
+        model.base_model(input_ids=input_ids, use_cache=False)
+    none = torch.empty(0, dtype=torch.long)
+    found = [max_prob(parts.classify(hidden[layer]).flatten(0, 1), none)[0] for layer in EXITS]
+    return torch.stack(found).unflatten(1, input_ids.shape)
+
+
+class Watched(Reference):
+    """The oracle, with the states that reach each depth."""
+
+    def __init__(self, model: Any) -> None:
+        training = model.training
+        super().__init__(model, EXITS)
+        model.train(training)
+        self.hidden: dict[int, Tensor] = {}
+
+    def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
+        # The input of layer l + 1 is what the oracle's own hook on layer l made of its output.
+        handles = [
+            layer.register_forward_pre_hook(self._keeper(depth), with_kwargs=True)
+            for depth, layer in enumerate(self.parts.layers)
+        ]
+        last = super()._run(input_ids, cache)
+        for handle in handles:
+            handle.remove()
+        self.hidden[NUM_LAYERS] = last
+        return last
+
+    def _keeper(self, depth: int) -> Callable[..., None]:
+        def keep(_module: Any, args: Any, kwargs: Any) -> None:
+            self.hidden[depth] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return keep
+
+
+def assert_row_is_the_oracles(
+    model: Any, batch: Batch, row: int, ids: Tensor, prompt: int, threshold: float
+) -> Trace:
+    oracle = Watched(model)
+    trace = oracle.trace(ids.tolist(), prompt, ExitPolicy.confidence(threshold))
+    length = len(ids)
+    assert batch.depth is not None
+    assert batch.depth[row, :length].tolist() == trace.depth.tolist()
+    for layer in range(1, NUM_LAYERS + 1):
+        own = batch.hidden[layer][row, :length].detach()
+        torch.testing.assert_close(own, oracle.hidden[layer], **CLOSE)
+    with torch.no_grad():
+        logits = batch.classifier(batch.hidden[NUM_LAYERS][row, :length])
+    torch.testing.assert_close(logits, trace.logits, **CLOSE)
+    return trace
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_pass_is_the_oracles(
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    by_confidence: Plans,
+    skipped_pass: Pass,
+) -> None:
+    model = load(family)
+    ids = random_ids(5, 24)
+    prompts = [1, 4, 9, 3, 2]
+    quantiles = confidences(model, ids).quantile(torch.tensor([0.3, 0.6, 0.85])).tolist()
+    # Besides: a row where every check passes, and one where none does.
+    thresholds = [*quantiles, 0.0, 1.0]
+    _, batch = skipped_pass(model, by_confidence(prompts, thresholds), ids)
+    assert batch.depth is not None
+    for row, (prompt, threshold) in enumerate(zip(prompts, thresholds, strict=True)):
+        assert_row_is_the_oracles(model, batch, row, ids[row], prompt, threshold)
+    # The test means nothing unless rows stop at every depth, and at several within a row.
+    found = [set(batch.depth[row, prompts[row] :].tolist()) for row in range(3)]
+    assert set.union(*found) == {*EXITS, NUM_LAYERS}
+    assert all(len(depths) > 1 for depths in found)
+    assert batch.depth[3].tolist() == [NUM_LAYERS] * 3 + [EXITS[0]] * 21
+    assert batch.depth[4].eq(NUM_LAYERS).all()
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**16),
+    rows=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(3, 12), st.floats(0.02, 0.6)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_padded_rows_are_the_oracles(
+    load: Callable[[str], Any],
+    seed: int,
+    rows: list[tuple[int, int, float]],
+    random_ids: Ids,
+    by_confidence: Plans,
+    skipped_pass: Pass,
+) -> None:
+    model = load("llama")
+    longest = max(length for _, length, _ in rows)
+    ids = random_ids(len(rows), longest, seed)
+    mask = torch.arange(longest) < torch.tensor([length for _, length, _ in rows])[:, None]
+    skipping = by_confidence([prompt for prompt, _, _ in rows], [last for _, _, last in rows])
+    _, batch = skipped_pass(model, skipping, ids, attention_mask=mask.long())
+    assert batch.depth is not None
+    for row, (prompt, length, threshold) in enumerate(rows):
+        # The oracle's thresholds are float32 too, so no confidence lies between the two.
+        assert_row_is_the_oracles(model, batch, row, ids[row, :length], prompt, threshold)
+        assert batch.depth[row, length:].eq(NUM_LAYERS).all()
+
+
+def test_a_layer_is_checked_once_and_only_if_an_exit(by_confidence: Plans) -> None:
+    calls: list[int] = []
+
+    def classifier(hidden: Tensor) -> Tensor:
+        calls.append(len(hidden))
+        return hidden
+
+    # Logits of zeros: each of 8 tokens has 1/8. With one of 10: that one has almost 1.
+    unsure, sure = torch.zeros(1, 4, 8), torch.zeros(1, 4, 8)
+    sure[..., 0] = 10.0
+    plan = by_confidence([1], [0.5]).make(torch.ones(1, 4, dtype=torch.bool))
+    plan.saw(1, sure, classifier)
+    plan.saw(2, unsure, classifier)
+    # When a checkpointed layer runs again in backward, its check must not be made again.
+    plan.saw(2, sure, classifier)
+    assert plan.depth.eq(NUM_LAYERS).all()
+    plan.saw(4, sure, classifier)
+    assert plan.depth.tolist() == [[NUM_LAYERS, 4, 4, 4]]
+    assert calls == [3, 3]
+
+
+def test_dropout_and_freezing_together(
+    load: Callable[[str], Any],
+    random_ids: Ids,
+    planned: Callable[..., Any],
+    by_confidence: Plans,
+    skipped_pass: Pass,
+) -> None:
+    model, ids = load("llama"), random_ids(2, 12)
+    dropped = torch.zeros(2, NUM_LAYERS, dtype=torch.bool)
+    dropped[0, 1] = True
+    middle = confidences(model, ids).median().item()
+
+    def make(mask: Tensor) -> SkipPlan:
+        plan = by_confidence([3, 3], [middle, middle]).make(mask)
+        plan.dropped = dropped
+        return plan
+
+    _, batch = skipped_pass(model, planned(make), ids)
+    _, without = skipped_pass(model, by_confidence([3, 3], [middle, middle]), ids)
+    assert batch.depth is not None
+    # Layer 2 is skipped by the first sequence: its check there reads what layer 1 left.
+    states = batch.hidden[1][0].detach()
+    none = torch.empty(0, dtype=torch.long)
+    confident = max_prob(batch.classifier(states), none)[0] > middle
+    frozen_there = batch.depth[0] == EXITS[0]
+    assert frozen_there.tolist() == (confident & (torch.arange(12) >= 3)).tolist()
+    torch.testing.assert_close(batch.hidden[NUM_LAYERS][1], without.hidden[NUM_LAYERS][1])

@@ -1,0 +1,313 @@
+"""LoRA: adapters alone are trained, runs resume, and the result is an ordinary checkpoint."""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from exitserve.checkpoint import read_multi_exit
+from exitserve.errors import ExitServeError
+from exitserve_training.parts import model_parts
+from exitserve_training.recipe import Lora
+from exitserve_training.tokenization import train_bpe
+from exitserve_training.trainer import OBJECTIVES_FILE, MultiExitTraining, with_adapters
+
+Train = Callable[..., int]
+MakeRecipe = Callable[..., Path]
+
+BASES: dict[str, dict[str, Any]] = {
+    "tied llama": {"architecture": "llama", "tie_word_embeddings": True},
+    "untied llama": {"architecture": "llama", "tie_word_embeddings": False},
+    "gpt2": {"architecture": "gpt2"},
+    "bert": {"architecture": "bert"},
+}
+SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
+MORE_SIZES = {"intermediate_size": 64, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[str, Path]:
+    """Untrained small models by kind, each with the same tokenizer."""
+    texts = text_file.read_text(encoding="utf-8").splitlines()
+    tokenizer = train_bpe(texts, 300, 64, with_mask=True)
+    folders = {}
+    for name, kind in BASES.items():
+        family = kind["architecture"]
+        sizes = {**SIZES, **(MORE_SIZES if family == "llama" else {}), **kind}
+        del sizes["architecture"]
+        config = AutoConfig.for_model(
+            family, vocab_size=len(tokenizer), max_position_embeddings=64, **sizes
+        )
+        torch.manual_seed(0)
+        auto: Any = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+        folders[name] = tmp_path_factory.mktemp("base")
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def lora_recipe(make_recipe: MakeRecipe, bases: dict[str, Path]) -> MakeRecipe:
+    """A recipe that fine-tunes a small model with adapters, saving every other step."""
+
+    def make(base: str = "tied llama", **keys: Any) -> Path:
+        training = {
+            "max_steps": 4,
+            "save_steps": 2,
+            "save_total_limit": 9,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            **keys.pop("training", {}),
+        }
+        given: dict[str, Any] = {"config": None, "tokenizer": None, "model": str(bases[base])}
+        given |= {"lora": {"rank": 4}, "training": training}
+        return make_recipe(**{**given, **keys})
+
+    return make
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The trained model's tensors just before the adapters are merged."""
+    states: list[dict[str, Tensor]] = []
+    save = MultiExitTraining.save_result
+
+    def spy(trainer: MultiExitTraining, output_dir: str) -> None:
+        model: Any = trainer.model
+        trained = [name for name, tensor in model.named_parameters() if tensor.requires_grad]
+        assert all("lora_" in name or "exit_objectives" in name for name in trained)
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        save(trainer, output_dir)
+
+    monkeypatch.setattr(MultiExitTraining, "save_result", spy)
+    return states
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return content
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as transformers loads them."""
+    state: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return state
+
+
+@torch.no_grad()
+def plain_losses(folder: Path, depths: list[int]) -> dict[int, float]:
+    """Loss by depth on the kept validation data, from transformers' own hidden states."""
+    data = load_from_disk(str(next((folder / "data").glob("*/"))))["validation"]
+    ids = torch.tensor(data["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    parts = model_parts(model)
+    states = model(ids, output_hidden_states=True).hidden_states
+    losses = {}
+    for depth in depths:
+        # transformers puts the last state behind the norm already.
+        normed = states[depth] if depth == parts.num_layers else parts.norm(states[depth])
+        logits = model.get_output_embeddings()(normed)[:, :-1]
+        losses[depth] = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    return losses
+
+
+@pytest.mark.parametrize("base", ["tied llama", "untied llama", "gpt2"])
+def test_the_result_is_an_ordinary_checkpoint(
+    lora_recipe: MakeRecipe,
+    bases: dict[str, Path],
+    seen: list[dict[str, Tensor]],
+    tmp_path: Path,
+    train: Train,
+    base: str,
+) -> None:
+    assert train(lora_recipe(base, training={"max_steps": 10})) == 0
+    out = tmp_path / "out"
+
+    # Before merging, the model's own tensors are those of the base, bit for bit.
+    before = weights(bases[base])
+    own = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in seen[0].items()
+        if "lora_" not in name
+    }
+    assert own.keys() == before.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
+
+    # After it, the maps inside the layers differ, and nothing else does.
+    after = weights(out)
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    adapted = {name for name in seen[0] if ".base_layer.weight" in name}
+    prefix = "base_model.model."
+    assert changed == {name.removeprefix(prefix).replace(".base_layer.", ".") for name in adapted}
+    assert len(changed) == 4 * (4 if base == "gpt2" else 7)
+
+    # The files are a base model's: the same tensors, and nothing of PEFT's.
+    stored, theirs = (load_file(folder / "model.safetensors") for folder in (out, bases[base]))
+    assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
+    assert not [*out.glob("adapter*"), *out.rglob("README.md")]
+    block = read_multi_exit(out)
+    assert block is not None and block.exit_layers == (1, 2)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tied = base != "untied llama"
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+    # And its losses, without code of ours, are those of the report.
+    report = read(out, "report.json")
+    depths = [1, 2, 4]
+    for depth, loss in plain_losses(out, depths).items():
+        assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert loss < report["initial_layers"][str(depth)]["loss"]
+
+
+def test_checkpoints_of_a_run_hold_adapters(
+    lora_recipe: MakeRecipe, seen: list[dict[str, Tensor]], tmp_path: Path, train: Train
+) -> None:
+    assert train(lora_recipe(objectives=["ce", {"name": "nitp", "weight": 0.5}])) == 0
+    out = tmp_path / "out"
+    for step in (2, 4):
+        checkpoint = out / f"checkpoint-{step}"
+        assert not (checkpoint / "model.safetensors").exists()
+        names = load_file(checkpoint / "adapter_model.safetensors")
+        assert names and all("lora_" in name for name in names)
+    # The objective's projector is trained beside them, and no part of the result.
+    early, late = (load_file(out / f"checkpoint-{step}" / OBJECTIVES_FILE) for step in (2, 4))
+    assert early and all(not torch.equal(early[name], late[name]) for name in early)
+    assert not (out / OBJECTIVES_FILE).exists()
+    assert not any("exit_objectives" in name for name in load_file(out / "model.safetensors"))
+
+
+@pytest.mark.parametrize("base", ["tied llama", "gpt2"])
+def test_resuming_continues_the_same_run(
+    lora_recipe: MakeRecipe, tmp_path: Path, train: Train, base: str
+) -> None:
+    recipe = lora_recipe(
+        base,
+        objectives=["aligned", {"name": "nitp", "weight": 0.5}],
+        lora={"rank": 4, "dropout": 0.2},
+        training={"max_steps": 7, "save_steps": 3},
+    )
+    out = tmp_path / "out"
+    assert train(recipe) == 0
+    unbroken = weights(out)
+    whole = read(out / "checkpoint-7", "trainer_state.json")["log_history"]
+    for step in (6, 7):
+        shutil.rmtree(out / f"checkpoint-{step}")
+    (out / "model.safetensors").unlink()
+
+    assert train(recipe, "resume=true") == 0
+    for name, tensor in weights(out).items():
+        # The same operations in the same order; threads may split a sum differently.
+        torch.testing.assert_close(tensor, unbroken[name], rtol=1e-5, atol=1e-6)
+    again = read(out / "checkpoint-7", "trainer_state.json")["log_history"]
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (whole, again)]
+    assert len(losses[0]) == 7
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(
+    lora_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    results = []
+    for name, checkpointing in (("without", False), ("with", True)):
+        folder = tmp_path / name
+        recipe = lora_recipe(
+            output_dir=str(folder),
+            objectives=["aligned", {"name": "nitp", "weight": 0.5}],
+            lora={"rank": 4, "dropout": 0.2},
+            training={"gradient_checkpointing": checkpointing},
+        )
+        assert train(recipe) == 0
+        results.append(weights(folder))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "adagc": {"adagc": {"warmup_steps": 1}},
+    "heads of their own": {"objectives": ["separate_classifiers"]},
+    "layer dropout": {"layer_dropout": {"rate": 0.2}},
+    "frozen positions": {"exit_aware": {"select": "random"}},
+    "some maps": {"lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adapters_go_with_the_rest(
+    lora_recipe: MakeRecipe,
+    seen: list[dict[str, Tensor]],
+    tmp_path: Path,
+    train: Train,
+    variant: str,
+) -> None:
+    assert train(lora_recipe(**VARIANTS[variant])) == 0
+    report = read(tmp_path / "out", "report.json")
+    assert all(math.isfinite(layer["loss"]) for layer in report["layers"].values())
+    assert report["layers"]["4"]["loss"] < report["initial_layers"]["4"]["loss"]
+    for tensor in load_file(tmp_path / "out" / "model.safetensors").values():
+        assert tensor.dtype == torch.float32
+
+
+def test_a_masked_model_takes_adapters(
+    lora_recipe: MakeRecipe, bases: dict[str, Path], tmp_path: Path, train: Train
+) -> None:
+    assert train(lora_recipe("bert", exit_layers=[2])) == 0
+    stored, theirs = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", bases["bert"])
+    )
+    assert stored.keys() == theirs.keys()
+
+
+def test_adapters_start_as_nothing(bases: dict[str, Path]) -> None:
+    """An adapted model says what the base says, and only its adapters can be trained."""
+    model = AutoModelForCausalLM.from_pretrained(bases["tied llama"])
+    ids = torch.arange(20)[None]
+    expected = model(ids).logits
+    adapted: nn.Module = with_adapters(model, Lora(rank=4))
+    assert torch.equal(adapted(ids).logits, expected)
+    trained = {name for name, tensor in adapted.named_parameters() if tensor.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+
+
+BAD_TARGETS: dict[str, Any] = {
+    "no such map": (["foo_proj"], r"lora.target_modules.*foo_proj"),
+    "no such pattern": ("foo_.*", r"lora.target_modules.*foo_"),
+    "broken pattern": ("(", r"lora.target_modules"),
+    "head": (["q_proj", "lm_head"], r"lm_head.* includes the embeddings or the head"),
+    "embeddings": (["embed_tokens"], r"includes the embeddings or the head"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARGETS)
+def test_target_modules_that_do_not_fit_are_refused(
+    lora_recipe: MakeRecipe, train: Train, case: str
+) -> None:
+    targets, message = BAD_TARGETS[case]
+    with pytest.raises(ExitServeError, match=message) as error:
+        train(lora_recipe(lora={"target_modules": targets}))
+    assert "\n" not in str(error.value)
+
+
+def test_without_peft_lora_says_what_to_install(
+    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases["tied llama"])
+    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ExitServeError, match=r"needs the package 'peft.*exitserve\[train\]"):
+        with_adapters(model, Lora())

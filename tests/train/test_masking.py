@@ -1,0 +1,281 @@
+"""Masked language modelling: what is hidden, and that its loss is transformers' own.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+from exitserve_training.forward import ExitPass, MultiExitForward, Quality
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.masking import Masking
+from exitserve_training.objective_options import (
+    AlignedOptions,
+    AnyObjective,
+    CrossEntropyOptions,
+)
+from exitserve_training.objectives import build_objectives
+from exitserve_training.parts import model_parts
+from exitserve_training.recipe import LayerDropout
+from exitserve_training.skipping import Skipping
+
+VOCAB, SPECIAL, MASK = 1000, (0, 1, 2, 3), 3
+NUM_LAYERS, EXITS = 4, (1, 2)
+DEPTHS = (*EXITS, NUM_LAYERS)
+# Means of cross-entropies of about 7 nats, of the same float32 logits up to the order of sums: 10
+# roundings of 6e-8 in each of 4 layers, relative.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def masking(**changes: Any) -> Masking:
+    usual: dict[str, Any] = {
+        "share": 0.15,
+        "mask_id": MASK,
+        "vocab_size": VOCAB,
+        "special_ids": SPECIAL,
+        "seed": 0,
+    }
+    return Masking(**(usual | changes))
+
+
+def tokens(rows: int, length: int, seed: int = 0, first: int = len(SPECIAL)) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(first, VOCAB, (rows, length), generator=generator)
+
+
+def everything(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
+# --- what is hidden ------------------------------------------------------------------------------
+
+
+def near(count: int, chance: float, total: int) -> bool:
+    """Within five standard deviations of its expectation: else a chance of 6e-7."""
+    return abs(count - chance * total) <= 5 * math.sqrt(chance * (1 - chance) * total)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4])
+def test_share_and_what_stands_in_place(share: float) -> None:
+    ids = tokens(128, 512)
+    inputs, labels = masking(share=share)(0, ids, everything(ids))
+    hidden = labels != IGNORED
+    assert torch.equal(labels[hidden], ids[hidden])
+    assert torch.equal(inputs[~hidden], ids[~hidden])
+    total = int(hidden.sum())
+    assert near(total, share, ids.numel())
+    masked = int((inputs[hidden] == MASK).sum())
+    kept = int((inputs[hidden] == ids[hidden]).sum())
+    # A random token is the one it replaces with a chance of 1 / V, and special ones are not put
+    # in: their 4 / V leave the token as it is too.
+    by_chance = 0.1 * (1 + len(SPECIAL)) / VOCAB
+    assert near(masked, 0.8, total)
+    assert near(kept, 0.1 + by_chance, total)
+    assert near(total - masked - kept, 0.1 - by_chance, total)
+
+
+def test_random_tokens_are_all_of_the_vocabulary() -> None:
+    ids = tokens(256, 512)
+    inputs, labels = masking(share=0.9)(0, ids, everything(ids))
+    put_in = inputs[(labels != IGNORED) & (inputs != MASK) & (inputs != ids)]
+    # About 11800 draws of 996 tokens: one is missed with a chance of 996 e^-11.8 = 0.007, ten
+    # are with one below 1e-20.
+    assert len(put_in.unique()) > VOCAB - len(SPECIAL) - 10
+    assert not torch.isin(put_in, torch.tensor(SPECIAL)).any()
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 2**32),
+    step=st.integers(0, 2**20),
+    share=st.floats(0.01, 0.99),
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_special_tokens_and_padding_are_left_alone(
+    seed: int, step: int, share: float, lengths: list[int]
+) -> None:
+    # Few tokens, so that special ones are often there and often drawn.
+    few = masking(seed=seed, share=share, vocab_size=6)
+    ids = tokens(len(lengths), 9, seed, first=0) % 6
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    inputs, labels = few(step, ids, mask)
+    hidden = labels != IGNORED
+    special = torch.isin(ids, torch.tensor(SPECIAL))
+    assert not (hidden & (special | ~mask)).any()
+    assert torch.equal(inputs[~hidden], ids[~hidden])
+    assert torch.equal(labels[hidden], ids[hidden])
+    put_in = inputs[hidden & (inputs != ids)]
+    assert not torch.isin(put_in, torch.tensor([0, 1, 2])).any()
+
+
+def test_no_special_tokens_are_allowed() -> None:
+    ids = tokens(4, 64, first=0)
+    inputs, labels = masking(special_ids=())(0, ids, everything(ids))
+    assert inputs.dtype == labels.dtype == torch.long
+    assert (labels != IGNORED).any()
+
+
+def test_draws_depend_on_seed_step_and_sequence_alone() -> None:
+    ids = tokens(4, 64)
+    torch.manual_seed(0)
+    inputs, labels = masking()(5, ids, everything(ids))
+    torch.manual_seed(1)
+    order = [3, 0, 2, 1]
+    again = [masking()(5, ids[[row]], everything(ids[[row]])) for row in order]
+    mixed = masking()(5, ids[order], everything(ids))
+    for place, row in enumerate(order):
+        for found in (again[place][0][0], mixed[0][place]):
+            assert torch.equal(found, inputs[row])
+        for found in (again[place][1][0], mixed[1][place]):
+            assert torch.equal(found, labels[row])
+    for other in (masking()(6, ids, everything(ids)), masking(seed=1)(5, ids, everything(ids))):
+        assert all(not torch.equal(other[1][row], labels[row]) for row in range(4))
+
+
+def test_draws_do_not_depend_on_padding() -> None:
+    ids = tokens(4, 40)
+    mask = torch.arange(40) < torch.tensor([40, 31, 17, 22])[:, None]
+    inputs, labels = masking(share=0.5)(0, ids, mask)
+    for row, length in enumerate((40, 31, 17, 22)):
+        own = ids[row : row + 1, :length]
+        alone_inputs, alone_labels = masking(share=0.5)(0, own, everything(own))
+        assert torch.equal(inputs[row, :length], alone_inputs[0])
+        assert torch.equal(labels[row, :length], alone_labels[0])
+
+
+# --- a masked model ------------------------------------------------------------------------------
+
+
+def bert(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": 0.1,
+    }
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **(shape | changes)))
+    # Fresh gains are all one and fresh biases zero, which would hide a forgotten one.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.train()
+
+
+def wrap(model: Any, objective: AnyObjective, skipping: Any = None) -> MultiExitForward:
+    parts = model_parts(model)
+    objectives = build_objectives(
+        [objective],
+        exit_layers=EXITS,
+        num_layers=NUM_LAYERS,
+        hidden_size=32,
+        head=parts.head,
+        seed=0,
+    )
+    return MultiExitForward(model, parts, objectives, DEPTHS, skipping, masking())
+
+
+def ask(model: Any, ids: Tensor, step: int = 0, *, job: Any = "train", **inputs: Tensor) -> Any:
+    return model(input_ids=ids, **inputs, exit_pass=ExitPass(step=step, job=job))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_is_that_of_transformers(padded: bool) -> None:
+    model, ids = bert(), tokens(4, 32)
+    mask = everything(ids)
+    if padded:
+        mask[1, 20:] = mask[3, 5:] = False
+    inputs, labels = masking()(7, ids, mask)
+    types = torch.zeros_like(ids)
+    types[:, 16:] = 1
+    expected = model(
+        input_ids=inputs, labels=labels, attention_mask=mask.long(), token_type_ids=types
+    ).loss
+    parameters = [p for n, p in model.named_parameters() if "pooler" not in n]
+    slopes = torch.autograd.grad(expected, parameters)
+    wrapped = wrap(model, CrossEntropyOptions())
+    loss, metrics = ask(model, ids, 7, attention_mask=mask.long(), token_type_ids=types)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    torch.testing.assert_close(metrics["ce_loss"], expected.detach(), **CLOSE)
+    found = torch.autograd.grad(loss, parameters)
+    # Sums over tokens of summands that cancel: relative to the largest.
+    for own, slope in zip(found, slopes, strict=True):
+        bound = 1e-5 * slope.abs().max().item()
+        torch.testing.assert_close(own, slope, rtol=1e-4, atol=max(bound, 1e-8))
+    wrapped.remove()
+    again = model(input_ids=inputs, labels=labels, attention_mask=mask.long(), token_type_ids=types)
+    assert torch.equal(again.loss, expected)
+
+
+def test_each_depth_is_read_by_the_models_own_head() -> None:
+    model, ids = bert().eval(), tokens(3, 32)
+    inputs, labels = masking()(0, ids, everything(ids))
+    with torch.no_grad():
+        states = model(input_ids=inputs, output_hidden_states=True).hidden_states
+        expected = {
+            layer: functional.cross_entropy(
+                model.cls(states[layer]).flatten(0, 1), labels.flatten()
+            )
+            for layer in DEPTHS
+        }
+    wrap(model, AlignedOptions(alternate=False))
+    with torch.no_grad():
+        found: list[Quality] = [ask(model, ids, step, job="evaluate") for step in (0, 9)]
+    for quality in found:
+        # Every evaluation hides the same tokens, whatever the step.
+        assert quality.tokens.item() == (labels != IGNORED).sum().item()
+        for layer in DEPTHS:
+            torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
+    with torch.no_grad():
+        loss, metrics = ask(model, ids, 0)
+    weights = torch.tensor([1.0, 2.0, 4.0]) / 7
+    by_hand = weights @ torch.stack([expected[layer] for layer in DEPTHS])
+    torch.testing.assert_close(loss, by_hand, **CLOSE)
+    assert "loss_layer_2" in metrics
+
+
+def test_a_row_without_a_hidden_token_has_no_loss() -> None:
+    model, ids = bert(), torch.full((2, 8), SPECIAL[0])
+    wrap(model, CrossEntropyOptions())
+    loss, _ = ask(model, ids)
+    assert loss == 0.0
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_it_learns(skips: bool) -> None:
+    model = bert()
+    # Rows of one token each: what is hidden is what stands beside it.
+    ids = tokens(16, 1).expand(16, 32).contiguous()
+    dropout = Skipping(None, LayerDropout(rate=0.3), EXITS, NUM_LAYERS, seed=0)
+    wrap(model, AlignedOptions(alternate=False), dropout if skips else None)
+    with torch.no_grad():
+        before: Quality = ask(model, ids, job="evaluate")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(60):
+        loss, _ = ask(model, ids, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        after: Quality = ask(model, ids, job="evaluate")
+    # From log(1000) = 6.9 nats or more to what 16 known tokens leave, log(16) = 2.8, or less.
+    for layer in DEPTHS:
+        assert before.losses[layer] > 6.0
+        assert after.losses[layer] < 2.0

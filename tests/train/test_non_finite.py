@@ -1,0 +1,222 @@
+"""A loss or gradient that is not finite ends the run before it spoils anything."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from exitserve import cli
+from exitserve.errors import ExitServeError
+from exitserve_training import pipeline
+from exitserve_training.objectives import Batch, Metrics
+from exitserve_training.objectives.exits import CrossEntropy
+from exitserve_training.trainer import MultiExitTraining
+
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+Poison = Callable[[Tensor, Batch], Tensor]
+
+TRAINING = {
+    "max_steps": 6,
+    "save_steps": 1,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+RUN = {"objectives": ["ce", {"name": "nitp", "weight": 0.2}], "training": TRAINING}
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Poison], list[Tensor]]:
+    """Changes the ce loss of one step of training; returns the labels that it was given then."""
+    original = CrossEntropy.forward
+
+    def apply(step: int, change: Poison) -> list[Tensor]:
+        labels: list[Tensor] = []
+
+        def forward(self: CrossEntropy, batch: Batch) -> tuple[Tensor, Metrics]:
+            loss, metrics = original(self, batch)
+            if batch.step != step or not torch.is_grad_enabled():
+                return loss, metrics
+            labels.append(batch.labels)
+            return change(loss, batch), metrics
+
+        monkeypatch.setattr(CrossEntropy, "forward", forward)
+        return labels
+
+    return apply
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], MultiExitTraining]]:
+    """The trainer of the last run."""
+    made: list[MultiExitTraining] = []
+    original = pipeline._trainer
+
+    def keep(*args: Any) -> MultiExitTraining:
+        made.append(original(*args))
+        return made[-1]
+
+    monkeypatch.setattr(pipeline, "_trainer", keep)
+    yield lambda: made[-1]
+
+
+def to_nan(loss: Tensor, _batch: Batch) -> Tensor:
+    return loss * torch.nan
+
+
+def to_infinity(loss: Tensor, _batch: Batch) -> Tensor:
+    return loss / 0.0
+
+
+def nan_gradient(loss: Tensor, batch: Batch) -> Tensor:
+    """The same value: sqrt(0) is 0, and its derivative infinity times 0."""
+    return loss + (batch.hidden[4].sum() * 0.0).sqrt()
+
+
+@pytest.mark.parametrize("change", [to_nan, to_infinity])
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_batch(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    train: Train,
+    poison: Callable[[int, Poison], list[Tensor]],
+    trainer: Callable[[], MultiExitTraining],
+    change: Poison,
+) -> None:
+    """The second micro-batch of step 4 (from 0), after the checkpoints of 1 to 4."""
+    clean = make_recipe(**RUN)
+    assert train(clean, f"output_dir={tmp_path / 'clean'}") == 0
+    out = tmp_path / "out"
+    labels = poison(3, change)
+    with pytest.raises(ExitServeError) as raised:
+        train(clean)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "loss of objective ce = " in message
+    assert "nitp" not in message
+    assert "at step 3, in the batch of 4 sequences" in message
+    assert f"'{out / 'bad_batch.json'}'" in message
+    assert f"the last good checkpoint is '{out / 'checkpoint-2'}'" in message
+    written = json.loads((out / "bad_batch.json").read_text(encoding="utf-8"))
+    assert written["step"] == 3
+    assert written["process"] == 0
+    rows = torch.tensor(written["input_ids"])
+    assert torch.equal(rows[:, 1:], labels[0][:, :-1])
+    # The weights of checkpoint 3 are those that gave this loss, so it is not to be resumed from.
+    kept = sorted(path.name for path in out.glob("*checkpoint-*"))
+    assert kept == ["bad-checkpoint-3", "checkpoint-2"]
+    assert not (out / "model.safetensors").exists()
+    assert all(parameter.isfinite().all() for parameter in trainer().model.parameters())
+
+    # Without the poison, the checkpoint that was named goes on to where the clean run ended.
+    poison(-1, change)
+    assert train(clean, "resume=true") == 0
+    expected = load_file(tmp_path / "clean" / "model.safetensors")
+    found = load_file(out / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_command_line_says_it_in_one_line(
+    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed with a ruinous learning rate, and then with a sound one."""
+    recipe = str(make_recipe(**RUN))
+    out = tmp_path / "out"
+    assert cli.main(["train", recipe, "training.max_steps=3"]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", recipe, "resume=true", "training.learning_rate=1e30"]) == 2
+    errors = capsys.readouterr().err
+    (line,) = [line for line in errors.splitlines() if line.startswith("exitserve: ")]
+    assert "Traceback" not in errors
+    # The step from 3 to 4 was made with it; nothing of step 4 can be used.
+    assert "at step 4" in line
+    assert f"the last good checkpoint is '{out / 'checkpoint-3'}'" in line
+    assert line.endswith("lower training.learning_rate and give resume=true.")
+    assert (out / "bad-checkpoint-4").is_dir()
+    assert cli.main(["train", recipe, "resume=true"]) == 0
+    assert json.loads((out / "report.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("clipping", "adagc"), [(1.0, None), (0.0, None), (0.0, {"warmup_steps": 2})]
+)
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    train: Train,
+    poison: Callable[[int, Poison], list[Tensor]],
+    trainer: Callable[[], MultiExitTraining],
+    clipping: float,
+    adagc: dict[str, Any] | None,
+) -> None:
+    training = {**TRAINING, "max_grad_norm": clipping, "gradient_accumulation_steps": 2}
+    poison(3, nan_gradient)
+    with pytest.raises(ExitServeError, match="gradients at step 3 are not finite") as raised:
+        train(make_recipe(**{**RUN, "training": training, "adagc": adagc}))
+    assert "\n" not in str(raised.value)
+    out = tmp_path / "out"
+    assert f"the last good checkpoint is '{out / 'checkpoint-2'}'" in str(raised.value)
+    saved = load_file(out / "bad-checkpoint-3" / "model.safetensors")
+    now = trainer().language_model.state_dict()
+    for name, tensor in saved.items():
+        assert tensor.isfinite().all()
+        assert torch.equal(now[name], tensor)
+    projector = load_file(out / "bad-checkpoint-3" / "objectives.safetensors")
+    for name, tensor in trainer().multi_exit.objectives.state_dict().items():
+        assert torch.equal(projector[name], tensor)
+
+
+def test_weights_that_say_nothing_are_not_saved_as_the_result(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step spoils the weights, and no loss of training sees it."""
+
+    def step(self: torch.optim.AdamW, *_args: Any) -> None:
+        self.param_groups[0]["params"][0].data.fill_(torch.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(ExitServeError, match="after 1 steps the loss at layers 1, 2, 4") as raised:
+        train(make_recipe(**RUN), "training.max_steps=1")
+    assert "no earlier checkpoint is kept" in str(raised.value)
+    out = tmp_path / "out"
+    assert not (out / "model.safetensors").exists()
+    assert not (out / "report.json").exists()
+    assert [path.name for path in out.glob("*checkpoint-*")] == ["bad-checkpoint-1"]
+
+
+def test_metrics_leave_the_device_once_a_log(make_recipe: MakeRecipe, train: Train) -> None:
+    """Each `item` or `tolist` waits for the device, however many metrics there are."""
+    waits: list[str] = []
+    logged: list[dict[str, float]] = []
+    item, tolist, log = Tensor.item, Tensor.tolist, MultiExitTraining.log
+
+    def counting(name: str, original: Any) -> Any:
+        def call(self: Tensor) -> Any:
+            waits.append(name)
+            return original(self)
+
+        return call
+
+    def watched(self: MultiExitTraining, logs: dict[str, float], *args: Any) -> None:
+        with (
+            mock.patch.object(Tensor, "item", counting("item", item)),
+            mock.patch.object(Tensor, "__float__", counting("float", Tensor.__float__)),
+            mock.patch.object(Tensor, "tolist", counting("tolist", tolist)),
+        ):
+            log(self, logs, *args)
+        if "loss" in logs:
+            logged.append(logs)
+
+    with mock.patch.object(MultiExitTraining, "log", watched):
+        assert train(make_recipe(exit_aware={"select": "random"}, layer_dropout={})) == 0
+    assert len(logged) == 2
+    names = {"loss_layer_1", "loss_layer_4", "aligned_loss", "mean_depth", "dropped_share"}
+    assert names <= set(logged[0])
+    assert waits == ["tolist", "tolist"]

@@ -1,0 +1,232 @@
+"""Frozen positions and dropped layers, once drawn: token-by-token decoding, finite differences.
+
+Shapes: B rows, T tokens, L layers, D hidden.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from exitserve.decoder import decoder_parts
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference
+from exitserve_training.forward import ExitPass, MultiExitForward
+from exitserve_training.objectives import Batch, Objectives
+from exitserve_training.parts import model_parts
+
+Plans = Callable[..., Any]
+Ids = Callable[..., Tensor]
+Pass = Callable[..., tuple[Tensor, Batch]]
+
+NUM_LAYERS, EXITS = 6, (2, 4)
+FAMILIES = ("llama", "qwen3", "gpt2")
+# The same float32 sums over 128 to 256 numbers, in another order because matrices of a batch are
+# multiplied otherwise than those of one row or one token: about 10 roundings of 6e-8 in each of 6
+# layers, relative to states and logits of up to 30.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+# --- frozen at random: token-by-token decoding ---------------------------------------------------
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: Tensor, depths: Tensor) -> Tensor:
+    """Last states [T, D], one token at a time with a key-value cache, as serving defines it."""
+    cache, states = DynamicCache(), list[Tensor]()
+    for token, depth in zip(ids.tolist(), depths.tolist(), strict=True):
+        state: dict[str, Tensor] = {}
+
+        def after(
+            layer: int, output: Any, depth: int = depth, state: dict[str, Tensor] = state
+        ) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if layer <= depth:
+                state["last"] = hidden
+            hidden = state["last"]
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        handles = [
+            layer.register_forward_hook(lambda _m, _a, output, n=n: after(n, output))
+            for n, layer in enumerate(decoder_parts(model).layers, start=1)
+        ]
+        model.base_model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        for handle in handles:
+            handle.remove()
+        states.append(state["last"][0, 0])
+    return torch.stack(states)
+
+
+def random_depths(rows: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([*EXITS, NUM_LAYERS])
+    depth = choices[torch.randint(3, (rows, length), generator=generator)]
+    depth[:, :2] = NUM_LAYERS
+    return depth
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_at_given_depths_is_decoding_token_by_token(
+    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+) -> None:
+    model = load(family)
+    ids, depth = random_ids(3, 16), random_depths(3, 16)
+    _, batch = skipped_pass(model, at_depths(depth), ids)
+    for row in range(3):
+        expected = decoded(model, ids[row], depth[row])
+        last = batch.hidden[NUM_LAYERS][row].detach()
+        torch.testing.assert_close(last, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("exit_layer", EXITS)
+def test_one_depth_for_all_is_the_fixed_policy(
+    load: Callable[[str], Any],
+    exit_layer: int,
+    random_ids: Ids,
+    at_depths: Plans,
+    skipped_pass: Pass,
+) -> None:
+    model, ids = load("llama"), random_ids(1, 16)
+    depth = torch.full((1, 16), exit_layer)
+    depth[:, :5] = NUM_LAYERS
+    _, batch = skipped_pass(model, at_depths(depth), ids)
+    trace = Reference(model, EXITS).trace(ids[0].tolist(), 5, ExitPolicy.fixed(exit_layer))
+    with torch.no_grad():
+        logits = batch.classifier(batch.hidden[NUM_LAYERS][0])
+    torch.testing.assert_close(logits, trace.logits, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_position_is_seen_by_later_ones_only(
+    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+) -> None:
+    model, ids = load(family), random_ids(2, 12)
+    full = torch.full((2, 12), NUM_LAYERS)
+    frozen = full.clone()
+    frozen[0, 5] = EXITS[0]
+    with torch.no_grad():
+        before = skipped_pass(model, at_depths(full), ids)[1].hidden[NUM_LAYERS]
+        after = skipped_pass(model, at_depths(frozen), ids)[1].hidden
+    # The same shapes, so the same sums in the same order: where nothing may change, bit by bit.
+    torch.testing.assert_close(after[NUM_LAYERS][0, :5], before[0, :5], rtol=0, atol=0)
+    torch.testing.assert_close(after[NUM_LAYERS][1], before[1], rtol=0, atol=0)
+    torch.testing.assert_close(after[NUM_LAYERS][0, 5], after[EXITS[0]][0, 5], rtol=0, atol=0)
+    # Keys and values of layers 3 to 6 come from another state: no rounding error is that large.
+    changes = (after[NUM_LAYERS][0, 6:] - before[0, 6:]).abs().amax(dim=-1)
+    assert changes.min() > 1e-3
+
+
+def test_nothing_skipped_is_the_plain_model(
+    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+) -> None:
+    model, ids = load("llama"), random_ids(2, 12)
+    with torch.no_grad():
+        _, batch = skipped_pass(model, at_depths(torch.full((2, 12), NUM_LAYERS)), ids)
+        plain = model(input_ids=ids).logits
+    torch.testing.assert_close(batch.classifier(batch.hidden[NUM_LAYERS]), plain, rtol=0, atol=0)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_finite_differences(
+    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+) -> None:
+    # GPT-2, because the norms of the others compute in float32 whatever the model's dtype.
+    model = load("gpt2").double()
+    ids = random_ids(2, 10)
+    dropped = torch.zeros(2, NUM_LAYERS, dtype=torch.bool)
+    dropped[1, 2] = True
+    skipping = at_depths(random_depths(2, 10), dropped)
+    parameters = list(model.transformer.parameters())
+    generator = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    loss, _ = skipped_pass(model, skipping, ids)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    # The final norm is no part of the states.
+    unused = [p for p, g in zip(parameters, gradients, strict=True) if g is None]
+    assert len(unused) == 2
+    slope = sum((g * d).sum() for g, d in zip(gradients, direction, strict=True) if g is not None)
+
+    @torch.no_grad()
+    def moved(step: float) -> Tensor:
+        for parameter, way in zip(parameters, direction, strict=True):
+            parameter.add_(way, alpha=step)
+        value, _ = skipped_pass(model, skipping, ids)
+        for parameter, way in zip(parameters, direction, strict=True):
+            parameter.sub_(way, alpha=step)
+        return value
+
+    measured = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    # Central differences in float64: roundings of 1e-16 * |loss| / 1e-6, and the third
+    # derivative times 1e-12.
+    torch.testing.assert_close(slope, measured, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_reach_frozen_states_through_their_keys_and_values(
+    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, keep: Callable[[], Any]
+) -> None:
+    model = load("gpt2").double()
+    ids = random_ids(1, 10)
+    exit_layer = EXITS[0]
+    depth = torch.full((1, 10), exit_layer)
+    depth[:, 0] = depth[:, -1] = NUM_LAYERS
+    kept = keep()
+    # Only the last position speaks: frozen ones act on it through keys and values alone.
+    kept.readout = torch.zeros(1, 10, 128, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    kept.readout[:, -1] = torch.randn(128, generator=generator, dtype=torch.float64)
+    parts = model_parts(model)
+    MultiExitForward(model, parts, Objectives([kept]), EXITS, at_depths(depth))
+    push = torch.zeros(1, 10, 128, dtype=torch.float64)
+    # Behind our own hook: moves the frozen states of one layer.
+    parts.layers[exit_layer - 1].register_forward_hook(
+        lambda _m, _a, output: (
+            (output[0] + push, *output[1:]) if isinstance(output, tuple) else output + push
+        )
+    )
+    loss, _ = model(input_ids=ids, exit_pass=ExitPass(step=0))
+    (gradient,) = torch.autograd.grad(loss, kept.batch.hidden[exit_layer])
+    for position in range(1, 9):
+        assert gradient[0, position].abs().max() > 1e-4
+    way = torch.randn(128, generator=generator, dtype=torch.float64)
+    values = []
+    for step in (1e-5, -1e-5):
+        push[0, 4] = step * way
+        values.append(model(input_ids=ids, exit_pass=ExitPass(step=0))[0].detach())
+    measured = (values[0] - values[1]) / 2e-5
+    # As above; the step is larger and so is its error, 1e-10 times the third derivative.
+    torch.testing.assert_close(gradient[0, 4] @ way, measured, rtol=1e-5, atol=1e-8)
+
+
+# --- layer dropout -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dropped_layer_might_as_well_not_be_there(
+    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+) -> None:
+    model, ids = load(family), random_ids(3, 12)
+    dropped = torch.zeros(3, NUM_LAYERS, dtype=torch.bool)
+    dropped[0, 2] = dropped[1, 2] = dropped[1, 5] = True
+    full = torch.full((3, 12), NUM_LAYERS)
+    with torch.no_grad():
+        _, batch = skipped_pass(model, at_depths(full, dropped), ids)
+    torch.testing.assert_close(batch.hidden[3][:2], batch.hidden[2][:2], rtol=0, atol=0)
+    torch.testing.assert_close(batch.hidden[6][1], batch.hidden[5][1], rtol=0, atol=0)
+    assert (batch.hidden[3][2] - batch.hidden[2][2]).abs().max() > 0.01
+    layers = decoder_parts(model).layers
+    for row, without in ((0, [2]), (1, [5, 2]), (2, [])):
+        fewer = load(family)
+        own = decoder_parts(fewer).layers
+        for place in without:
+            del own[place]
+        fewer.config.num_hidden_layers = len(own)
+        with torch.no_grad():
+            logits = fewer(input_ids=ids[row : row + 1], use_cache=False).logits[0]
+        said = batch.classifier(batch.hidden[NUM_LAYERS][row])
+        torch.testing.assert_close(said, logits, **CLOSE)
+    assert len(layers) == NUM_LAYERS

@@ -1,0 +1,246 @@
+"""What a training step skips: who is drawn to freeze, where, and which layers are dropped."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exitserve_training.draws import row_generators
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.recipe import ExitAware, LayerDropout
+from exitserve_training.skipping import Skipping, SkipPlan, dropout_rates
+
+Ids = Callable[..., Tensor]
+
+NUM_LAYERS, EXITS = 6, (2, 4)
+
+
+def drawn(
+    skipping: Skipping,
+    ids: Tensor,
+    labels: Tensor | None = None,
+    mask: Tensor | None = None,
+    step: int = 0,
+    total: int = 10,
+) -> SkipPlan:
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    if labels is None:
+        labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
+    plan = skipping.plan(step, total, ids, labels, mask)
+    assert plan is not None
+    return plan
+
+
+# --- layer dropout -------------------------------------------------------------------------------
+
+
+def test_dropout_rates_are_layerskips() -> None:
+    rates = dropout_rates(LayerDropout(rate=0.2), 5, progress=0.0)
+    by_hand = [0.2 * (math.exp(layer * math.log(2) / 4) - 1) for layer in range(5)]
+    # float32 against float64.
+    torch.testing.assert_close(rates, torch.tensor(by_hand), rtol=1e-6, atol=1e-7)
+    assert rates[0] == 0.0
+    assert rates[-1].item() == pytest.approx(0.2, rel=1e-6)
+    assert (rates.diff() > 0).all()
+
+
+def test_dropout_curriculum_grows_from_nothing() -> None:
+    options = LayerDropout(rate=0.2, curriculum=True)
+    half = math.exp(0.5 * math.log(2)) - 1
+    found = [dropout_rates(options, 4, progress)[-1].item() for progress in (0.0, 0.5, 1.0)]
+    assert found == pytest.approx([0.0, 0.2 * half, 0.2], rel=1e-6)
+
+
+def test_a_model_of_one_layer_drops_nothing() -> None:
+    assert dropout_rates(LayerDropout(rate=0.5), 1, 1.0).tolist() == [0.0]
+
+
+def test_layers_are_dropped_as_often_as_the_rates_say(random_ids: Ids) -> None:
+    options = LayerDropout(rate=0.4)
+    rows = 4000
+    plan = drawn(Skipping(None, options, EXITS, NUM_LAYERS, seed=0), random_ids(rows, 8))
+    assert plan.dropped is not None
+    shares = plan.dropped.float().mean(dim=0)
+    rates = dropout_rates(options, NUM_LAYERS, 0.0)
+    # Five standard deviations of a share of 4000 draws: a chance of 6e-7 for each layer.
+    bound = 5 * (rates * (1 - rates) / rows).sqrt()
+    assert ((shares - rates).abs() <= bound).all()
+    # Layers are drawn apart from each other: together as often as the product says.
+    both = (plan.dropped[:, 4] & plan.dropped[:, 5]).float().mean()
+    chance = rates[4] * rates[5]
+    assert abs(both - chance) <= 5 * (chance * (1 - chance) / rows).sqrt()
+
+
+# --- draws ---------------------------------------------------------------------------------------
+
+
+def what(plan: SkipPlan, row: int) -> tuple[Any, ...]:
+    """All that a plan says of a row."""
+    parts = (plan.depth, plan.dropped, plan.may_exit, plan.thresholds)
+    return tuple(None if part is None else part[row].tolist() for part in parts)
+
+
+def both_kinds() -> list[Any]:
+    dropout = LayerDropout(rate=0.5)
+    return [
+        pytest.param(ExitAware(share=0.5), dropout, id="confidence"),
+        pytest.param(ExitAware(share=0.5, select="random"), dropout, id="random"),
+    ]
+
+
+@pytest.mark.parametrize(("aware", "dropout"), both_kinds())
+def test_draws_depend_on_seed_step_and_sequence_alone(
+    aware: ExitAware, dropout: LayerDropout, random_ids: Ids
+) -> None:
+    skipping = Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=3)
+    ids = random_ids(4, 16)
+    torch.manual_seed(0)
+    whole = drawn(skipping, ids)
+    torch.manual_seed(1)
+    halves = [drawn(skipping, ids[:2]), drawn(skipping, ids[2:])]
+    assert [what(whole, row) for row in range(4)] == [
+        what(h, row) for h in halves for row in (0, 1)
+    ]
+    order = [2, 0, 3, 1]
+    mixed = drawn(skipping, ids[order])
+    assert [what(mixed, place) for place in range(4)] == [what(whole, row) for row in order]
+    assert len({str(what(whole, row)) for row in range(4)}) == 4
+    later = drawn(skipping, ids, step=1)
+    other = drawn(Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=4), ids)
+    for plan in (later, other):
+        assert all(what(plan, row) != what(whole, row) for row in range(4))
+
+
+@pytest.mark.parametrize(("aware", "dropout"), both_kinds())
+def test_draws_do_not_depend_on_padding(
+    aware: ExitAware, dropout: LayerDropout, random_ids: Ids
+) -> None:
+    # A row is padded to the longest of its batch, so padding tells who else is in the batch.
+    skipping = Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=3)
+    ids = random_ids(8, 16)
+    mask = torch.arange(16) < torch.arange(9, 17)[:, None]
+    labels = torch.where(mask.roll(-1, 1) & mask, ids.roll(-1, 1), IGNORED)
+    labels[:, -1] = IGNORED
+    padded = drawn(skipping, ids, labels, mask)
+    for row in range(8):
+        n = 9 + row
+        alone = drawn(skipping, ids[row : row + 1, :n], labels[row : row + 1, :n])
+        own = padded.depth[row, :n].tolist()
+        assert own == alone.depth[0].tolist()
+        assert padded.depth[row, n:].eq(NUM_LAYERS).all()
+        if alone.may_exit is not None:
+            assert padded.may_exit is not None
+            assert padded.may_exit[row, :n].tolist() == alone.may_exit[0].tolist()
+            assert not padded.may_exit[row, n:].any()
+        assert what(padded, row)[1] == what(alone, 0)[1]
+        assert what(padded, row)[3] == what(alone, 0)[3]
+
+
+def test_different_draws_of_a_step_differ(random_ids: Ids) -> None:
+    ids = random_ids(1, 8)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    found = [row_generators(name, 0, 0, ids, mask)[0] for name in ("skipping", "masking")]
+    assert torch.rand(4, generator=found[0]).tolist() != torch.rand(4, generator=found[1]).tolist()
+
+
+def frozen_rows(plan: SkipPlan) -> Tensor:
+    """Bool [B]: sequences with any position that may freeze."""
+    if plan.may_exit is not None:
+        return plan.may_exit.any(dim=1)
+    return (plan.depth < NUM_LAYERS).any(dim=1)
+
+
+@pytest.mark.parametrize("select", ["confidence", "random"])
+def test_share_of_the_sequences_take_part(select: Any, random_ids: Ids) -> None:
+    rows, ids = 2000, random_ids(2000, 12)
+    for share in (0.3, 1.0):
+        extra = {"fraction": 1.0} if select == "random" else {}
+        aware = ExitAware(share=share, select=select, **extra)
+        plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
+        found = frozen_rows(plan).float().mean().item()
+        # Five standard deviations of 2000 draws, none where the share is 1.
+        assert abs(found - share) <= 5 * math.sqrt(share * (1 - share) / rows)
+
+
+def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: Ids) -> None:
+    ids = random_ids(400, 33)
+    count = 400 * 32
+    for fraction in (0.25, 1.0):
+        aware = ExitAware(share=1.0, select="random", fraction=fraction, longest_prompt=0.0)
+        plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
+        # With no prompt the first position alone is one: something must be read to say the next.
+        assert plan.depth[:, 0].eq(NUM_LAYERS).all()
+        decode = plan.depth[:, 1:]
+        for exit_layer in EXITS:
+            chance = fraction / len(EXITS)
+            found = (decode == exit_layer).float().mean().item()
+            # Five standard deviations of 12800 draws.
+            assert abs(found - chance) <= 5 * math.sqrt(chance * (1 - chance) / count)
+        assert set(decode.unique().tolist()) <= {*EXITS, NUM_LAYERS}
+        if fraction == 1.0:
+            assert decode.ne(NUM_LAYERS).all()
+
+
+def test_thresholds_lie_between_the_given_ones(random_ids: Ids) -> None:
+    aware = ExitAware(share=1.0, thresholds=(0.4, 0.6))
+    plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 8))
+    assert plan.thresholds is not None and plan.thresholds.dtype == torch.float32
+    assert plan.thresholds.min() >= 0.4 and plan.thresholds.max() <= 0.6
+    # Of 1000 uniform draws some lie in the outer tenths, but for a chance of 0.9^1000 = 2e-46.
+    assert plan.thresholds.min() < 0.42 and plan.thresholds.max() > 0.58
+
+
+def test_prompts_are_up_to_their_longest_share(random_ids: Ids) -> None:
+    aware = ExitAware(share=1.0, longest_prompt=0.5)
+    plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 40))
+    assert plan.may_exit is not None
+    first = plan.may_exit.int().argmax(dim=1)
+    # A prefix: behind the first that may exit, all may.
+    assert (plan.may_exit.sum(dim=1) == 40 - first).all()
+    # int(u * 20) with u in [0, 1) is 0..19, and prompts of 0 are of 1: each of these 19 lengths
+    # is missed by 1000 draws with a chance below 0.95^1000 = 5e-23.
+    assert set(first.tolist()) == set(range(1, 20))
+
+
+def test_start_waits_for_its_share_of_the_steps(random_ids: Ids) -> None:
+    ids = random_ids(2, 8)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    aware = Skipping(ExitAware(share=1.0, start=0.5), None, EXITS, NUM_LAYERS, seed=0)
+    plans = [aware.plan(step, 10, ids, ids, mask) for step in range(10)]
+    assert [plan is None for plan in plans] == [True] * 5 + [False] * 5
+    both = Skipping(ExitAware(start=0.5), LayerDropout(), EXITS, NUM_LAYERS, seed=0)
+    before = both.plan(4, 10, ids, ids, mask)
+    assert before is not None and before.dropped is not None and before.may_exit is None
+    assert Skipping(None, None, EXITS, NUM_LAYERS, seed=0).plan(0, 1, ids, ids, mask) is None
+
+
+@pytest.mark.parametrize("select", ["confidence", "random"])
+def test_only_tokens_to_be_said_and_no_padding_freeze(select: Any, random_ids: Ids) -> None:
+    extra = {"fraction": 1.0} if select == "random" else {}
+    aware = ExitAware(share=1.0, select=select, longest_prompt=0.0, **extra)
+    skipping = Skipping(aware, None, EXITS, NUM_LAYERS, seed=0)
+    ids = random_ids(3, 12)
+    # By the chat's own tokens: an answer; two answers and a question between; no answer at all.
+    said = torch.zeros(3, 12, dtype=torch.bool)
+    said[0, 5:9] = said[1, 3:6] = said[1, 9:12] = True
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[0, 9:] = False
+    labels = torch.where(said, ids, IGNORED)
+    shifted = torch.cat([labels[:, 1:], torch.full((3, 1), IGNORED)], dim=1)
+    plan = drawn(skipping, ids, shifted, mask)
+    may_freeze = plan.depth < NUM_LAYERS if plan.may_exit is None else plan.may_exit
+    # What serving freezes: tokens that were generated, the last of an answer included.
+    assert may_freeze.tolist() == said.tolist()
+
+
+def test_metrics_are_over_tokens_not_padding() -> None:
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    plan = SkipPlan(EXITS, NUM_LAYERS, mask)
+    plan.depth = torch.tensor([[6, 2, 4, 6], [6, 2, 6, 6]])
+    found = {name: value.item() for name, value in plan.metrics().items()}
+    assert found == pytest.approx({"frozen_share": 3 / 6, "mean_depth": 26 / 6})
+    plan.dropped = torch.tensor([[False] * 5 + [True], [False] * 6])
+    assert plan.metrics()["dropped_share"].item() == pytest.approx(1 / 12)

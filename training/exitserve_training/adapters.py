@@ -1,0 +1,54 @@
+"""Low-rank adapters (LoRA): put on by PEFT, merged into the checkpoint at the end."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from exitserve.errors import ExitServeError
+from exitserve_training.recipe import Lora
+
+
+def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
+    """The model with low-rank adapters in its linear maps; all else is frozen.
+
+    Raises:
+        ExitServeError: the target modules are not in the model.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ModuleNotFoundError as error:
+        raise ExitServeError(
+            f"lora needs the package {error.name!r}; install the extra: "
+            f"pip install 'exitserve[train]'."
+        ) from error
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works; PEFT annotates int
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+        # GPT-2's maps keep their weights the other way round.
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    try:
+        adapted: Any = get_peft_model(model, config)
+    except (ValueError, re.error) as error:
+        reason = " ".join(str(error).split())
+        raise ExitServeError(f"recipe key 'lora.target_modules': {reason}") from error
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    if any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise ExitServeError(
+            f"recipe key 'lora.target_modules': {lora.target_modules!r} includes the embeddings "
+            f"or the head, which every exit shares and lora leaves alone; name maps inside the "
+            f"layers, or all-linear."
+        )
+    # No cards in the run's checkpoints.
+    adapted.create_or_update_model_card = lambda _folder: None
+    module: nn.Module = adapted
+    return module

@@ -1,0 +1,124 @@
+"""The recipe's `training` as arguments of the Hugging Face Trainer, or of TRL's for chats."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from exitserve.errors import ExitServeError, nearest
+from exitserve_training.recipe import Recipe
+
+_OURS = {
+    "output_dir": "output_dir",
+    "overwrite_output_dir": "overwrite",
+    "seed": "seed",
+    "data_seed": "seed",
+    "bf16": "bf16",
+    "resume_from_checkpoint": "resume",
+    "torch_compile": "compile_layers",
+    "max_length": "data.sequence_length",
+    "completion_only_loss": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+}
+"""Training arguments that the recipe sets by a key of its own."""
+
+_OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
+"""TRL's own arguments that work here; chats are prepared, and their loss computed, by us."""
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """Checks the recipe's `training` and adds this project's defaults.
+
+    Raises:
+        ExitServeError: an unknown or contradictory key, or a bad value.
+    """
+    kind = _arguments_class(recipe)
+    _check_keys(recipe, kind)
+    fixed: dict[str, Any] = {
+        "output_dir": recipe.output_dir,
+        "seed": recipe.seed,
+        "bf16": recipe.bf16,
+        # The TensorBoard callback is given explicitly, to choose its folder.
+        "report_to": "none",
+        "restore_callback_states_from_checkpoint": recipe.resume,
+        # The loss is computed from what the model is given; nothing else is in the data.
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+    }
+    if recipe.adagc is not None:
+        fixed["max_grad_norm"] = 0.0
+    if recipe.data.format == "chat":
+        fixed["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    given = dict(recipe.training)
+    if given.get("gradient_checkpointing"):
+        given["gradient_checkpointing_kwargs"] = _checkpointing(given)
+    try:
+        return kind(**{**_defaults(recipe), **given, **fixed})
+    except (TypeError, ValueError) as error:
+        raise ExitServeError(f"recipe key 'training': {' '.join(str(error).split())}") from error
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "logging_steps": 20,
+        "save_total_limit": 2,
+        "eval_strategy": "no",
+        "include_num_input_tokens_seen": "all" if recipe.data.format == "text" else "non_padding",
+        # What config.json will say; the training passes ask for no cache themselves.
+        "use_cache": True,
+        "use_cpu": not torch.cuda.is_available(),
+        # TRL would turn it on, others off: the same for both.
+        "gradient_checkpointing": False,
+    }
+
+
+def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
+    if recipe.data.format == "text":
+        return TrainingArguments
+    try:
+        from trl.trainer.sft_config import SFTConfig
+    except ModuleNotFoundError as error:
+        raise ExitServeError(
+            f"data.format=chat needs the package {error.name!r}; install the extra: "
+            f"pip install 'exitserve[train]'."
+        ) from error
+    kind: type[TrainingArguments] = SFTConfig
+    return kind
+
+
+def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    unused = {field.name for field in dataclasses.fields(kind)} - known
+    if unused:
+        known |= _OF_TRL
+    for key in recipe.training:
+        if key in _OURS:
+            raise ExitServeError(f"recipe key 'training.{key}': set {_OURS[key]!r} instead.")
+        if key in unused - _OF_TRL:
+            raise ExitServeError(
+                f"recipe key 'training.{key}' has no effect: chats are cut and padded, not packed, "
+                f"as data says, and the loss is that of objectives; leave it out."
+            )
+        if key not in known:
+            raise ExitServeError(
+                f"recipe key 'training.{key}' is unknown.{nearest(key, sorted(known))} "
+                f"Allowed: the fields of transformers.TrainingArguments."
+            )
+        if key == "label_smoothing_factor" and recipe.training[key]:
+            raise ExitServeError(
+                f"recipe key 'training.{key}': no objective smooths its labels; leave it out."
+            )
+
+
+def _checkpointing(given: dict[str, Any]) -> dict[str, Any]:
+    """Gradient checkpointing that our hooks can live with."""
+    options = dict(given.get("gradient_checkpointing_kwargs") or {})
+    if options.get("use_reentrant"):
+        raise ExitServeError(
+            "recipe key 'training.gradient_checkpointing_kwargs': use_reentrant=true would cut "
+            "the inner layers' losses off; leave it out."
+        )
+    return {**options, "use_reentrant": False}

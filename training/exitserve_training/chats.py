@@ -1,0 +1,219 @@
+"""Chats: rows of messages, rendered by the tokenizer's chat template, with loss on the answers.
+
+TRL's `SFTTrainer` takes the rows with `labels`, as prepared here: what cannot be trained on is
+known, by the name of its row, before a run writes anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.sft_trainer import SFTTrainer
+
+from exitserve.errors import ExitServeError
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.recipe import DataRecipe
+from exitserve_training.sources import read_tables
+from exitserve_training.trainer import MultiExitTraining
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+"""`role` and `content`, and what else the chat template reads."""
+
+
+class ChatTrainer(MultiExitTraining, SFTTrainer):
+    """TRL's trainer, which pads and batches chats, with multi-exit losses."""
+
+    def create_model_card(self, *_args: Any, **_kwargs: Any) -> None:
+        """No card: the run's report says what it was."""
+
+    def _send_telemetry(self) -> None:
+        """Tells nobody: a training run reaches the network for its model and data only."""
+
+
+@dataclass(frozen=True)
+class _Chat:
+    name: str
+    given: list[Message]
+    """Is read, and not learnt: all but the last answer; empty where all of the chat is learnt."""
+    learnt: list[Message]
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal chats."""
+        text = json.dumps(self.given + self.learnt, default=str)
+        return hashlib.sha256(text.encode()).digest()
+
+
+def load_chats(
+    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> datasets.DatasetDict:
+    """Reads chats and holds some out; columns `input_ids` and `labels`, unpadded.
+
+    Rows have `messages` (a list of {role, content}) or `prompt` and `completion` (text, or lists
+    of messages). With `loss_on: completion` only the last answer has labels. Chats are cut to
+    `sequence_length`; those of which nothing is left to learn are left out, and counted on the
+    terminal.
+
+    Raises:
+        ExitServeError: a row is no chat, the tokenizer has no chat template, or nothing is left.
+    """
+    if tokenizer.chat_template is None:
+        raise ExitServeError(
+            "data.format=chat needs a tokenizer with a chat template, and this one has none; put "
+            "a chat_template.jinja beside it, or set tokenizer.path to that of a chat model."
+        )
+    rows = _encoded(_read(recipe, recipe.files), tokenizer, recipe)
+    random.Random(seed).shuffle(rows)
+    if recipe.validation_files:
+        held_out = _encoded(_read(recipe, recipe.validation_files), tokenizer, recipe)
+        known = {tuple(row["input_ids"]) for row in held_out}
+        rows = [row for row in rows if tuple(row["input_ids"]) not in known]
+    else:
+        count = max(1, round(len(rows) * recipe.validation_fraction))
+        held_out, rows = rows[:count], rows[count:]
+    if not rows:
+        raise ExitServeError(
+            "no chat is left to train on; lower data.validation_fraction or give more chats."
+        )
+    return datasets.DatasetDict(
+        train=datasets.Dataset.from_list(rows),
+        validation=datasets.Dataset.from_list(held_out[: recipe.validation_blocks]),
+    )
+
+
+def _read(recipe: DataRecipe, patterns: Sequence[str]) -> list[_Chat]:
+    """The chats of some files, equal ones once."""
+    chats = [_chat(row, name, recipe.loss_on) for name, row in read_tables(recipe, patterns)]
+    return list({chat.key: chat for chat in chats}.values())
+
+
+def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
+    """One row, checked."""
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"], f"{name}: messages")
+        given, learnt = messages[:-1], messages[-1:]
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        given = _messages(row["prompt"], f"{name}: prompt", "user")
+        learnt = _messages(row["completion"], f"{name}: completion", "assistant")
+    else:
+        columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
+        raise ExitServeError(
+            f"{name} is no chat: it has {columns or 'nothing'}; expected `messages`, or `prompt` "
+            f"and `completion`."
+        )
+    if loss_on == "all":
+        return _Chat(name, [], given + learnt)
+    if learnt[-1]["role"] != "assistant":
+        raise ExitServeError(
+            f"{name}: the last message is from {learnt[-1]['role']!r}; with "
+            f"data.loss_on=completion it must be the assistant's. Set data.loss_on=all, or leave "
+            f"the row out."
+        )
+    if not given:
+        raise ExitServeError(
+            f"{name}: nothing stands before the answer; give a message of the user's, or set "
+            f"data.loss_on=all."
+        )
+    return _Chat(name, given, learnt)
+
+
+def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list[Message]:
+    if isinstance(messages, str) and role_of_text is not None:
+        return [{"role": role_of_text, "content": messages}]
+    given = messages if isinstance(messages, list) else []
+    if not given or not all(_is_message(message) for message in given):
+        text = "" if role_of_text is None else "text or "
+        raise ExitServeError(
+            f"{name} must be {text}a list of {{role, content}} with a role of "
+            f"{', '.join(_ROLES)} and text as content."
+        )
+    # A table has every key in every row, with None where nothing was given.
+    return [{key: value for key, value in m.items() if value is not None} for m in given]
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and message.get("role") in _ROLES
+    )
+
+
+def _encoded(
+    chats: Sequence[_Chat], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
+) -> list[dict[str, list[int]]]:
+    """Tokens and labels of chats, cut; says on the terminal what was lost."""
+    length = recipe.sequence_length
+    special = _special_ids(tokenizer)
+    rows = []
+    num_cut = 0
+    # disable=None: no bar where the output is not a terminal.
+    for chat in tqdm(chats, desc="tokenising", disable=None):
+        tokens, start = _tokens(chat, tokenizer, special)
+        labels = [IGNORED] * start + tokens[start:]
+        num_cut += len(tokens) > length
+        # Nothing comes before the first token: it has no label that anything could learn.
+        if any(label != IGNORED for label in labels[1:length]):
+            rows.append({"input_ids": tokens[:length], "labels": labels[:length]})
+    if not rows:
+        raise ExitServeError(
+            f"data.sequence_length={length} leaves nothing to learn of any of the {len(chats):,} "
+            f"chats; raise it, or give others."
+        )
+    lost = len(chats) - len(rows)
+    if num_cut or lost:
+        print(
+            f"Of {len(chats):,} chats, {num_cut:,} are cut at data.sequence_length={length}; "
+            f"{lost:,} have nothing to learn left and are left out."
+        )
+    return rows
+
+
+def _tokens(
+    chat: _Chat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+) -> tuple[list[int], int]:
+    """A chat's tokens, and how many of them are given.
+
+    Templates may render the given part alone otherwise than at the head of the whole chat: what
+    is learnt begins where the two part, as in TRL.
+    """
+    whole = _rendered(chat, chat.given + chat.learnt, tokenizer)
+    given = _rendered(chat, chat.given, tokenizer, asks=True) if chat.given else []
+    shorter = min(len(given), len(whole))
+    start = next((i for i in range(shorter) if given[i] != whole[i]), shorter)
+    # A template that does not mark the end of an answer would teach the model never to stop. Of
+    # the last two tokens, because some write a line end behind their mark.
+    if tokenizer.eos_token_id is not None and special.isdisjoint(whole[-2:]):
+        whole.append(tokenizer.eos_token_id)
+    return whole, start
+
+
+def _rendered(
+    chat: _Chat, messages: list[Message], tokenizer: PreTrainedTokenizerBase, asks: bool = False
+) -> list[int]:
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=asks, return_dict=True
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ExitServeError(f"{chat.name}: the chat template refuses it: {reason}") from error
+    return list(encoded["input_ids"])
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that no text contains, such as ends of turns."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder  # untyped in transformers
+    marks = (number for number, token in added.items() if token.special)
+    return frozenset({*tokenizer.all_special_ids, *marks})

@@ -1,0 +1,110 @@
+"""The folder of a run: what may be in it before, and what a resumed run needs of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from exitserve.errors import ExitServeError
+from exitserve_training.provenance import FILE as TRAINING_RUN
+from exitserve_training.provenance import read_training_run
+from exitserve_training.recipe import Recipe
+
+_LAST_WRITTEN = "trainer_state.json"
+
+_KEPT = ("model", "config", "tokenizer", "data", "lora", "adagc", "seed")
+_KEPT_BY_OPTIMIZERS = (
+    "optim",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+"""Of `training`: a checkpoint's optimizer state holds them, and they would have no effect."""
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Raises `ExitServeError` unless the run may write where it is told to."""
+    folder = Path(recipe.output_dir)
+    if folder.is_file():
+        raise ExitServeError(f"output_dir '{folder}' is a file; give a folder.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if recipe.resume:
+        _check_same_run(recipe, folder)
+    elif not recipe.overwrite:
+        raise ExitServeError(
+            f"output_dir '{folder}' exists and is not empty; give another, or set "
+            f"resume=true to continue it, or overwrite=true to replace it."
+        )
+    elif not (folder / TRAINING_RUN).is_file():
+        # `overwrite=true output_dir=.` must not delete a project.
+        raise ExitServeError(
+            f"output_dir '{folder}' holds no earlier training run (no {TRAINING_RUN}), so "
+            f"overwrite=true does not empty it; empty it yourself or give another."
+        )
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """The checkpoint to resume from; raises `ExitServeError` where there is none."""
+    complete = _checkpoints(folder)
+    if not complete:
+        raise ExitServeError(
+            f"resume: no checkpoint in '{folder}'; start the run without resume first."
+        )
+    return str(complete[max(complete)])
+
+
+def after_failure(folder: Path, step: int) -> str:
+    """What a user can do after optimizer step `step` could not be made: the end of a message.
+
+    A checkpoint of that very step holds the weights that failed, so an earlier one is named.
+    """
+    good = {at: path for at, path in _checkpoints(folder).items() if at < step}
+    if not good:
+        return "no earlier checkpoint is kept: lower training.learning_rate and start again."
+    return (
+        f"the last good checkpoint is '{good[max(good)]}': lower training.learning_rate and give "
+        f"resume=true."
+    )
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoint whose weights failed, so that nobody resumes from it."""
+    bad = folder / f"checkpoint-{step}"
+    if bad.is_dir():
+        aside = folder / f"bad-checkpoint-{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        bad.rename(aside)
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Step to checkpoint. The Trainer writes its state last: without it a save was cut short."""
+    written = [state.parent for state in folder.glob(f"checkpoint-*/{_LAST_WRITTEN}")]
+    steps = [path.name.removeprefix("checkpoint-") for path in written]
+    return {int(step): path for step, path in zip(steps, written, strict=True) if step.isdigit()}
+
+
+def empty_folder(recipe: Recipe) -> Path:
+    """Makes the folder of a run, emptied if the recipe says so."""
+    folder = Path(recipe.output_dir)
+    if recipe.overwrite and folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _check_same_run(recipe: Recipe, folder: Path) -> None:
+    """A resumed run keeps its model, data and optimizer; its length and objectives may change."""
+    earlier = read_training_run(folder).get("recipe", {})
+    given = recipe.model_dump(mode="json")
+    pairs = {key: (earlier[key], given[key]) for key in _KEPT if key in earlier}
+    was, now = earlier.get("training", {}), given["training"]
+    pairs |= {f"training.{key}": (was.get(key), now.get(key)) for key in _KEPT_BY_OPTIMIZERS}
+    for key, (old, new) in pairs.items():
+        if old != new:
+            raise ExitServeError(
+                f"resume: recipe key {key!r} differs from the run in '{folder}' "
+                f"({new!r} instead of {old!r}); keep it, or start a new run."
+            )

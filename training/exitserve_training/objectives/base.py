@@ -1,0 +1,75 @@
+"""What an objective is given and gives back.
+
+Shapes: B rows, T tokens, L layers, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from exitserve_training.losses.chunked import Classifier
+
+Metrics = dict[str, Tensor]
+"""Detached scalars by name."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass, as objectives see it."""
+
+    step: int
+    """The optimizer step, from 0."""
+    hidden: Mapping[int, Tensor]
+    """Depth to un-normed hidden states [B, T, D]; those that `Objective.layers` asked for."""
+    labels: Tensor
+    """[B, T], the token each position is to say; -100 where none."""
+    mask: Tensor
+    """Bool [B, T]: tokens, as opposed to padding."""
+    classifier: Classifier
+    """The shared head: [N, D] to [N, V]."""
+    norm: Callable[[Tensor], Tensor]
+    """The final norm, [..., D] to [..., D]."""
+    embed: Callable[[Tensor], Tensor]
+    """Token ids [...] to input embeddings [..., D]."""
+    vocab_size: int
+    depth: Tensor | None = None
+    """[B, T]: the depth at which a position was frozen, L where it was not; None: nowhere."""
+
+    def reached(self, layer: int) -> Tensor:
+        """Bool [B, T]: tokens that have a state of their own at `layer`, not a frozen one."""
+        return self.mask if self.depth is None else self.mask & (self.depth >= layer)
+
+    def state(self, layer: int, normed: bool) -> Tensor:
+        """Hidden states [B, T, D], behind the final norm if `normed`."""
+        return self.norm(self.hidden[layer]) if normed else self.hidden[layer]
+
+
+class Objective(nn.Module):
+    """One loss: hidden states, labels and head in; a scalar and named metrics out.
+
+    A module, because some have parameters of their own (NITP's projector, separate heads), which
+    are trained with the model and are no part of the checkpoint that is served.
+    """
+
+    in_evaluation = True
+    """Whether evaluation reports it; the per-layer cross-entropies are reported anyway."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__()
+        self.name = name
+        self.weight = weight
+
+    def layers(self, step: int) -> Sequence[int]:
+        """Depths whose hidden states it needs in this optimizer step."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Returns the unweighted loss (scalar) and what to log."""
+        raise NotImplementedError
+
+    def classifiers(self) -> Mapping[int, Classifier]:
+        """Heads of its own by depth, where evaluation must not use the shared one."""
+        return {}

@@ -1,0 +1,106 @@
+"""Several objectives as one: their weighted sum, each part logged by its own name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, distributed, nn
+
+from exitserve.errors import ExitServeError
+from exitserve_training.losses.chunked import Classifier
+from exitserve_training.objectives.base import Batch, Metrics, Objective
+
+
+class NonFiniteLossError(ExitServeError):
+    """An objective's loss is NaN or infinite, in this process or in another."""
+
+    def __init__(self, message: str, process: int = 0) -> None:
+        """Takes the message, and the first process that has such a loss."""
+        super().__init__(message)
+        self.process = process
+
+
+class Objectives(nn.Module):
+    """The weighted sum of objectives; what a run minimises."""
+
+    def __init__(self, parts: Iterable[Objective]) -> None:
+        """Takes the objectives in the order of the recipe."""
+        super().__init__()
+        self.parts = nn.ModuleDict({part.name: part for part in parts})
+        for part in self.members:
+            if part.weight == 0.0:
+                # Measured only: an optimizer must not wait for gradients that never come.
+                part.requires_grad_(False)
+
+    @property
+    def members(self) -> list[Objective]:
+        """The objectives."""
+        return [part for part in self.parts.values() if isinstance(part, Objective)]
+
+    def layers(self, step: int) -> tuple[int, ...]:
+        """Depths that any objective needs in this step, ascending."""
+        return tuple(sorted({layer for part in self.members for layer in part.layers(step)}))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Returns the weighted sum and all parts' metrics, each loss as `<name>_loss`.
+
+        Raises:
+            NonFiniteLossError: a loss is NaN or infinite; names the objective.
+        """
+        total = torch.zeros((), device=batch.labels.device)
+        metrics: Metrics = {}
+        losses: dict[str, Tensor] = {}
+        for part in self.members:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and part.weight != 0.0):
+                loss, found = part(batch)
+            if part.weight != 0.0:
+                total = total + part.weight * loss
+            metrics |= found
+            losses[part.name] = loss.detach()
+        _check_finite(losses)
+        return total, metrics
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> Metrics:
+        """What evaluation reports besides the cross-entropies: each such objective's metrics."""
+        metrics: Metrics = {}
+        for part in self.members:
+            if not part.in_evaluation:
+                continue
+            # States that are not finite have no singular values; the cross-entropies tell.
+            with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                metrics |= part(batch)[1]
+        return metrics
+
+    def measured_layers(self, step: int) -> set[int]:
+        """Depths that `measure` needs."""
+        measured = [part for part in self.members if part.in_evaluation]
+        return {layer for part in measured for layer in part.layers(step)}
+
+    def classifiers(self) -> Mapping[int, Classifier]:
+        """Heads by depth that evaluation uses instead of the shared one."""
+        found: dict[int, Classifier] = {}
+        for part in self.members:
+            found |= part.classifiers()
+        return found
+
+
+def _check_finite(losses: Mapping[str, Tensor]) -> None:
+    """Raises `NonFiniteLossError` in every process if a loss of any of them is not finite.
+
+    One that ended alone would leave the others waiting for its gradients.
+    """
+    several = distributed.is_available() and distributed.is_initialized()
+    rank, world = (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)
+    bad = ~torch.stack([loss.float() for loss in losses.values()]).isfinite()
+    first = torch.where(bad.any(), rank, world)
+    if world > 1:
+        distributed.all_reduce(first, op=distributed.ReduceOp.MIN)
+    # One transfer from the device for all of them.
+    *found, process = torch.cat([bad.long(), first[None]]).tolist()
+    if process < world:
+        names = [name for name, is_bad in zip(losses, found, strict=True) if is_bad]
+        values = ", ".join(f"{name} = {losses[name].item()}" for name in names)
+        raise NonFiniteLossError(f"the loss of objective {values}", process)

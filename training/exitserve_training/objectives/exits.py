@@ -1,0 +1,260 @@
+"""Objectives that read several depths: plain and aligned cross-entropy, and what it is held to.
+
+All of the aligned-training paper: eq. 3, its alternation and cosine baseline (appendix C), and
+the multi-exit model with a classifier per exit that figure 3 compares it with.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from exitserve_training.losses import (
+    Head,
+    cosine_alignment,
+    kl_to_last,
+    layer_weights,
+    weighted_layer_cross_entropy,
+)
+from exitserve_training.losses.chunked import Classifier
+from exitserve_training.objective_options import (
+    AlignedOptions,
+    CosineAlignmentOptions,
+    CrossEntropyOptions,
+    KLToLastOptions,
+    SeparateClassifiersOptions,
+)
+from exitserve_training.objectives.base import Batch, Metrics, Objective
+
+
+class CrossEntropy(Objective):
+    """Next-token cross-entropy of the last layer alone: ordinary training."""
+
+    in_evaluation = False
+
+    def __init__(self, options: CrossEntropyOptions, num_layers: int) -> None:
+        super().__init__(options.name, options.weight)
+        self.num_layers = num_layers
+
+    def layers(self, step: int) -> Sequence[int]:
+        """The last layer."""
+        return (self.num_layers,)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss, losses = _cross_entropy(batch, batch.classifier, {self.num_layers: 1.0})
+        return loss, {**losses, "ce_loss": loss.detach()}
+
+
+class Aligned(Objective):
+    """The aligned loss (eq. 3) at the chosen layers.
+
+    Minimising it alone costs the last layer some quality, so with `alternate` (the default, and
+    what the paper's appendix C does) every second optimizer step, beginning with the second,
+    minimises the last layer's plain cross-entropy instead.
+
+    With `sample` = k, an aligned step reads k of the layers below the last, drawn anew by the
+    seed and the step. Each weight is divided by the chance k / n of being drawn, so the expected
+    loss is that of all n. The head then runs k + 1 times, whatever n.
+    """
+
+    in_evaluation = False
+
+    def __init__(
+        self, options: AlignedOptions, layers: Sequence[int], num_layers: int, seed: int
+    ) -> None:
+        super().__init__(options.name, options.weight)
+        self.num_layers = num_layers
+        scale = layer_weights(layers, options.weights)
+        self.scale = dict(zip(layers, scale, strict=True))
+        self.inner = [layer for layer in layers if layer != num_layers]
+        self.alternate = options.alternate
+        self.sample = options.sample
+        self.seed = seed
+
+    def layers(self, step: int) -> Sequence[int]:
+        """The layers of this step: on a plain one, the last alone."""
+        return tuple(self._scale(step))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss, losses = _cross_entropy(batch, batch.classifier, self._scale(batch.step))
+        name = "ce_loss" if self._is_plain(batch.step) else "aligned_loss"
+        return loss, {**losses, name: loss.detach()}
+
+    def _is_plain(self, step: int) -> bool:
+        return self.alternate and step % 2 == 1
+
+    def _scale(self, step: int) -> dict[int, float]:
+        if self._is_plain(step):
+            return {self.num_layers: 1.0}
+        if self.sample is None or self.sample >= len(self.inner):
+            return self.scale
+        drawn = sorted(random.Random(f"{self.seed} {step}").sample(self.inner, self.sample))
+        rarer = len(self.inner) / self.sample
+        scale = {layer: rarer * self.scale[layer] for layer in drawn}
+        return {**scale, self.num_layers: self.scale[self.num_layers]}
+
+
+class SeparateClassifiers(Objective):
+    """A norm and a linear head for each exit, besides the model's own: the multi-exit baseline.
+
+    As DeeBERT and BERxiT do for encoders, with the weights of eq. 3 for comparison's sake. Heads
+    begin as copies of the model's own norm and head. They cost D * V parameters an exit.
+    """
+
+    in_evaluation = False
+
+    def __init__(
+        self,
+        options: SeparateClassifiersOptions,
+        layers: Sequence[int],
+        num_layers: int,
+        head: Head,
+    ) -> None:
+        super().__init__(options.name, options.weight)
+        self.options = options
+        self.num_layers = num_layers
+        scale = layer_weights(layers, options.weights)
+        self.scale = dict(zip(layers, scale, strict=True))
+        self.inner = [layer for layer in layers if layer != num_layers]
+        self.heads = nn.ModuleDict({str(layer): _own_head(head) for layer in self.inner})
+        self.soft_cap = head.soft_cap
+
+    def layers(self, step: int) -> Sequence[int]:
+        """All its exits and the last layer."""
+        return tuple(self.scale)
+
+    def classifiers(self) -> Mapping[int, Classifier]:
+        """The exits' own heads."""
+        return {layer: self._head(layer) for layer in self.inner}
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        last = self.num_layers
+        loss, metrics = _cross_entropy(batch, batch.classifier, {last: self.scale[last]})
+        for layer in self.inner:
+            states = batch.hidden[layer]
+            states = states.detach() if self.options.detach else states
+            own = {layer: self.scale[layer]}
+            part, found = _cross_entropy(batch, self._head(layer), own, {layer: states})
+            loss, metrics = loss + part, {**metrics, **found}
+        if self.options.kl > 0.0:
+            divergence = self._divergence(batch)
+            loss = loss + self.options.kl * divergence
+            metrics["separate_classifiers_kl"] = divergence.detach()
+        return loss, {**metrics, "separate_classifiers_loss": loss.detach()}
+
+    def _head(self, layer: int) -> Head:
+        own = self.heads[str(layer)]
+        assert isinstance(own, nn.ModuleDict)
+        return Head(own["norm"], own["linear"], self.soft_cap)
+
+    def _divergence(self, batch: Batch) -> Tensor:
+        """Weighted KL(last || exit), each through its own head."""
+        total = torch.zeros((), device=batch.labels.device)
+        for layer in self.inner:
+            states = batch.hidden[layer]
+            states = states.detach() if self.options.detach else states
+            divergence = kl_to_last(
+                [states, batch.hidden[self.num_layers]],
+                self._head(layer),
+                teacher=batch.classifier,
+                weights=[self.scale[layer], 0.0],
+                temperature=self.options.temperature,
+                mask=_spoken(batch, layer),
+            )
+            total = total + divergence
+        return total
+
+
+class CosineAlignment(Objective):
+    """L_sim of appendix C, to be added to a main loss: the cosine-regularised baseline."""
+
+    def __init__(
+        self, options: CosineAlignmentOptions, layers: Sequence[int], num_layers: int
+    ) -> None:
+        super().__init__(options.name, options.weight)
+        self.options = options
+        self.chosen = tuple(layers)
+        self.num_layers = num_layers
+
+    def layers(self, step: int) -> Sequence[int]:
+        """Its layers and the last."""
+        return self.chosen
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss = cosine_alignment(
+            _by_depth(batch, self.num_layers),
+            exit_layers=self.chosen,
+            weights=self.options.weights,
+            detach_last=self.options.detach_last,
+            mask=batch.reached(self.num_layers),
+        )
+        return loss, {"cosine_alignment_loss": loss.detach()}
+
+
+class KLToLast(Objective):
+    """KL(last || exit) through the shared head: exits learn what the last layer says."""
+
+    def __init__(self, options: KLToLastOptions, layers: Sequence[int], num_layers: int) -> None:
+        super().__init__(options.name, options.weight)
+        self.options = options
+        self.chosen = tuple(layers)
+        self.num_layers = num_layers
+
+    def layers(self, step: int) -> Sequence[int]:
+        """Its layers and the last."""
+        return self.chosen
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss = kl_to_last(
+            _by_depth(batch, self.num_layers),
+            batch.classifier,
+            exit_layers=self.chosen,
+            weights=self.options.weights,
+            temperature=self.options.temperature,
+            mask=_spoken(batch, self.num_layers),
+        )
+        return loss, {"kl_to_last_loss": loss.detach()}
+
+
+def _cross_entropy(
+    batch: Batch,
+    classifier: Classifier,
+    scale: Mapping[int, float],
+    hidden: Mapping[int, Tensor] | None = None,
+) -> tuple[Tensor, Metrics]:
+    """The weighted sum over the layers of `scale`, and each layer's own as `loss_layer_<l>`."""
+    states = batch.hidden if hidden is None else hidden
+    loss, losses = weighted_layer_cross_entropy(
+        {layer: states[layer] for layer in scale},
+        classifier,
+        batch.labels,
+        scale,
+        masks=None if batch.depth is None else {layer: batch.reached(layer) for layer in scale},
+    )
+    return loss, {f"loss_layer_{layer}": value for layer, value in losses.items()}
+
+
+def _spoken(batch: Batch, layer: int) -> Tensor:
+    """Bool [B, T]: positions with a label and a state of their own at `layer`."""
+    return batch.reached(layer) & (batch.labels >= 0)
+
+
+def _by_depth(batch: Batch, num_layers: int) -> list[Tensor | None]:
+    return [batch.hidden.get(layer) for layer in range(1, num_layers + 1)]
+
+
+def _own_head(head: Head) -> nn.ModuleDict:
+    """A norm and an untied linear map, beginning as the model's own."""
+    copied: Callable[[nn.Module], nn.Module] = copy.deepcopy
+    own = nn.ModuleDict({"norm": copied(head.norm), "linear": copied(head.linear)})
+    # Of a model under LoRA everything is frozen, and so were the copies.
+    return own.requires_grad_(True)
