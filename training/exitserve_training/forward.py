@@ -192,9 +192,7 @@ class MultiExitForward:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         if self._plan is not None:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
-            skips = self._plan.skips(depth)
-            if skips is not None:
-                hidden = torch.where(skips[..., None], before, hidden)
+            hidden = torch.where(self._plan.skips(depth)[..., None], before, hidden)
             self._plan.saw(depth, hidden, self.head)
         if depth in self._wanted:
             self._captured[depth] = hidden

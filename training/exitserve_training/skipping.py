@@ -99,7 +99,7 @@ class SkipPlan:
         """[B]: above which confidence."""
         self._decided: set[int] = set()
 
-    def skips(self, layer: int) -> Tensor | None:
+    def skips(self, layer: int) -> Tensor:
         """Bool [B, T]: positions that leave `layer` as they came in.
 
         The same when a checkpointed layer is run again in backward: what higher layers have

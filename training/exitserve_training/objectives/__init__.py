@@ -25,10 +25,9 @@ from exitserve_training.objectives.base import Batch, Metrics, Objective
 from exitserve_training.objectives.composed import NonFiniteLossError, Objectives
 from exitserve_training.objectives.exits import (
     Aligned,
-    CosineAlignment,
     CrossEntropy,
-    KLToLast,
     SeparateClassifiers,
+    TowardsLast,
 )
 from exitserve_training.objectives.geometry import Similarity, SimilarityOptions, Spread
 from exitserve_training.objectives.prediction import Headless, NextImplicitToken
@@ -126,10 +125,8 @@ def _build(
             return Aligned(options, layers, num_layers, seed)
         case SeparateClassifiersOptions():
             return SeparateClassifiers(options, layers, num_layers, head)
-        case CosineAlignmentOptions():
-            return CosineAlignment(options, layers, num_layers)
-        case KLToLastOptions():
-            return KLToLast(options, layers, num_layers)
+        case CosineAlignmentOptions() | KLToLastOptions():
+            return TowardsLast(options, layers, num_layers)
         case NITPOptions():
             return NextImplicitToken(options, layers[0], num_layers, hidden_size)
         case HeadlessOptions():

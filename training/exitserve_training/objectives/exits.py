@@ -172,11 +172,17 @@ class SeparateClassifiers(Objective):
         return total
 
 
-class CosineAlignment(Objective):
-    """L_sim of appendix C, to be added to a main loss: the cosine-regularised baseline."""
+class TowardsLast(Objective):
+    """Draws layers to the last one: L_sim of appendix C in direction, or KL in what they predict.
+
+    The two alternatives to the aligned loss that its paper names; added to a main loss.
+    """
 
     def __init__(
-        self, options: CosineAlignmentOptions, layers: Sequence[int], num_layers: int
+        self,
+        options: CosineAlignmentOptions | KLToLastOptions,
+        layers: Sequence[int],
+        num_layers: int,
     ) -> None:
         super().__init__(options.name, options.weight)
         self.options = options
@@ -189,40 +195,30 @@ class CosineAlignment(Objective):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        loss = cosine_alignment(
-            _by_depth(batch, self.num_layers),
-            exit_layers=self.chosen,
-            weights=self.options.weights,
-            detach_last=self.options.detach_last,
-            mask=batch.reached(self.num_layers),
-        )
-        return loss, {"cosine_alignment_loss": loss.detach()}
+        loss = self._loss(batch)
+        return loss, {f"{self.name}_loss": loss.detach()}
 
-
-class KLToLast(Objective):
-    """KL(last || exit) through the shared head: exits learn what the last layer says."""
-
-    def __init__(self, options: KLToLastOptions, layers: Sequence[int], num_layers: int) -> None:
-        super().__init__(options.name, options.weight)
-        self.options = options
-        self.chosen = tuple(layers)
-        self.num_layers = num_layers
-
-    def layers(self, step: int) -> Sequence[int]:
-        """Its layers and the last."""
-        return self.chosen
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """See `Objective`."""
-        loss = kl_to_last(
-            _by_depth(batch, self.num_layers),
-            batch.classifier,
-            exit_layers=self.chosen,
-            weights=self.options.weights,
-            temperature=self.options.temperature,
-            mask=_spoken(batch, self.num_layers),
-        )
-        return loss, {"kl_to_last_loss": loss.detach()}
+    def _loss(self, batch: Batch) -> Tensor:
+        options, last = self.options, self.num_layers
+        hidden = [batch.hidden.get(layer) for layer in range(1, last + 1)]
+        match options:
+            case CosineAlignmentOptions():
+                return cosine_alignment(
+                    hidden,
+                    exit_layers=self.chosen,
+                    weights=options.weights,
+                    detach_last=options.detach_last,
+                    mask=batch.reached(last),
+                )
+            case KLToLastOptions():
+                return kl_to_last(
+                    hidden,
+                    batch.classifier,
+                    exit_layers=self.chosen,
+                    weights=options.weights,
+                    temperature=options.temperature,
+                    mask=_spoken(batch, last),
+                )
 
 
 def _cross_entropy(
@@ -246,10 +242,6 @@ def _cross_entropy(
 def _spoken(batch: Batch, layer: int) -> Tensor:
     """Bool [B, T]: positions with a label and a state of their own at `layer`."""
     return batch.reached(layer) & (batch.labels >= 0)
-
-
-def _by_depth(batch: Batch, num_layers: int) -> list[Tensor | None]:
-    return [batch.hidden.get(layer) for layer in range(1, num_layers + 1)]
 
 
 def _own_head(head: Head) -> nn.ModuleDict:
