@@ -132,7 +132,7 @@ def _build(
         case HeadlessOptions():
             return Headless(options, num_layers)
         case _ if isinstance(options, SimilarityOptions):
-            return Similarity(options, layers[0], num_layers, hidden_size)
+            return Similarity(options, layers[0], hidden_size)
         case _:
             return Spread(options, layers)
 

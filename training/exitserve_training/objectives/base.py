@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, L layers, D hidden.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Batch:
         return self.norm(self.hidden[layer]) if normed else self.hidden[layer]
 
 
-class Objective(nn.Module):
+class Objective(nn.Module, ABC):
     """One loss: hidden states, labels and head in; a scalar and named metrics out.
 
     A module, because some have parameters of their own (NITP's projector, separate heads), which
@@ -62,13 +63,13 @@ class Objective(nn.Module):
         self.name = name
         self.weight = weight
 
+    @abstractmethod
     def layers(self, step: int) -> Sequence[int]:
         """Depths whose hidden states it needs in this optimizer step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Returns the unweighted loss (scalar) and what to log."""
-        raise NotImplementedError
 
     def classifiers(self) -> Mapping[int, Classifier]:
         """Heads of its own by depth, where evaluation must not use the shared one."""

@@ -32,16 +32,12 @@ SpreadOptions = DispersionOptions | DecorrelationOptions | L2RepelOptions | Orth
 class Similarity(Objective):
     """SimReg (eq. 3), or one of the losses that its table 1 compares it with, on one layer."""
 
-    def __init__(
-        self, options: SimilarityOptions, layer: int, num_layers: int, hidden_size: int
-    ) -> None:
+    def __init__(self, options: SimilarityOptions, layer: int, hidden_size: int) -> None:
         weight = options.weight
         auto = losses.simreg_weight(hidden_size) if weight == "auto" else weight
         super().__init__(options.name, float(auto))
         self.options = options
         self.layer = layer
-        # An inner layer's state has no norm of its own before the head, unless it is an exit.
-        self.normed = options.normed
 
     def layers(self, step: int) -> Sequence[int]:
         """The one that is regularised."""
@@ -49,7 +45,7 @@ class Similarity(Objective):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        states = batch.state(self.layer, self.normed)
+        states = batch.state(self.layer, self.options.normed)
         loss = self._loss(states, batch.labels, batch.reached(self.layer))
         return loss, {f"{self.name}_loss": loss.detach()}
 
