@@ -68,7 +68,11 @@ class Drafter:
             [B] drafts of each row.
         """
         self._rows.judge(sampled_token_ids)
-        drafts = self._rows.start_drafts(sampled_token_ids, self._most)
+        drafts = self._rows.start_drafts(
+            sampled_token_ids,
+            self._most,
+            seeded=self._paying is None,  # else the clock would decide what they get
+        )
         if drafts and self._pays(drafts, sampled_token_ids):
             self._model.draft(drafts)
         else:

@@ -5,7 +5,8 @@ is not where arithmetic is the limit: that depends on the machine, the model, ho
 are in the batch, and how often drafts are accepted. So both ways are tried, and timed, for each
 number of rows; the slower one is tried again now and then, less often the longer it loses.
 
-What a request gets does not depend on it: full depth judges every token either way.
+What a request gets does not depend on it: full depth judges every token either way, and requests
+sampled with a seed, whose random numbers drafts would use up, take no part.
 """
 
 from __future__ import annotations

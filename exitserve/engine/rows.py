@@ -63,6 +63,8 @@ class Row:
     """For `Forced`."""
     stops: frozenset[int]
     """Tokens after which none follows."""
+    seeded: bool
+    """Sampled with a seed of its own: the same answer each time."""
     past: Past | None = None
     """None until the row's first pass, when its request's name is known."""
 
@@ -135,6 +137,7 @@ class Rows:
             max_tokens=params.max_tokens or 0,
             prompt_hash=hash(tuple(prompt_ids or ())) if self.forced else 0,
             stops=frozenset([*ends, *(params.stop_token_ids or ())]),
+            seeded=params.seed is not None and params.temperature > 0,
         )
 
     def plan(self, shape: BatchShape, positions: Tensor) -> StepPlan:
@@ -197,17 +200,23 @@ class Rows:
     def _request_id(self, index: int) -> str:
         return self.request_ids()[index] if self.request_ids else ""
 
-    def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
+    def start_drafts(
+        self, sampled: Sequence[Sequence[int]], most: int, *, seeded: bool
+    ) -> list[Draft]:
         """The rows that may draft after a pass, in order.
 
         Args:
             sampled: [B] tokens that the pass generated.
             most: tokens that a row may draft.
+            seeded: whether rows sampled with a seed draft too. Judging a draft takes random
+                numbers of its own, so they must draft always or never to repeat an answer.
         """
         found = []
         for index, tokens in enumerate(sampled):
             row = self._rows.get(index)
             if row is None or row.policy.mode != "verify" or not tokens:
+                continue
+            if row.seeded and not seeded:
                 continue
             past = self._past(index, row)
             left = row.max_tokens - len(row.output_ids) - 1
