@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exitserve_training.forward import ExitPass, MultiExitForward, Quality, shifted_labels
+from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.losses.weights import layer_weights
 from exitserve_training.objective_options import CrossEntropyOptions, SeparateClassifiersOptions
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import Lora
+from exitserve_training.tasks import shifted_labels
 from exitserve_training.trainer import with_adapters
 
 Plans = Callable[..., Any]

@@ -40,7 +40,7 @@ MORE_SIZES = {"intermediate_size": 64, "num_key_value_heads": 1}
 def bases(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[str, Path]:
     """Untrained small models by kind, each with the same tokenizer."""
     texts = text_file.read_text(encoding="utf-8").splitlines()
-    tokenizer = train_bpe(texts, 300, 64, with_mask=True)
+    tokenizer = train_bpe(texts, 300, 64, task="hidden token")
     folders = {}
     for name, kind in BASES.items():
         family = kind["architecture"]

@@ -15,7 +15,7 @@ from exitserve_training.losses import (
     Head,
     aligned_cross_entropy,
     chunked_cross_entropy,
-    layer_cross_entropy,
+    layer_quality,
     layer_weights,
     weighted_layer_cross_entropy,
 )
@@ -276,17 +276,19 @@ def test_no_token_counts_at_any_layer(reader: str) -> None:
 
 
 @pytest.mark.parametrize("reader", ["head", "any"])
-def test_evaluation_gives_the_same_means_without_gradients(reader: str) -> None:
-    hidden, classifier, labels = problem()
-    labels[1, 2] = -100
-    states = dict(enumerate(hidden))
-    expected = layer_cross_entropy(states, classifier, labels)
-    with torch.no_grad():
-        found = layer_cross_entropy(states, readers(classifier)[reader], labels)
-        assert layer_cross_entropy({}, classifier, labels) == {}
-    assert found.keys() == expected.keys()
-    for layer, mean in expected.items():
-        torch.testing.assert_close(found[layer], mean.detach(), **CLOSE)
+def test_evaluation_gives_mean_and_accuracy(reader: str) -> None:
+    # More tokens than are classified at once, some of which do not count.
+    hidden, classifier, labels = problem(layers=1, tokens=1100)
+    labels[:, ::7] = -100
+    loss, accuracy = layer_quality(hidden[0], readers(classifier)[reader], labels)
+    counted = labels != -100
+    logits = classifier(hidden[0].detach())[counted]
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, labels[counted]), **CLOSE)
+    assert accuracy.item() == pytest.approx(
+        (logits.argmax(-1) == labels[counted]).float().mean().item()
+    )
+    nothing = layer_quality(hidden[0], classifier, torch.full_like(labels, -100))
+    assert [one.item() for one in nothing] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

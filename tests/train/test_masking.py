@@ -26,6 +26,7 @@ from exitserve_training.objectives import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import LayerDropout
 from exitserve_training.skipping import Skipping
+from exitserve_training.tasks import HiddenToken
 
 VOCAB, SPECIAL, MASK = 1000, (0, 1, 2, 3), 3
 NUM_LAYERS, EXITS = 4, (1, 2)
@@ -186,7 +187,7 @@ def wrap(model: Any, objective: AnyObjective, skipping: Any = None) -> MultiExit
         head=parts.head,
         seed=0,
     )
-    return MultiExitForward(model, parts, objectives, DEPTHS, skipping, masking())
+    return MultiExitForward(model, parts, objectives, DEPTHS, skipping, HiddenToken(masking()))
 
 
 def ask(model: Any, ids: Tensor, step: int = 0, *, job: Any = "train", **inputs: Tensor) -> Any:

@@ -58,7 +58,7 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("exit_aware={select: random, thresholds: [0, 0.5]}", "no effect with select=random"),
         ("layer_dropout={rate: 1.5}", "'layer_dropout.rate'"),
         ("lora={rank: 4}", "lora adapts a model"),
-        ("data.loss_on=all", "data.loss_on is for chats"),
+        ("data.loss_on=all", "data.loss_on has no effect with data.format=text, only with chat"),
         ("mask_share=0", "'mask_share'"),
         ("data.file=[a]", "'data.file' is unknown. Did you mean 'files'"),
         ("tokenizer.train_bpe.vocabsize=300", "Did you mean 'vocab_size'"),

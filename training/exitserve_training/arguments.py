@@ -25,6 +25,9 @@ _OURS = {
 }
 """Training arguments that the recipe sets by a key of its own."""
 
+_COUNTED = {"text": "all", "images": "no"}
+"""What the Trainer counts as tokens seen, where there is no padding."""
+
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
 """TRL's own arguments that work here; chats are prepared, and their loss computed, by us."""
 
@@ -66,7 +69,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "logging_steps": 20,
         "save_total_limit": 2,
         "eval_strategy": "no",
-        "include_num_input_tokens_seen": "all" if recipe.data.format == "text" else "non_padding",
+        "include_num_input_tokens_seen": _COUNTED.get(recipe.data.format, "non_padding"),
         # What config.json will say; the training passes ask for no cache themselves.
         "use_cache": True,
         "use_cpu": not torch.cuda.is_available(),
@@ -76,7 +79,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
 
 
 def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
-    if recipe.data.format == "text":
+    if recipe.data.format != "chat":
         return TrainingArguments
     try:
         from trl.trainer.sft_config import SFTConfig

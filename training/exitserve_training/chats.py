@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.sft_trainer import SFTTrainer
 
 from exitserve.errors import ExitServeError
+from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.recipe import DataRecipe
 from exitserve_training.sources import read_tables
 from exitserve_training.trainer import MultiExitTraining
 

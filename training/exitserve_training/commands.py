@@ -1,4 +1,7 @@
-"""The `train` command. Light to import: what is heavy is imported when the command runs."""
+"""The commands of this package; `train` itself. Light to import.
+
+What is heavy is imported when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError
+from exitserve_training.classification.command import add_classify
 from exitserve_training.recipe_help import RECIPE_HELP
 
 if TYPE_CHECKING:
@@ -17,7 +21,8 @@ _LAST_WORDS_S = 15.0
 
 
 def add_commands(subparsers: Subparsers) -> None:
-    """Adds `train` to the `exitserve` command line."""
+    """Adds `train` and `classify` to the `exitserve` command line."""
+    add_classify(subparsers)
     parser = subparsers.add_parser(
         "train",
         help="fine-tune or pretrain a decoder with several exits",

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import Head, layer_cross_entropy
+from exitserve_training.losses import Head, layer_quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.masking import Masking
 from exitserve_training.objectives import Batch, Metrics, Objectives
 from exitserve_training.parts import ModelParts
 from exitserve_training.skipping import Skipping, SkipPlan
+from exitserve_training.tasks import NextToken, Question, TaskInputs
 
 AUXILIARY = "exit_objectives"
 """Attribute of the model under which the objectives' own parameters live while it is trained."""
@@ -43,18 +43,13 @@ class Quality:
     """What evaluation finds in one batch."""
 
     losses: dict[int, Tensor]
-    """Depth to mean cross-entropy, nats per token."""
+    """Depth to mean cross-entropy, nats per token (or per input, where a class is said)."""
+    accuracies: dict[int, Tensor]
+    """Depth to the share of right first guesses."""
     tokens: Tensor
-    """How many tokens that mean is over."""
+    """How many those means are over."""
     metrics: Metrics
     """Of the objectives."""
-
-
-def shifted_labels(input_ids: Tensor, mask: Tensor) -> Tensor:
-    """The next token of each position [B, T]; -100 where position or next is no token of `mask`."""
-    last = torch.full_like(input_ids[:, :1], IGNORED)
-    following = torch.cat([torch.where(mask, input_ids, IGNORED)[:, 1:], last], dim=1)
-    return torch.where(mask, following, IGNORED)
 
 
 class MultiExitForward:
@@ -67,24 +62,24 @@ class MultiExitForward:
         objectives: Objectives,
         eval_layers: tuple[int, ...],
         skipping: Skipping | None = None,
-        masking: Masking | None = None,
+        task: TaskInputs | None = None,
     ) -> None:
         """Installs hooks and the forward on `model`, and the objectives as a part of it.
 
         Args:
-            model: the language model itself, not a wrapper around it.
+            model: the model itself, not a wrapper around it.
             parts: its layers, norm and head.
             objectives: what to minimise.
             eval_layers: depths to evaluate.
             skipping: who skips layers in training; None for nobody.
-            masking: hides tokens; for models that are not causal.
+            task: what the model is asked; None for the next token of each position.
         """
         self.model = model
         self.parts = parts
         self.objectives = objectives
         self.eval_layers = eval_layers
         self.skipping = skipping
-        self.masking = masking
+        self.task = NextToken() if task is None else task
         self._wanted: frozenset[int] = frozenset()
         self._captured: dict[int, Tensor] = {}
         self._plan: SkipPlan | None = None
@@ -121,69 +116,72 @@ class MultiExitForward:
         """The shared norm and head."""
         return self.parts.head
 
-    def _losses(
-        self,
-        request: ExitPass,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Metrics] | Quality:
-        mask = torch.ones_like(input_ids, dtype=torch.bool)
-        if attention_mask is not None and attention_mask.dim() == 2:
-            mask = attention_mask.bool()
+    @property
+    def _vocab_size(self) -> int:
+        """V: tokens, or classes where a class is said."""
+        config: Any = self.model.config
+        return int(config.num_labels if self.parts.task == "class" else config.vocab_size)
+
+    def _losses(self, request: ExitPass, **given: Any) -> tuple[Tensor, Metrics] | Quality:
         training = request.job == "train"
         self._captured, self._plan = {}, None
-        if self.masking is not None:
-            # Evaluation hides the same tokens whenever it runs.
-            step = request.step if training else 0
-            input_ids, labels = self.masking(step, input_ids, mask)
-        else:
-            labels = shifted_labels(input_ids if labels is None else labels, mask)
-            kwargs["use_cache"] = False
+        # PEFT names every argument of a forward, with None where nothing was given.
+        batch = {name: value for name, value in given.items() if value is not None}
+        question = self.task(request.step if training else None, batch)
         if training:
             self._wanted = frozenset(self.objectives.layers(request.step))
-            if self.skipping is not None:
-                self._plan = self.skipping.plan(
-                    request.step, request.total_steps, input_ids, labels, mask
-                )
+            self._plan = self._skips(request, question)
         else:
             measured = self.objectives.measured_layers(request.step)
             self._wanted = frozenset(measured.union(self.eval_layers))
-        # PEFT names every argument of a forward, with None where nothing was given.
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        self.parts.body(input_ids=input_ids, attention_mask=attention_mask, **given)
+        no_cache = {"use_cache": False} if self.parts.task == "next token" else {}
+        self.parts.body(**question.inputs, **no_cache)
         hidden, self._captured = self._captured, {}
         self._wanted = frozenset()
-        batch = self._batch(request.step, hidden, labels, mask)
+        asked = self._batch(request.step, hidden, question)
         if training:
-            loss, metrics = self.objectives(batch)
+            loss, metrics = self.objectives(asked)
             return loss, metrics if self._plan is None else {**metrics, **self._plan.metrics()}
-        return self._quality(batch)
+        return self._quality(asked)
 
-    def _batch(self, step: int, hidden: dict[int, Tensor], labels: Tensor, mask: Tensor) -> Batch:
+    def _skips(self, request: ExitPass, question: Question) -> SkipPlan | None:
+        """Who skips what in a training pass."""
+        if self.skipping is None or self.parts.task == "class":
+            return None
+        return self.skipping.plan(
+            request.step,
+            request.total_steps,
+            question.inputs["input_ids"],
+            question.labels,
+            question.mask,
+        )
+
+    def _batch(self, step: int, hidden: dict[int, Tensor], question: Question) -> Batch:
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
         return Batch(
             step=step,
             hidden=hidden,
-            labels=labels,
-            mask=mask,
+            labels=question.labels,
+            mask=question.mask,
             classifier=self.head,
             norm=self.parts.norm,
             embed=embedding,
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=self._vocab_size,
             depth=None if self._plan is None else self._plan.depth,
         )
 
     def _quality(self, batch: Batch) -> Quality:
         own = self.objectives.classifiers()
         losses: dict[int, Tensor] = {}
+        accuracies: dict[int, Tensor] = {}
         for layer in self.eval_layers:
-            states = {layer: batch.hidden[layer]}
-            losses |= layer_cross_entropy(states, own.get(layer, self.head), batch.labels)
+            head = own.get(layer, self.head)
+            losses[layer], accuracies[layer] = layer_quality(
+                batch.hidden[layer], head, batch.labels
+            )
         tokens = (batch.labels != IGNORED).sum()
-        return Quality(losses, tokens, self.objectives.measure(batch))
+        return Quality(losses, accuracies, tokens, self.objectives.measure(batch))
 
     def _after(
         self, depth: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -195,7 +193,7 @@ class MultiExitForward:
             hidden = torch.where(self._plan.skips(depth)[..., None], before, hidden)
             self._plan.saw(depth, hidden, self.head)
         if depth in self._wanted:
-            self._captured[depth] = hidden
+            self._captured[depth] = self.parts.spoken(hidden)
         if self._plan is None:
             return None
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

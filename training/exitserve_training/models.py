@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -17,17 +20,39 @@ from transformers import (
 
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError, nearest
-from exitserve_training.parts import ENCODERS, TRAINABLE
+from exitserve_training.parts import ENCODERS, ENDINGS, TRAINABLE, VISION, Task
 
-_ENDINGS = {False: ("ForCausalLM", "LMHeadModel"), True: ("ForMaskedLM", "ForPreTraining")}
-"""How architectures are called that have an LM head; by whether they are encoders."""
+_SUPPORTED = f"supported families: {', '.join(TRAINABLE)}"
 
 
-def check_model(path: str) -> PreTrainedConfig:
-    """Reads the config of a directory or hub id and makes sure it is a supported language model.
+def task_for(family: str, data_format: str) -> Task:
+    """What a model of this family is trained to say on such data.
 
     Raises:
-        ExitServeError: missing, no language model, or of a family that is not supported.
+        ExitServeError: the one cannot be trained on the other.
+    """
+    if (family in VISION) != (data_format == "images"):
+        raise ExitServeError(
+            f"a model of type {family!r} cannot be trained on data.format={data_format}; images "
+            f"are for {', '.join(VISION)}, and those for images alone."
+        )
+    if data_format == "labelled" and family not in ENCODERS:
+        raise ExitServeError(
+            f"a model of type {family!r} cannot be trained on data.format=labelled; texts are "
+            f"classified by {', '.join(ENCODERS)}."
+        )
+    if data_format == "chat" and family in ENCODERS:
+        raise ExitServeError("data.format=chat is for causal models.")
+    if data_format in ("labelled", "images"):
+        return "class"
+    return "hidden token" if family in ENCODERS else "next token"
+
+
+def model_config(path: str) -> PreTrainedConfig:
+    """Reads the config of a directory or hub id.
+
+    Raises:
+        ExitServeError: missing, or of a family that is not supported.
     """
     if Path(path).exists() or path.startswith((".", "/", "~")):
         read_config(path)
@@ -37,27 +62,66 @@ def check_model(path: str) -> PreTrainedConfig:
         raise ExitServeError(
             f"no model at '{path}': no checkpoint directory, and no hub id that can be reached."
         ) from error
-    supported = f"supported families: {', '.join(TRAINABLE)}"
     if config.model_type not in TRAINABLE:
-        raise ExitServeError(f"'{path}' is of model type {config.model_type!r}; {supported}.")
-    for architecture in config.architectures or []:
-        if not architecture.endswith(_ENDINGS[config.model_type in ENCODERS]):
-            kind = "masked" if config.model_type in ENCODERS else "causal"
-            raise ExitServeError(
-                f"'{path}' is a {architecture}, not a {kind} language model; {supported}."
-            )
+        raise ExitServeError(f"'{path}' is of model type {config.model_type!r}; {_SUPPORTED}.")
     return config
 
 
-def load_model(path: str) -> PreTrainedModel:
-    """Loads a language model in float32 (`bf16: true` computes in bfloat16 all the same)."""
-    config = check_model(path)
+def check_model(path: str, task: Task | None = None) -> PreTrainedConfig:
+    """Reads the config of a directory or hub id and makes sure it can be trained for a task.
+
+    Args:
+        path: directory or hub id.
+        task: what it is to say; None: whatever its family says of tokens.
+
+    Raises:
+        ExitServeError: missing, of a family that is not supported, or made for another task.
+    """
+    config = model_config(path)
+    if task is None:
+        task = "hidden token" if config.model_type in ENCODERS else "next token"
+    endings = ENDINGS[task]
+    if task == "class":
+        # A classifier may begin as another one, as a language model, or as a body without head.
+        endings = (*endings, *ENDINGS["hidden token"], "Model")
+    for architecture in config.architectures or []:
+        if not architecture.endswith(endings):
+            kinds = {"class": "classifier", "hidden token": "masked language model"}
+            kind = kinds.get(task, "causal language model")
+            raise ExitServeError(f"'{path}' is a {architecture}, not a {kind}; {_SUPPORTED}.")
+    return config
+
+
+def load_model(
+    path: str, task: Task | None = None, classes: Sequence[str] | None = None
+) -> PreTrainedModel:
+    """Loads a model in float32 (`bf16: true` computes in bfloat16 all the same).
+
+    Args:
+        path: directory or hub id.
+        task: as `check_model`.
+        classes: names of what a classifier is to say; where it has another number of classes,
+            its classifier begins anew. None: its own.
+    """
+    config = check_model(path, task)
+    options: dict[str, Any] = {}
+    if classes is not None:
+        options = {**_names(classes), "ignore_mismatched_sizes": True}
     try:
-        model: PreTrainedModel = _auto(config).from_pretrained(path, dtype=torch.float32)
+        model: PreTrainedModel = _auto(config, task).from_pretrained(
+            path, dtype=torch.float32, **options
+        )
     except OSError as error:
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error
     return model
+
+
+def _names(classes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }
 
 
 def start_head_from_embeddings(model: PreTrainedModel) -> None:
@@ -73,9 +137,11 @@ def start_head_from_embeddings(model: PreTrainedModel) -> None:
 
 
 def build_config(
-    recipe: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+    recipe: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    classes: Sequence[str] | None = None,
 ) -> PreTrainedConfig:
-    """Turns the recipe's `config` into a Hugging Face config that fits the tokenizer.
+    """Turns the recipe's `config` into a Hugging Face config that fits tokenizer and classes.
 
     Without a tokenizer only its depth and sizes are to be trusted.
 
@@ -102,6 +168,8 @@ def build_config(
         sizes.setdefault("vocab_size", len(tokenizer))
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         special = {name: getattr(tokenizer, name) for name in names}
+    if classes is not None:
+        special |= _names(classes)
     try:
         config: PreTrainedConfig = AutoConfig.for_model(family, **{**special, **sizes})
     except (TypeError, ValueError) as error:
@@ -110,15 +178,19 @@ def build_config(
     return config
 
 
-def build_model(config: PreTrainedConfig) -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, task: Task | None = None) -> PreTrainedModel:
     """A freshly initialised float32 model; the caller seeds the generator."""
-    model: PreTrainedModel = _auto(config).from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=torch.float32)
     return model
 
 
-def _auto(config: PreTrainedConfig) -> Any:
+def _auto(config: PreTrainedConfig, task: Task | None) -> Any:
     """The auto class, untyped in transformers."""
-    return AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
+    family = config.model_type
+    if task == "class":
+        texts, images = AutoModelForSequenceClassification, AutoModelForImageClassification
+        return images if family in VISION else texts
+    return AutoModelForMaskedLM if family in ENCODERS else AutoModelForCausalLM
 
 
 def check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> None:

@@ -215,6 +215,9 @@ OBJECTIVES: dict[str, type[Strict]] = {
 MAIN = frozenset({"ce", "aligned", "separate_classifiers", "headless"})
 """Objectives that teach what comes next; the others are added to one of these."""
 
+FOR_CLASSES = frozenset({"ce", "aligned", "separate_classifiers", "kl_to_last", "cosine_alignment"})
+"""Objectives that a classifier can have, which says one class for a whole input."""
+
 
 def _as_mapping(value: Any) -> Any:
     """`aligned` is short for `{name: aligned}`."""

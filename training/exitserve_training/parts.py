@@ -1,29 +1,44 @@
-"""The parts of a model that training needs: decoders, and encoders trained by masking.
+"""The parts of a model that training needs: decoders, masked encoders, and classifiers.
 
-Decoders are taken apart as serving does it (`exitserve.decoder`); encoders can be trained here,
-headless or with several exits, but are not served.
+Decoders are taken apart as serving does it (`exitserve.decoder`). Encoders and classifiers can be
+trained with several exits too, and classifiers run with early exit (`exitserve classify`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from exitserve.decoder import FAMILIES, decoder_parts
+from exitserve.errors import ExitServeError
 from exitserve_training.losses import Head
 
 ENCODERS = ("bert",)
-"""Hugging Face model types that can be trained as masked language models."""
+"""Hugging Face model types that can be trained as masked language models, or classify texts."""
 
-TRAINABLE = (*FAMILIES, *ENCODERS)
+VISION = ("deit", "vit")
+"""Those that classify images."""
+
+TRAINABLE = (*FAMILIES, *ENCODERS, *VISION)
+
+Task = Literal["next token", "hidden token", "class"]
+"""What a model says: each position its next token, or its own where that is hidden; or the first
+position the class of the whole input."""
+
+ENDINGS: dict[Task, tuple[str, ...]] = {
+    "next token": ("ForCausalLM", "LMHeadModel"),
+    "hidden token": ("ForMaskedLM", "ForPreTraining"),
+    "class": ("ForSequenceClassification", "ForImageClassification"),
+}
+"""How architectures are called that have the head for a task."""
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A language model taken apart."""
+    """A model taken apart."""
 
     body: Callable[..., Any]
     """Embeddings and layers: what runs before the head."""
@@ -31,26 +46,60 @@ class ModelParts:
     norm: Callable[[Tensor], Tensor]
     """The final norm [..., D]; the identity where layers end with their own."""
     head: Head
-    """Norm and head: [N, D] to [N, V]."""
-    is_causal: bool
-    """Whether a position says the next token, rather than its own."""
+    """Norm and head: [N, D] to [N, V]; V classes where the model says a class."""
+    task: Task
 
     @property
     def num_layers(self) -> int:
         """L, the full depth."""
         return len(self.layers)
 
+    def spoken(self, hidden: Tensor) -> Tensor:
+        """The states [B, S, D] of positions that say something, out of all [B, T, D]."""
+        return hidden[:, :1] if self.task == "class" else hidden
+
 
 def model_parts(model: Any) -> ModelParts:
-    """Takes a causal or masked language model apart.
+    """Takes a model apart.
 
     Raises:
-        ExitServeError: the model's family is not supported.
+        ExitServeError: the model's family, or what it is for, is not supported.
     """
-    if model.config.model_type in ENCODERS:
+    family = model.config.model_type
+    task = task_of(type(model).__name__)
+    if task == "class":
+        return _classifier_parts(model, family)
+    if family in ENCODERS:
         # Encoder layers end with a norm of their own, and the head has its transform.
         head = Head(nn.Identity(), model.cls.predictions)
-        return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, False)
+        return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, task)
     parts = decoder_parts(model)
     head = Head(parts.norm, parts.head, parts.soft_cap)
-    return ModelParts(model.base_model, parts.layers, parts.norm, head, True)
+    return ModelParts(model.base_model, parts.layers, parts.norm, head, task)
+
+
+def task_of(architecture: str) -> Task:
+    """What a model of this class says; raises `ExitServeError` for one that says neither."""
+    for task, endings in ENDINGS.items():
+        if architecture.endswith(endings):
+            return task
+    known = ", ".join(ending for endings in ENDINGS.values() for ending in endings)
+    raise ExitServeError(f"a {architecture} is not supported; what is, ends in one of: {known}.")
+
+
+def _classifier_parts(model: Any, family: str) -> ModelParts:
+    """Of a model that reads the class off its first position (aligned training, section 2)."""
+    if family in ENCODERS:
+        pooler = model.bert.pooler
+        # One head for all layers: the pooler is part of it, as the final norm is elsewhere.
+        head = Head(nn.Sequential(pooler.dense, pooler.activation, model.dropout), model.classifier)
+        return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, "class")
+    if family not in VISION:
+        raise ExitServeError(
+            f"a {type(model).__name__} is not supported as classifier; supported are those of "
+            f"{', '.join((*ENCODERS, *VISION))}."
+        )
+    body = model.base_model
+    return ModelParts(
+        body, body.layers, body.layernorm, Head(body.layernorm, model.classifier), "class"
+    )

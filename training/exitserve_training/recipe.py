@@ -15,78 +15,15 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError, nearest
+from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
 from exitserve_training.objective_options import (
+    FOR_CLASSES,
     OBJECTIVES,
     AlignedOptions,
     AnyObjective,
     Strict,
     check_together,
 )
-
-
-class TrainBpe(Strict):
-    """A byte-level BPE trained on the run's own training documents."""
-
-    vocab_size: int = Field(ge=258)
-    """Entries, the 256 bytes and two special tokens included."""
-
-
-class TokenizerRecipe(Strict):
-    """Which tokenizer: an existing one, or one trained on the data."""
-
-    path: str | None = None
-    """Directory or hub id."""
-    train_bpe: TrainBpe | None = None
-
-    @model_validator(mode="after")
-    def _one_of(self) -> TokenizerRecipe:
-        if (self.path is None) == (self.train_bpe is None):
-            raise ValueError("give exactly one of tokenizer.path and tokenizer.train_bpe")
-        return self
-
-
-class DataRecipe(Strict):
-    """Where the documents come from and how they are cut; see `docs/training.md`."""
-
-    format: Literal["text", "chat"] = "text"
-    """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`."""
-    loss_on: Literal["completion", "all"] = "completion"
-    """Of a chat: train on the last answer alone, or on all of it."""
-    files: list[str] = Field(default_factory=list)
-    """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
-    dataset: str | None = None
-    """A `datasets` id."""
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    text_field: str = "text"
-    """The column that holds the text, for JSONL, Parquet and `dataset`."""
-    python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
-    """Python files of this very installation, read where they lie."""
-    exclude: list[str] = Field(default_factory=list)
-    """Glob patterns of `python_source` names (`site-packages/pkg/mod.py`) to leave out."""
-    max_file_bytes: int | None = Field(default=None, ge=1)
-    """Longer documents are left out."""
-    max_package_bytes: int | None = Field(default=None, ge=1)
-    """At most so much of one top-level package of `python_source`."""
-    max_bytes: int | None = Field(default=None, ge=1)
-    """At most so much text in all, drawn by the seed."""
-    validation_files: list[str] = Field(default_factory=list)
-    """Held-out files; without them a share of the documents is held out."""
-    validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)
-    validation_blocks: int = Field(default=128, ge=1)
-    """Evaluate on at most so many sequences."""
-    sequence_length: int = Field(default=512, ge=2)
-    """Tokens per packed sequence."""
-
-    @model_validator(mode="after")
-    def _some_source(self) -> DataRecipe:
-        if not (self.files or self.dataset or self.python_source):
-            raise ValueError("data needs one of data.files, data.dataset, data.python_source")
-        if self.format == "chat" and self.python_source:
-            raise ValueError("data.python_source is text; use data.format=text with it")
-        if self.format == "text" and "loss_on" in self.model_fields_set:
-            raise ValueError("data.loss_on is for chats; set data.format=chat, or leave it out")
-        return self
 
 
 class ExitAware(Strict):
@@ -156,7 +93,7 @@ class Recipe(Strict):
     output_dir: str
     data: DataRecipe
     model: str | None = None
-    """Directory or hub id of a causal LM to fine-tune."""
+    """Directory or hub id of a model to fine-tune."""
     config: dict[str, Any] | None = None
     """From scratch instead: `architecture` (llama, qwen2, ...) and that family's sizes."""
     tokenizer: TokenizerRecipe | None = None
@@ -193,12 +130,17 @@ class Recipe(Strict):
             raise ValueError("give exactly one of model (to fine-tune) and config (from scratch)")
         if self.config is not None and not isinstance(self.config.get("architecture"), str):
             raise ValueError("config needs architecture, for example config.architecture=llama")
-        if self.config is not None and self.tokenizer is None:
+        images = self.data.format == "images"
+        if images and self.tokenizer is not None:
+            raise ValueError("tokenizer has no effect on images; leave it out")
+        if self.config is not None and self.tokenizer is None and not images:
             raise ValueError(
                 "config (from scratch) needs a tokenizer, "
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
         check_together(self.objectives)
+        if self.data.says_classes:
+            self._check_classes()
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
         if self.lora is not None and self.config is not None:
@@ -210,6 +152,18 @@ class Recipe(Strict):
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
+
+    def _check_classes(self) -> None:
+        """Raises `ValueError` for what a model that says one class an input cannot have."""
+        for objective in self.objectives:
+            if objective.name not in FOR_CLASSES:
+                raise ValueError(
+                    f"objective {objective.name!r} is about the tokens of a sequence, and a "
+                    f"classifier says one class; use {', '.join(sorted(FOR_CLASSES))}"
+                )
+        for key in ("exit_aware", "layer_dropout", "lora", "head_from_embeddings", "sample_texts"):
+            if getattr(self, key):
+                raise ValueError(f"{key} is for language models, not for classifiers; leave it out")
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from exitserve_training.parts import Task
+
 SCHEMA_VERSION = 1
 
 
@@ -16,8 +18,10 @@ class LayerQuality:
     """How well one depth predicts the held-out text."""
 
     loss: float
-    """Mean cross-entropy, nats per token."""
+    """Mean cross-entropy, nats per token (or per input, where a class is said)."""
     perplexity: float
+    accuracy: float
+    """Share of tokens, or of inputs, whose most likely token or class is the right one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +50,13 @@ class TrainingReport:
     """The same before training; empty for a resumed run."""
     steps: int
     tokens_seen: int
+    """0 for images, which have none."""
     seconds: float
     """Training time over all sessions, evaluation during training included."""
     train_tokens: int
-    """Tokens of one epoch that have a label (all of them, when masking)."""
+    """What one epoch has to say: tokens (all of them, when masking), or rows, one class each."""
     validation_tokens: int
+    says: Task = "next token"
     metrics: dict[str, float] = field(default_factory=dict)
     """What the objectives measured on the held-out text, by name."""
     samples: list[Sample] = field(default_factory=list)
@@ -71,10 +77,10 @@ class TrainingReport:
             f"{self.architecture}, {self.parameters:,} parameters, {self.num_layers} layers, "
             f"objectives `{', '.join(self.objectives)}`. {self.steps:,} steps, "
             f"{self.tokens_seen:,} tokens, {self.seconds:,.0f} s. "
-            f"Held out: {self.validation_tokens:,} tokens.",
+            f"Held out: {self.validation_tokens:,} {self._unit}s.",
             "",
-            "| depth | loss (nats/token) | perplexity | perplexity before training |",
-            "|---|---|---|---|",
+            "| " + " | ".join(self._headers()) + " |",
+            "|---" * len(self._headers()) + "|",
         ]
         lines += ["| " + " | ".join(row) + " |" for row in self._rows()]
         if self.metrics:
@@ -87,21 +93,28 @@ class TrainingReport:
 
     def table(self) -> Table:
         """The report as a short table for the terminal."""
-        table = Table("depth", "loss (nats/token)", "perplexity", "before training")
+        table = Table(*self._headers())
         for row in self._rows():
             table.add_row(*row)
         return table
 
-    def _rows(self) -> list[tuple[str, str, str, str]]:
+    @property
+    def _unit(self) -> str:
+        """What is counted."""
+        return "row" if self.says == "class" else "token"
+
+    def _headers(self) -> list[str]:
+        perplexity = [] if self.says == "class" else ["perplexity", "before training"]
+        accuracy = ["accuracy", "before training"]
+        return ["depth", f"loss (nats/{self._unit})", *perplexity, *accuracy]
+
+    def _rows(self) -> list[list[str]]:
         rows = []
-        for depth, quality in self.layers.items():
+        for depth, after in self.layers.items():
             before = self.initial_layers.get(depth)
-            rows.append(
-                (
-                    f"{depth} of {self.num_layers}",
-                    f"{quality.loss:.4f}",
-                    f"{quality.perplexity:.2f}",
-                    "" if before is None else f"{before.perplexity:.2f}",
-                )
-            )
+            row = [f"{depth} of {self.num_layers}", f"{after.loss:.4f}"]
+            if self.says != "class":
+                row += [f"{after.perplexity:.2f}", f"{before.perplexity:.2f}" if before else ""]
+            row += [f"{after.accuracy:.1%}", f"{before.accuracy:.1%}" if before else ""]
+            rows.append(row)
         return rows

@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 
 from exitserve.errors import ExitServeError, nearest
-from exitserve_training.recipe import DataRecipe
+from exitserve_training.data_recipe import DataRecipe
 
 _TABLES = (".jsonl", ".json", ".parquet")
 
@@ -87,7 +87,7 @@ def _cut(document: Document, fraction: float) -> Split:
 def _all_documents(recipe: DataRecipe) -> list[Document]:
     documents = list(_read_files(recipe.files, recipe.text_field))
     if recipe.dataset is not None:
-        documents += _rows(_load_dataset(recipe), recipe.dataset, recipe.text_field)
+        documents += _rows(load_dataset(recipe), recipe.dataset, recipe.text_field)
     for place in recipe.python_source:
         documents += _read_python(place, recipe.exclude)
     return documents
@@ -123,11 +123,11 @@ def _within_limit(documents: list[Document], limit: int | None) -> list[Document
 
 
 def _read_files(patterns: Sequence[str], text_field: str) -> Iterator[Document]:
-    for path in _paths(patterns):
+    for path in matching_files(patterns):
         yield from _read_file(path, text_field)
 
 
-def _paths(patterns: Sequence[str]) -> Iterator[Path]:
+def matching_files(patterns: Sequence[str]) -> Iterator[Path]:
     """The files that match, none of them empty."""
     for pattern in patterns:
         # Path.glob refuses absolute patterns, which are what users paste.
@@ -149,13 +149,14 @@ def _read_file(path: Path, text_field: str) -> list[Document]:
             raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
         documents = [Document(str(path), text)]
     else:
-        documents = _rows(_read_table(path), str(path), text_field)
+        documents = _rows(read_table(path), str(path), text_field)
     if not any(doc.text.strip() for doc in documents):
         raise ExitServeError(f"data file '{path}' has no text in it; remove it or give another.")
     return documents
 
 
-def _read_table(path: Path) -> datasets.Dataset:
+def read_table(path: Path) -> datasets.Dataset:
+    """Reads a .jsonl, .json or .parquet file."""
     # Kept in memory: a cache keyed by path would hide later changes of the file.
     table = datasets.Dataset
     read = table.from_parquet if path.suffix == ".parquet" else table.from_json
@@ -173,19 +174,20 @@ def read_tables(
     Raises:
         ExitServeError: a file is missing, empty, or no table.
     """
-    for path in _paths(patterns):
+    for path in matching_files(patterns):
         if path.suffix not in _TABLES:
             raise ExitServeError(
                 f"data file '{path}' is no table; chats come as {', '.join(sorted(_TABLES))}."
             )
-        for number, row in enumerate(_read_table(path), start=1):
+        for number, row in enumerate(read_table(path), start=1):
             yield f"'{path}', row {number}", row
     if recipe.dataset is not None and patterns is recipe.files:
-        for number, row in enumerate(_load_dataset(recipe), start=1):
+        for number, row in enumerate(load_dataset(recipe), start=1):
             yield f"'{recipe.dataset}', row {number}", row
 
 
-def _load_dataset(recipe: DataRecipe) -> datasets.Dataset:
+def load_dataset(recipe: DataRecipe) -> datasets.Dataset:
+    """Loads the `datasets` id of a recipe."""
     name = str(recipe.dataset)
     try:
         return datasets.load_dataset(name, recipe.dataset_config, split=recipe.dataset_split)

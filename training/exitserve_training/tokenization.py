@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from exitserve.errors import ExitServeError
+from exitserve_training.parts import Task
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends every document, and so also stands before the next: both eos and bos."""
 PAD = "<|pad|>"
 MASK = "<|mask|>"
+CLASS = "<|class|>"
 
 # Words with the one character before them (" return", "_name", ".join"), up to three digits,
 # punctuation, line ends, then runs of spaces: an indentation is one token, not one per space.
@@ -24,7 +26,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, max_length: int, *, with_mask: bool = False
+    texts: Iterable[str], vocab_size: int, max_length: int, *, task: Task = "next token"
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE with `vocab_size` entries; every text can be encoded and decoded.
 
@@ -32,8 +34,10 @@ def train_bpe(
         texts: training documents.
         vocab_size: entries, bytes and special tokens included.
         max_length: the model's context in tokens, written into the tokenizer's config.
-        with_mask: whether there is a mask token, for masked language models.
+        task: what the model is to say. For hidden tokens there is a mask token; where a class
+            is said, a token for it stands before each text, and one that ends each.
     """
+    extra = {"hidden token": {"mask_token": MASK}, "class": {"cls_token": CLASS}}.get(task, {})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,17 +48,24 @@ def train_bpe(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PAD, *([MASK] if with_mask else [])],
+        special_tokens=[END_OF_TEXT, PAD, *extra.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if task == "class":
+        ends = [(token, tokenizer.token_to_id(token)) for token in (CLASS, END_OF_TEXT)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{CLASS} $A {END_OF_TEXT}",
+            pair=f"{CLASS} $A {END_OF_TEXT} $B:1 {END_OF_TEXT}:1",
+            special_tokens=ends,
+        )
     wrap: Any = PreTrainedTokenizerFast  # untyped in transformers
     wrapped: PreTrainedTokenizerFast = wrap(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
-        **({"mask_token": MASK} if with_mask else {}),
+        **extra,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template=_CHAT_TEMPLATE,

@@ -22,11 +22,11 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.folder import after_failure, set_aside
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.masking import Masking
 from exitserve_training.objectives import NonFiniteLossError, build_objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.skipping import Skipping
+from exitserve_training.tasks import TaskInputs
 
 if TYPE_CHECKING:
     # Mixed into Trainer and into TRL's SFTTrainer, which is one.
@@ -57,7 +57,7 @@ class MultiExitTraining(_Base):
         model: PreTrainedModel,
         recipe: Recipe,
         exits: MultiExit,
-        masking: Masking | None = None,
+        asks: TaskInputs | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes the Trainer's own arguments, what to minimise, and what to write down.
@@ -66,7 +66,7 @@ class MultiExitTraining(_Base):
             model: a language model of a supported family, not wrapped.
             recipe: objectives, skipping, and how to clip.
             exits: the block for `config.json`; its layers and the last one are evaluated.
-            masking: hides tokens; for models that are not causal.
+            asks: what the model is asked; None for the next token.
             **kwargs: see `transformers.Trainer`.
         """
         self._has_adapters = recipe.lora is not None
@@ -105,7 +105,7 @@ class MultiExitTraining(_Base):
         )
         self.language_model: PreTrainedModel = model
         self.multi_exit = MultiExitForward(
-            model, self.parts, objectives, self.eval_layers, skipping, masking
+            model, self.parts, objectives, self.eval_layers, skipping, asks
         )
         self.measured: dict[str, float] = {}
         """What the objectives found in the last evaluation."""
@@ -134,10 +134,17 @@ class MultiExitTraining(_Base):
         self.multi_exit.remove()
 
     def labelled_tokens(self, dataset: Any) -> int:
-        """Tokens of a data set that are to be said."""
+        """Tokens of a data set that are to be said; or its rows, where a class is."""
+        if self.parts.task == "class":
+            return len(dataset)
         if "labels" in dataset.column_names:
             return sum(sum(label != IGNORED for label in row[1:]) for row in dataset["labels"])
-        return sum(len(row) - self.parts.is_causal for row in dataset["input_ids"])
+        return sum(len(row) - self._shifts for row in dataset["input_ids"])
+
+    @property
+    def _shifts(self) -> bool:
+        """Whether labels are one position behind what says them."""
+        return self.parts.task == "next token"
 
     def compute_loss(
         self,
@@ -165,7 +172,14 @@ class MultiExitTraining(_Base):
 
     def _asked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of the forward pass, without what only a collator's user needs."""
-        known = ("input_ids", "attention_mask", "position_ids", "labels", "token_type_ids")
+        known = (
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "token_type_ids",
+            "pixels",
+            "labels",
+        )
         return {name: inputs[name] for name in known if name in inputs}
 
     def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
@@ -176,7 +190,7 @@ class MultiExitTraining(_Base):
         """
         if num_items is None or "labels" not in inputs:
             return torch.ones((), device=self.args.device)
-        labels = inputs["labels"][..., 1:] if self.parts.is_causal else inputs["labels"]
+        labels = inputs["labels"][..., 1:] if self._shifts else inputs["labels"]
         processes = self.args.world_size if self.args.average_tokens_across_devices else 1
         return labels.ne(IGNORED).sum() * processes / torch.as_tensor(num_items).clamp(min=1)
 
@@ -185,9 +199,10 @@ class MultiExitTraining(_Base):
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
         message = [""]
         if self.args.process_index == error.process:
-            rows = inputs["input_ids"].tolist()
+            name = "pixels" if "pixels" in inputs else "input_ids"
+            rows = inputs[name].tolist()
             folder.mkdir(parents=True, exist_ok=True)
-            written = {"step": step, "process": error.process, "input_ids": rows}
+            written = {"step": step, "process": error.process, name: rows}
             (folder / BAD_BATCH).write_text(json.dumps(written), encoding="utf-8")
             message = [
                 f"{error} at step {step}, in the batch of {len(rows)} sequences written to "
@@ -225,7 +240,7 @@ class MultiExitTraining(_Base):
         model = self.model_wrapped if self.is_fsdp_enabled else self.language_model
         was_training = model.training
         model.train(False)
-        names = [f"loss_layer_{layer}" for layer in self.eval_layers]
+        names = [f"{kind}_layer_{n}" for kind in ("loss", "accuracy") for n in self.eval_layers]
         totals: dict[str, Tensor] = {}
         tokens = torch.zeros((), device=self.args.device)
         batches = self.get_eval_dataloader(eval_dataset)
@@ -234,20 +249,21 @@ class MultiExitTraining(_Base):
         request = ExitPass(self.state.global_step, job="evaluate")
         for batch in tqdm(batches, desc="evaluating", leave=False, disable=hidden_bar):
             inputs = self._asked(self._prepare_inputs(batch))
-            rows = self._own_rows(len(inputs["input_ids"]))
+            rows = self._own_rows(len(next(iter(inputs.values()))))
             # A process without any makes the pass all the same: a sharded model needs all.
             inputs = {name: tensor[: max(rows, 1)] for name, tensor in inputs.items()}
             with torch.no_grad(), self.accelerator.autocast():
                 found: Quality = model(**inputs, exit_pass=request)
             weight = found.tokens * min(rows, 1)
-            losses = zip(names, (found.losses[layer] for layer in self.eval_layers), strict=True)
-            for name, value in (*losses, *found.metrics.items()):
+            kinds = (found.losses, found.accuracies)
+            means = [of_layer[layer] for of_layer in kinds for layer in self.eval_layers]
+            for name, value in (*zip(names, means, strict=True), *found.metrics.items()):
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value * weight
             tokens += weight
         model.train(was_training)
-        means = self._means(totals, tokens)
-        self.measured = {name: mean for name, mean in means.items() if name not in names}
-        metrics = self._layer_metrics(means, metric_key_prefix)
+        whole = self._means(totals, tokens)
+        self.measured = {name: mean for name, mean in whole.items() if name not in names}
+        metrics = self._layer_metrics(whole, metric_key_prefix)
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -319,7 +335,10 @@ class MultiExitTraining(_Base):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.is_fsdp_enabled or self._has_adapters:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
         if self.is_fsdp_enabled:
             return  # whose own files hold all parameters, the objectives' too
         saved = Path(resume_from_checkpoint) / OBJECTIVES_FILE
@@ -334,10 +353,30 @@ class MultiExitTraining(_Base):
             )
         objectives.load_state_dict(tensors)
 
+    def _load_weights(self, checkpoint: str) -> None:
+        """Loads the weights by `from_pretrained`.
+
+        The Trainer takes the file's names as they are, but transformers saves some families (ViT,
+        mixtures of experts) under other names than it gives their modules: it would go on from
+        untrained weights, with a warning.
+        """
+        saved = type(self.language_model).from_pretrained(checkpoint, dtype=torch.float32)
+        result = self.language_model.load_state_dict(saved.state_dict(), strict=False)
+        self._issue_warnings_after_load(result)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Not for what `_load_from_checkpoint` reads from a file of its own."""
+        """Not for what `_load_from_checkpoint` reads from a file of its own.
+
+        Raises:
+            ExitServeError: weights of the model are missing.
+        """
         missing = [name for name in load_result.missing_keys if AUXILIARY not in name]
         load_result.missing_keys[:] = missing
+        if any(name.split(".")[-1] == "weight" and "head" not in name for name in missing):
+            raise ExitServeError(
+                f"the checkpoint lacks {len(missing)} of the model's weights, such as "
+                f"{missing[0]!r}; the model would go on untrained."
+            )
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -368,4 +407,4 @@ def _freeze_head(model: PreTrainedModel, parts: ModelParts) -> None:
 
 
 class ExitTrainer(MultiExitTraining, Trainer):
-    """Trains on packed sequences, causal or masked."""
+    """Trains on packed sequences, causal or masked, and on inputs with a class."""

@@ -6,7 +6,7 @@ Each works on plain tensors and knows no model. `reference` holds what they must
 from exitserve_training.adagc import AdaGC
 from exitserve_training.losses.aligned import (
     aligned_cross_entropy,
-    layer_cross_entropy,
+    layer_quality,
     weighted_layer_cross_entropy,
 )
 from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
@@ -42,7 +42,7 @@ __all__ = [
     "effective_rank",
     "kl_to_last",
     "l2_repel",
-    "layer_cross_entropy",
+    "layer_quality",
     "layer_weights",
     "linear_cross_entropy",
     "mean_cosine",

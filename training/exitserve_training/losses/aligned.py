@@ -14,9 +14,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import IGNORED, Classifier, chunked_cross_entropy
+from exitserve_training.losses.chunked import (
+    CHUNK_TOKENS,
+    IGNORED,
+    Classifier,
+    chunked_cross_entropy,
+)
 from exitserve_training.losses.linear import Head, Tokens, grouped_cross_entropy
 from exitserve_training.losses.weights import counted_layers, layer_weights
 
@@ -135,46 +141,34 @@ def _checkpointed(
     return torch.stack(parts).sum(), means
 
 
-def layer_cross_entropy(
-    hidden: Mapping[int, Tensor],
-    classifier: Classifier,
-    labels: Tensor,
-    *,
-    mask: Tensor | None = None,
-) -> dict[int, Tensor]:
-    """Returns each layer's mean cross-entropy over the counted tokens (scalars, nats per token).
+@torch.no_grad()
+def layer_quality(hidden: Tensor, classifier: Classifier, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean cross-entropy (nats) and accuracy over the counted tokens; no gradient.
 
-    With no counted token at all the loss is 0 with zero gradients, not NaN.
+    Accuracy is the share whose most likely token is the label (aligned-training paper, eq. 4).
+    With no counted token both are 0.
 
     Args:
-        hidden: layer to un-normed hidden states [B, T, D].
+        hidden: un-normed hidden states [B, T, D].
         classifier: maps [N, D] to [N, V].
         labels: targets [B, T], already shifted; -100 is ignored.
-        mask: bool [B, T]; tokens where it is False are ignored.
 
     Raises:
-        ExitServeError: the shapes of hidden states, labels and mask disagree.
+        ExitServeError: the shapes of hidden states and labels disagree.
     """
-    if hidden and not torch.is_grad_enabled():
-        # The weights do not matter to the means.
-        even = dict.fromkeys(hidden, 1.0)
-        return weighted_layer_cross_entropy(hidden, classifier, labels, even, mask=mask)[1]
-    counted = _counted_tokens(labels, mask)
-    targets = labels.reshape(-1)
-    everything = bool(counted.all())
-    if not everything:
-        targets = targets[counted]
-    # With nothing to average the sum is 0, and so must the mean be.
-    tokens = max(targets.numel(), 1)
-    losses: dict[int, Tensor] = {}
-    for layer, states in hidden.items():
-        _check_states(layer, states, labels)
-        flat = states.reshape(-1, states.shape[-1])
-        # Dropped before the head, ignored tokens cost nothing.
-        flat = flat if everything else flat[counted]
-        loss = chunked_cross_entropy(flat, classifier, targets) / tokens
-        losses[layer] = loss if targets.numel() else loss + states.sum() * 0.0
-    return losses
+    _check_states("read", hidden, labels)
+    rows, targets = _tokens_at(_counted_tokens(labels, None), labels)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = flat if rows is None else flat[rows]
+    nats = torch.zeros((), device=hidden.device)
+    right = torch.zeros((), device=hidden.device)
+    for start in range(0, len(targets), CHUNK_TOKENS):
+        target = targets[start : start + CHUNK_TOKENS]
+        logits = classifier(flat[start : start + CHUNK_TOKENS]).float()
+        nats += functional.cross_entropy(logits, target, reduction="sum")
+        right += (logits.argmax(-1) == target).sum()
+    tokens = max(len(targets), 1)
+    return nats / tokens, right / tokens
 
 
 def _counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
@@ -212,7 +206,7 @@ def _check_mask(name: str, mask: Tensor, labels: Tensor) -> None:
         )
 
 
-def _check_states(layer: int, states: Tensor, labels: Tensor) -> None:
+def _check_states(layer: int | str, states: Tensor, labels: Tensor) -> None:
     if states.shape[:2] != labels.shape:
         raise ExitServeError(
             f"hidden states of layer {layer} have shape {tuple(states.shape)}, which does not "

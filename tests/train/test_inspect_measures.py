@@ -1,0 +1,371 @@
+"""The measures of `exitserve inspect` against literal formulas and values known by hand.
+
+N samples, D hidden, L layers.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from exitserve.errors import ExitServeError
+from exitserve_training.inspect import condensation, similarity
+from exitserve_training.inspect.condensation import Condensation, trend
+from exitserve_training.inspect.generations import coherence, diversity
+from exitserve_training.inspect.probe import _logistic_regression, linear_probe, minimal_depth
+from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines, nc1
+from exitserve_training.losses.reference import spread
+
+# Sums of some thousands of float64 numbers of size 1, in another order.
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+# Of float32 ones, the type in which cosines of tokens are computed.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def cloud(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layers(count: int = 4, samples: int = 30, width: int = 6, seed: int = 0) -> list[Tensor]:
+    """Features that drift from layer to layer, far from the origin."""
+    return list(cloud(count, samples, width, seed=seed).cumsum(0) + 3)
+
+
+def cka_by_grams(x: Tensor, y: Tensor) -> float:
+    """Eq. 2, word by word: H^T H are the [N, N] products, H H^T the [D, D] ones."""
+    x, y = (z.double() - z.double().mean(0) for z in (x, y))
+    top = torch.trace(y @ y.T @ x @ x.T)
+    return float(top / (torch.linalg.norm(x.T @ x) * torch.linalg.norm(y.T @ y)))
+
+
+def nc1_by_loops(features: Tensor, classes: Tensor) -> float:
+    states = features.double()
+    width, names = states.shape[1], classes.unique().tolist()
+    middle = states.mean(0)
+    within = torch.zeros(width, width, dtype=torch.float64)
+    between = torch.zeros(width, width, dtype=torch.float64)
+    for name in names:
+        members = states[classes == name]
+        mean = members.mean(0)
+        for member in members:
+            within += torch.outer(member - mean, member - mean) / len(states)
+        between += torch.outer(mean - middle, mean - middle) / len(names)
+    # As rank K - 1: what rounding adds to the other eigenvalues is no variability.
+    inverse = torch.linalg.pinv(between, hermitian=True, rtol=1e-10)
+    return float(torch.trace(within @ inverse)) / len(names)
+
+
+def test_centred_features_have_mean_zero_and_equal_ones_are_exactly_zero() -> None:
+    assert centred(cloud(50, 4) + 100).mean(0).abs().max() < 1e-12
+    # 0.1 + 0.1 + 0.1 is not 0.3: the mean of equal numbers may differ from them.
+    same = torch.full((3, 4), 0.1, dtype=torch.float64)
+    assert centred(same).count_nonzero() == 0
+
+
+def test_cosines_by_hand() -> None:
+    a = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    b = torch.tensor([[4.0, 3.0], [0.0, 2.0], [1.0, 1.0], [-9.0, 0.0]])
+    assert cosines(a, b).tolist() == pytest.approx([24 / 25, 0.0, 0.0, -1.0])
+    assert cosines(a, a).tolist() == pytest.approx([1.0, 1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-12, 1.0, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_is_like_itself_at_any_scale(scale: float, dtype: torch.dtype) -> None:
+    x = cloud(20, 5).to(dtype) * scale
+    ones = torch.ones(20, dtype=torch.float64)
+    torch.testing.assert_close(cosines(x, x), ones, **EXACT)
+    for matrix in (cos_matrix([x, x]), cka_matrix([x, x]), cka_matrix([x.T, x.T])):
+        torch.testing.assert_close(matrix, torch.ones(2, 2, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("block", [1, 100, 2**23])
+def test_cos_matrix_is_the_mean_of_cosines(
+    centre: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(similarity, "_BLOCK_ELEMENTS", block)
+    features = layers()
+    prepared = [centred(layer) if centre else layer for layer in features]
+    expected = torch.stack(
+        [torch.stack([cosines(a, b).mean() for b in prepared]) for a in prepared]
+    )
+    torch.testing.assert_close(cos_matrix(features, centre=centre), expected, **EXACT)
+
+
+@pytest.mark.parametrize(("samples", "width"), [(30, 6), (6, 30), (7, 7), (2, 1)])
+def test_cka_equals_the_formula_of_gram_matrices(samples: int, width: int) -> None:
+    features = layers(3, samples, width)
+    expected = [[cka_by_grams(x, y) for y in features] for x in features]
+    torch.testing.assert_close(
+        cka_matrix(features), torch.tensor(expected, dtype=torch.float64), **EXACT
+    )
+
+
+def test_cka_compares_layers_of_different_widths() -> None:
+    x, y = cloud(20, 3), cloud(20, 40, seed=1)
+    assert cka_matrix([x, y])[0, 1].item() == pytest.approx(cka_by_grams(x, y))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    samples=st.integers(3, 12),
+    width=st.integers(1, 12),
+    exponent=st.integers(-8, 8),
+    seed=st.integers(0, 2**16),
+)
+def test_cka_ignores_rotation_scale_and_shift(
+    samples: int, width: int, exponent: int, seed: int
+) -> None:
+    x, y = cloud(2, samples, width, seed=seed).double()
+    rotation = torch.linalg.qr(cloud(width, width, seed=seed + 1).double()).Q
+    moved = (x @ rotation + cloud(width, seed=seed + 2)) * 10.0**exponent
+    torch.testing.assert_close(cka_matrix([moved, y]), cka_matrix([x, y]), rtol=1e-8, atol=1e-9)
+
+
+def test_cka_of_independent_features_is_small() -> None:
+    # Its expectation is about D / N = 0.0025.
+    assert cka_matrix([cloud(4000, 10), cloud(4000, 10, seed=1)])[0, 1] < 0.01
+
+
+def test_layers_whose_samples_are_equal_are_like_none() -> None:
+    same = torch.full((9, 4), 0.3)
+    for matrix in (cos_matrix([same, cloud(9, 4)]), cka_matrix([same, cloud(9, 4)])):
+        expected = torch.tensor([[0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        torch.testing.assert_close(matrix, expected, **EXACT)
+    assert cos_matrix([cloud(1, 4)] * 2).isfinite().all()
+    assert cka_matrix([cloud(1, 4)] * 2).isfinite().all()
+
+
+@pytest.mark.parametrize(("samples", "width"), [(40, 6), (40, 2), (8, 30)])
+def test_nc1_equals_the_loops(samples: int, width: int) -> None:
+    classes = torch.arange(samples) % 4
+    # So that classes differ in size, and their names are not 0, 1, 2, ...
+    classes[: samples // 4] = 7
+    features = cloud(samples, width) + cloud(8, width, seed=1)[classes]
+    assert nc1(features, classes) == pytest.approx(nc1_by_loops(features, classes), rel=1e-8)
+    assert nc1(features * 1e30, classes) == pytest.approx(nc1(features, classes), rel=1e-5)
+
+
+def test_nc1_of_collapsed_and_of_random_features() -> None:
+    classes = torch.arange(1000) % 4
+    assert nc1(cloud(4, 8)[classes], classes) == pytest.approx(0.0, abs=1e-12)
+    # Class means of noise differ by 1/sqrt(250) of its deviation: about 90 in expectation.
+    assert nc1(cloud(1000, 8), classes) > 20
+
+
+def test_nc1_needs_classes_that_differ() -> None:
+    with pytest.raises(ExitServeError, match=r"all 5 samples are of class 3.*at least 2"):
+        nc1(cloud(5, 2), torch.full((5,), 3))
+    both = torch.cat([cloud(5, 2), cloud(5, 2)])
+    with pytest.raises(ExitServeError, match="means of all 2 classes are equal"):
+        nc1(both, torch.arange(10) // 5)
+    with pytest.raises(ExitServeError, match="means of all 2 classes are equal"):
+        nc1(torch.zeros(4, 2), torch.arange(4) % 2)
+
+
+def measured(states: Tensor, mask: Tensor | None = None, bins: int = 100) -> Condensation:
+    found = Condensation([1], bins)
+    found.add(1, states, mask)
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 20, 2**22])
+def test_condensation_equals_literal_pairs(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(condensation, "_BLOCK_ELEMENTS", block)
+    states = cloud(3, 9, 5) + 0.5
+    mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[2] = False
+    histograms = []
+    for row, real in zip(states, mask, strict=True):
+        pairs = [
+            float(torch.cosine_similarity(a.double(), b.double(), dim=0).clamp(-1, 1))
+            for a, b in itertools.product(row[real], repeat=2)
+        ]
+        if pairs:
+            histograms.append(np.histogram(pairs, 20, (-1.0, 1.0))[0] / len(pairs))
+    found = measured(states.masked_fill(~mask[..., None], math.nan), mask, bins=20)
+    assert found.sequences() == {1: 2}
+    np.testing.assert_allclose(found.histograms()[0], np.mean(histograms, 0), atol=1e-12)
+    expected = spread.mean_cosine(states, mask=mask)
+    torch.testing.assert_close(torch.tensor(found.means()[1]), expected, **CLOSE)
+
+
+def test_batches_and_depths_add_up() -> None:
+    states, parts = cloud(4, 6, 3), Condensation([2, 5])
+    for batch in states.split(2):
+        parts.add(5, batch)
+        parts.add(2, batch[:1])
+    whole = measured(states)
+    assert parts.means()[5] == pytest.approx(whole.means()[1])
+    torch.testing.assert_close(parts.histograms()[1], whole.histograms()[0], **EXACT)
+    torch.testing.assert_close(
+        parts.histograms().sum(1), torch.ones(2, dtype=torch.float64), **EXACT
+    )
+    assert parts.sequences() == {2: 2, 5: 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_condensed_states_lie_in_the_last_bin(dtype: torch.dtype) -> None:
+    found = measured(cloud(1, 1, 5).expand(2, 7, 5).to(dtype))
+    assert found.means()[1] == pytest.approx(1.0, abs=1e-6)
+    assert found.histograms()[0].tolist() == [0.0] * 99 + [1.0]
+
+
+def test_tokens_with_nothing_in_common_meet_only_themselves() -> None:
+    found = measured(torch.eye(4)[None] * 7, bins=3)
+    assert found.means()[1] == pytest.approx(1 / 4)
+    assert found.histograms()[0].tolist() == pytest.approx([0.0, 3 / 4, 1 / 4])
+
+
+def test_long_sequences_are_counted_exactly() -> None:
+    # 5000^2 pairs are more than float32 can count one by one.
+    assert measured(torch.ones(1, 5000, 2)).histograms()[0, -1].item() == 1.0
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1e38])
+def test_degenerate_states_are_finite(scale: float) -> None:
+    found = measured((cloud(2, 5, 3) * scale).clamp(-3e38, 3e38), bins=3)
+    assert math.isfinite(found.means()[1])
+    assert found.histograms().sum().item() == pytest.approx(1.0)
+    if scale == 0.0:
+        assert found.means()[1] == 0.0
+        assert found.histograms()[0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_one_token_and_none() -> None:
+    assert measured(cloud(1, 1, 3)).means()[1] == pytest.approx(1.0)
+    nothing = measured(cloud(2, 5, 3), torch.zeros(2, 5, dtype=torch.bool))
+    assert nothing.means() == {1: 0.0}
+    assert nothing.sequences() == {1: 0}
+    assert nothing.histograms().count_nonzero() == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(order=st.integers(2, 8).flatmap(lambda n: st.permutations(range(n))))
+def test_trend_equals_the_literal_formulas(order: list[int]) -> None:
+    n = len(order)
+    rho, tau = trend({depth + 1: float(mean) for depth, mean in enumerate(order)})
+    distance = sum((i - rank) ** 2 for i, rank in enumerate(order))
+    assert rho == pytest.approx(1 - 6 * distance / (n * (n * n - 1)))
+    signs = [1 if a < b else -1 for a, b in itertools.combinations(order, 2)]
+    assert tau == pytest.approx(sum(signs) / len(signs))
+
+
+def test_trend_with_ties_equals_scipy_and_sorts_depths() -> None:
+    means = {4: 0.3, 1: 0.1, 2: 0.3, 3: 0.2}
+    values = [0.1, 0.3, 0.2, 0.3]
+    assert trend(means) == pytest.approx(
+        (stats.spearmanr(range(4), values)[0], stats.kendalltau(range(4), values)[0])
+    )
+    assert trend({1: 0.5, 2: 0.6, 9: 0.7}) == pytest.approx((1.0, 1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trend({1: 0.5, 2: 0.5, 3: 0.5}) == (0.0, 0.0)
+
+
+def test_probe_separates_what_is_separable() -> None:
+    classes = torch.arange(300) % 3
+    features = cloud(300, 5) * 0.1 + cloud(3, 5, seed=1)[classes]
+    # A constant dimension has no deviation to divide by.
+    features[:, 0] = 4.0
+    for states in (features, features.to(torch.bfloat16), features * 1e-20):
+        assert linear_probe(states[:200], classes[:200], states[200:], classes[200:]) == 1.0
+
+
+def test_probe_of_random_labels_is_at_chance() -> None:
+    classes = torch.randint(4, (800,), generator=torch.Generator().manual_seed(1))
+    features = cloud(800, 10)
+    found = linear_probe(features[:400], classes[:400], features[400:], classes[400:])
+    # Four deviations of the mean of 400 draws with probability 1/4.
+    assert found == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 400))
+
+
+def test_probe_is_the_minimum_of_its_loss() -> None:
+    features, targets = cloud(60, 4).double(), torch.arange(60) % 3
+    weight, bias = _logistic_regression(features, targets, 3)
+    weight.requires_grad_()
+    bias.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(features @ weight + bias, targets, reduction="sum")
+    # scikit-learn's LogisticRegression: C times the summed loss plus half the squared weights.
+    slopes = torch.autograd.grad(loss + weight.square().sum() / 2, [weight, bias])
+    # L-BFGS stops at 1e-7 of the mean loss, here of 60 samples.
+    assert all(slope.abs().max() < 1e-3 for slope in slopes)
+
+
+def test_minimal_depth() -> None:
+    accuracies = {6: 0.8, 2: 0.5, 4: 0.77, 5: 0.7}
+    # Depth 4 reaches 0.76, though depth 5 falls below again.
+    assert minimal_depth(accuracies, 0.95) == 4
+    assert minimal_depth(accuracies, 1.0) == 6
+    assert minimal_depth(accuracies, 0.5) == 2
+    assert minimal_depth({1: 0.07, 2: 0.1}, 0.7) == 1
+    assert minimal_depth({1: 0.0, 2: 0.0}, 1.0) == 1
+    with pytest.raises(ExitServeError, match=r"share 0\.0 .*above 0 and at most 1"):
+        minimal_depth(accuracies, 0.0)
+    with pytest.raises(ExitServeError, match="no accuracies"):
+        minimal_depth({}, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], 0.0),
+        ([5], 1.0),
+        ([5, 5], 1.0),
+        ([1, 2, 3, 4, 5], 1.0),
+        # 12 23 31 12 23 / 123 231 312 123 / 1231 2312 3123
+        ([1, 2, 3, 1, 2, 3], 3 / 5 * 3 / 4 * 3 / 3),
+        ([7] * 5, 1 / 4 * 1 / 3 * 1 / 2),
+        ([7] * 3, 1 / 2 * 1 / 1),
+    ],
+)
+def test_diversity_by_hand(tokens: list[int], expected: float) -> None:
+    assert diversity(tokens) == pytest.approx(expected)
+
+
+def test_coherence_by_hand() -> None:
+    assert coherence(torch.tensor([3.0, 4.0]), torch.tensor([8.0, 6.0])) == pytest.approx(24 / 25)
+    assert coherence(torch.zeros(2), torch.ones(2)) == 0.0
+
+
+NAN = torch.tensor([[1.0, math.nan], [0.0, 1.0]])
+TWO = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: centred(cloud(3)), r"shape \(3,\); expected \[N, D\]"),
+        (lambda: centred(NAN), "1 of 2 samples hold NaN"),
+        (lambda: cosines(cloud(3, 2), cloud(2, 2)), r"differs between layers: \(3, 2\), \(2, 2\)"),
+        (lambda: cos_matrix([]), "no layer's features"),
+        (lambda: cos_matrix([cloud(3, 2), cloud(3, 4)]), "shape differs"),
+        (lambda: cos_matrix([NAN]), "hold NaN"),
+        (lambda: cka_matrix([cloud(3, 2), cloud(4, 2)]), "number of samples differs.*3, 4"),
+        (lambda: cka_matrix([cloud(0, 2)]), r"shape \(0, 2\)"),
+        (lambda: nc1(cloud(3, 2), TWO), r"classes have shape \(2,\); expected \(3,\)"),
+        (lambda: Condensation([]), r"depths \[\].*at least one, ascending"),
+        (lambda: Condensation([2, 2]), r"depths \[2, 2\]"),
+        (lambda: Condensation([1], 0), "0 bins"),
+        (lambda: Condensation([1, 3]).add(2, cloud(1, 2, 3)), r"depth 2 .*\[1, 3\]"),
+        (lambda: measured(NAN[None]), "states of 1 of 2 tokens at depth 1"),
+        (lambda: trend({1: 0.5}), "at least 2 depths; got 1"),
+        (lambda: trend({1: 0.5, 2: math.nan}), "NaN"),
+        (lambda: linear_probe(cloud(3, 2), TWO, cloud(2, 2), TWO), r"training.*\(3, 2\)"),
+        (lambda: linear_probe(cloud(2, 2), TWO, NAN, TWO), "1 of 2 test samples"),
+        (lambda: linear_probe(cloud(2, 2), TWO, cloud(2, 3), TWO), "2 dimensions.*3"),
+        (lambda: linear_probe(cloud(2, 2), TWO * 0, cloud(2, 2), TWO), "all 2.*class 0"),
+    ],
+)
+def test_bad_arguments_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        call()

@@ -1,0 +1,120 @@
+"""A classifier with real early exit: rows that are sure leave the batch, the others go on.
+
+Aligned-training paper, section 3 ("Multi-exit model with a single classifier"): one classifier,
+applied after each exit layer to the first position's state; an input stops where its confidence,
+the largest softmax probability, is above the threshold. There is no cache to keep: a row that has
+left costs nothing more.
+
+Shapes: B rows, T positions, D hidden, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from exitserve.errors import ExitServeError
+from exitserve_training.parts import model_parts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was said of each row of a batch."""
+
+    classes: Tensor
+    """int64 [B]."""
+    confidence: Tensor
+    """[B], the largest softmax probability."""
+    depth: Tensor
+    """int64 [B], layers run."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        """The answers of several batches, in order."""
+        return cls(
+            torch.cat([part.classes for part in parts]),
+            torch.cat([part.confidence for part in parts]),
+            torch.cat([part.depth for part in parts]),
+        )
+
+
+class EarlyExitClassifier:
+    """Runs a classifier layer by layer, on those rows that are not sure yet."""
+
+    def __init__(self, model: PreTrainedModel, exit_layers: Sequence[int]) -> None:
+        """Takes a model and the depths below its last at which rows may leave.
+
+        Raises:
+            ExitServeError: it is no classifier, or an exit layer is out of range.
+        """
+        self.parts = model_parts(model)
+        if self.parts.task != "class":
+            raise ExitServeError(
+                f"a {type(model).__name__} says tokens, not classes; "
+                f"serve it with `exitserve serve`."
+            )
+        bad = [layer for layer in exit_layers if not 1 <= layer < self.parts.num_layers]
+        if bad:
+            raise ExitServeError(
+                f"exit layer {bad[0]} is out of range; choose from 1..{self.parts.num_layers - 1}."
+            )
+        self.model = model
+        self.exit_layers = frozenset(exit_layers)
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Answers:
+        """Says each row's class.
+
+        Args:
+            inputs: what the model takes, B rows.
+            threshold: a row leaves at the first exit layer where it is more confident than this;
+                1 or more: none does.
+        """
+        hidden, mask = self._embedded(dict(inputs))
+        count = hidden.shape[0]
+        rows = torch.arange(count, device=hidden.device)
+        classes = torch.zeros(count, dtype=torch.long, device=hidden.device)
+        confidence = torch.zeros(count, device=hidden.device)
+        depth = torch.full((count,), self.parts.num_layers, device=hidden.device)
+        for number, layer in enumerate(self.parts.layers, start=1):
+            hidden = layer(hidden, mask)
+            is_last = number == self.parts.num_layers
+            if not is_last and (number not in self.exit_layers or threshold >= 1.0):
+                continue
+            sure, best = self._said(hidden)
+            leaves = torch.ones_like(best, dtype=torch.bool) if is_last else sure > threshold
+            if not leaves.any():
+                continue
+            gone = rows[leaves]
+            classes[gone], confidence[gone], depth[gone] = best[leaves], sure[leaves], number
+            stays = ~leaves
+            rows, hidden = rows[stays], hidden[stays]
+            mask = _rows_of(mask, stays)
+            if not len(rows):
+                break
+        return Answers(classes, confidence, depth)
+
+    def _said(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Confidence and class [B] of states [B, T, D]."""
+        logits = self.parts.head(self.parts.spoken(hidden)[:, 0]).float()
+        best = logits.softmax(dim=-1).max(dim=-1)
+        return best.values, best.indices
+
+    def _embedded(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        """States before the first layer [B, T, D], and the attention mask of all layers."""
+        body: Any = self.parts.body
+        mask = inputs.pop("attention_mask", None)
+        hidden: Tensor = body.embeddings(**inputs)
+        config = self.model.config
+        return hidden, create_bidirectional_mask(config, hidden, mask)
+
+
+def _rows_of(mask: Any, stays: Tensor) -> Any:
+    """The mask of the rows that stay; masks are tensors with a row each, or None."""
+    return mask[stays] if isinstance(mask, Tensor) and mask.shape[0] > 1 else mask

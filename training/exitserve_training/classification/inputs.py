@@ -1,0 +1,98 @@
+"""Batches of a classifier's inputs, from a checkpoint's own tokenizer or image processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ImageProcessingMixin, PreTrainedConfig
+
+from exitserve_training.classification.labelled import Examples, pixels_tensor
+from exitserve_training.parts import VISION
+from exitserve_training.tasks import ClassOfImage
+from exitserve_training.tokenization import load_tokenizer
+
+HALF = (0.5, 0.5, 0.5)
+"""Mean and deviation of image channels where no checkpoint says otherwise (ViT's)."""
+
+Encode = Callable[[Examples], dict[str, Tensor]]
+"""Examples to what the model takes."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """How pixels are normalised, in 0..1."""
+
+    mean: list[float]
+    std: list[float]
+
+    @classmethod
+    def of(cls, model: str | None, count: int) -> Channels:
+        """What a checkpoint's `preprocessor_config.json` says, else ViT's."""
+        known: dict[str, Any] = {}
+        if model is not None:
+            try:
+                known, _ = ImageProcessingMixin.get_image_processor_dict(model)
+            except OSError:
+                known = {}
+        mean, std = (known.get(key) or HALF[:count] for key in ("image_mean", "image_std"))
+        return cls(list(mean), list(std))
+
+
+def image_side(config: PreTrainedConfig) -> int:
+    """Pixels of a side of the images a model takes."""
+    side: Any = config.image_size
+    return int(side if isinstance(side, int) else side[0])
+
+
+def data_format(config: PreTrainedConfig) -> str:
+    """The `data.format` of a classifier's inputs."""
+    return "images" if config.model_type in VISION else "labelled"
+
+
+def encoder(model: str, config: PreTrainedConfig) -> Encode:
+    """How the examples of a classifier become its inputs.
+
+    Args:
+        model: the checkpoint's directory or hub id.
+        config: its config.
+
+    Raises:
+        ExitServeError: it has no tokenizer.
+    """
+    if config.model_type in VISION:
+        channels = int(getattr(config, "num_channels", 3))
+        of_channels, side = Channels.of(model, channels), image_side(config)
+        asks = ClassOfImage(of_channels.mean, of_channels.std)
+
+        def images(examples: Examples) -> dict[str, Tensor]:
+            pixels = pixels_tensor(examples, side, channels)
+            return asks(None, {"pixels": pixels, "labels": torch.zeros(len(examples))}).inputs
+
+        return images
+    tokenizer: Any = load_tokenizer(model)
+    longest = min(int(config.max_position_embeddings), int(tokenizer.model_max_length))
+
+    def texts(examples: Examples) -> dict[str, Tensor]:
+        pairs: list[Any] = list(examples.inputs)
+        first = [text for text, _ in pairs]
+        second = [text for _, text in pairs] if pairs[0][1] is not None else None
+        encoded = tokenizer(
+            first, second, truncation=True, max_length=longest, padding=True, return_tensors="pt"
+        )
+        return dict(encoded)
+
+    return texts
+
+
+def batches(examples: Examples, size: int) -> list[list[int]]:
+    """Rows of each batch; texts of like length together, so that little is padding."""
+    order: Sequence[int] = range(len(examples))
+    if examples.inputs and not isinstance(examples.inputs[0], Path):
+        texts: list[Any] = list(examples.inputs)
+        order = sorted(order, key=lambda row: sum(len(text or "") for text in texts[row]))
+    return [list(order[start : start + size]) for start in range(0, len(examples), size)]

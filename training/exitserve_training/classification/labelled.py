@@ -1,0 +1,257 @@
+"""Inputs with a class: rows of a table with a text (or two), or images in a folder for each class.
+
+What training, `exitserve classify` and `exitserve inspect` read. GLUE's .tsv files are read as
+they are: tab-separated, no quoting, with a header or with `columns`.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from exitserve.errors import ExitServeError, nearest
+from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.sources import load_dataset, matching_files, read_table
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+
+Text = tuple[str, str | None]
+"""A text, and the second one where two are classified together."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and the name of each one's class."""
+
+    inputs: list[Text] | list[Path]
+    classes: list[str]
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def at(self, rows: Sequence[int]) -> Examples:
+        """The examples of some rows."""
+        inputs: Any = [self.inputs[row] for row in rows]
+        return Examples(inputs, [self.classes[row] for row in rows])
+
+
+def read_examples(
+    recipe: DataRecipe, patterns: Sequence[str], *, needs_classes: bool = True
+) -> Examples:
+    """Reads what `data.files` or `data.validation_files` name.
+
+    Args:
+        recipe: how to read.
+        patterns: globs of tables, or folders of images.
+        needs_classes: without, rows may lack the column of classes, which then are all "", and
+            images may lie in the folder itself.
+
+    Raises:
+        ExitServeError: nothing is there, or something cannot be read; names it.
+    """
+    if recipe.format == "images":
+        return _images(patterns, needs_classes)
+    return _texts(recipe, patterns, needs_classes)
+
+
+def load_split_examples(recipe: DataRecipe, seed: int) -> tuple[Examples, Examples]:
+    """Examples to train on, and held-out ones: shuffled, nothing in both.
+
+    Raises:
+        ExitServeError: as `read_examples`, or one side is empty.
+    """
+    known = read_examples(recipe, recipe.files)
+    order = list(range(len(known)))
+    random.Random(seed).shuffle(order)
+    if recipe.validation_files:
+        held_out = read_examples(recipe, recipe.validation_files)
+        seen = set(held_out.inputs)
+        order = [row for row in order if known.inputs[row] not in seen]
+    else:
+        count = max(1, round(len(order) * recipe.validation_fraction))
+        held_out, order = known.at(order[:count]), order[count:]
+    if "validation_blocks" in recipe.model_fields_set:
+        keep = np.linspace(0, len(held_out) - 1, min(recipe.validation_blocks, len(held_out)))
+        held_out = held_out.at(keep.round().astype(int).tolist())
+    train = known.at(order[: recipe.max_rows])
+    if not len(train) or not len(held_out):
+        raise ExitServeError(
+            "too few rows to train on some and hold some out; give more data, or "
+            "data.validation_files."
+        )
+    return train, held_out
+
+
+def class_names(examples: Examples, known: Sequence[str] | None = None) -> list[str]:
+    """All classes in order: the model's own where it has those, else sorted.
+
+    Raises:
+        ExitServeError: there is one class only.
+    """
+    found = set(examples.classes)
+    if known is not None and found <= set(known):
+        return list(known)
+    if len(found) < 2:
+        raise ExitServeError(
+            f"all rows have the class {found.pop()!r}; a classifier needs at least two. Check "
+            f"data.label_field."
+        )
+    # 10 after 9, where classes are numbers.
+    return sorted(
+        found, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+    )
+
+
+def encode_texts(
+    examples: Examples, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> datasets.Dataset:
+    """Columns `input_ids` (and what else the tokenizer gives) and `labels`, unpadded."""
+    texts: list[Any] = list(examples.inputs)
+    first = [text for text, _ in texts]
+    second = [text for _, text in texts] if texts and texts[0][1] is not None else None
+    encoded = tokenizer(first, second, truncation=True, max_length=length, verbose=False)
+    columns = {name: encoded[name] for name in encoded if name != "attention_mask"}
+    return datasets.Dataset.from_dict({**columns, "labels": _numbers(examples, names)})
+
+
+def encode_images(
+    examples: Examples, names: Sequence[str], side: int, channels: int = 3
+) -> datasets.Dataset:
+    """Columns `pixels` (uint8 [channels, side, side]) and `labels`.
+
+    Raises:
+        ExitServeError: a file is no image; names it.
+    """
+    pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
+    # disable=None: no bar where the output is not a terminal.
+    for row, path in enumerate(tqdm(examples.inputs, desc="reading images", disable=None)):
+        pixels[row] = _pixels(Path(str(path)), side, channels)
+    features = datasets.Features(
+        pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
+    )
+    columns = {"pixels": pixels, "labels": np.asarray(_numbers(examples, names))}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    return table.with_format("torch")
+
+
+def pixels_tensor(examples: Examples, side: int, channels: int = 3) -> torch.Tensor:
+    """uint8 [N, channels, side, side]."""
+    found = [_pixels(Path(str(path)), side, channels) for path in examples.inputs]
+    return torch.from_numpy(np.stack(found))
+
+
+def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    try:
+        with Image.open(path) as image:
+            shown = image.convert("RGB" if channels == 3 else "L")
+            if shown.size != (side, side):
+                shown = shown.resize((side, side), Image.Resampling.BILINEAR)
+            values = np.asarray(shown, dtype=np.uint8)
+    except (UnidentifiedImageError, OSError) as error:
+        raise ExitServeError(f"data file '{path}' is no image that can be read.") from error
+    return values.reshape(side, side, channels).transpose(2, 0, 1)
+
+
+def _numbers(examples: Examples, names: Sequence[str]) -> list[int]:
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = sorted(set(examples.classes) - set(numbers))
+    if unknown:
+        raise ExitServeError(
+            f"class {unknown[0]!r} is not among those of the training data or the model: "
+            f"{', '.join(names[:20])}."
+        )
+    return [numbers[name] for name in examples.classes]
+
+
+def _texts(recipe: DataRecipe, patterns: Sequence[str], needs_classes: bool) -> Examples:
+    tables = [(str(path), _table(path, recipe)) for path in matching_files(patterns)]
+    if recipe.dataset is not None and patterns is recipe.files:
+        tables.append((recipe.dataset, load_dataset(recipe)))
+    texts: list[Text] = []
+    classes: list[str] = []
+    for name, table in tables:
+        if not needs_classes and recipe.label_field not in table.column_names:
+            table = table.add_column(recipe.label_field, ["?"] * len(table))
+        _add_rows(table, name, recipe, texts, classes)
+    unknown = not needs_classes and set(classes) == {"?"}
+    return Examples(texts, [""] * len(texts) if unknown else classes)
+
+
+def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
+    if path.suffix not in (".tsv", ".csv"):
+        return read_table(path)
+    tabs = path.suffix == ".tsv"
+    try:
+        return datasets.Dataset.from_csv(
+            str(path),
+            keep_in_memory=True,
+            delimiter="\t" if tabs else ",",
+            quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+            column_names=recipe.columns,
+            # "None", "NA" and the like are texts, not gaps.
+            keep_default_na=False,
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+
+
+def _add_rows(
+    rows: datasets.Dataset,
+    name: str,
+    recipe: DataRecipe,
+    texts: list[Text],
+    classes: list[str],
+) -> None:
+    fields = {"text_field": recipe.text_field, "label_field": recipe.label_field}
+    if recipe.pair_field is not None:
+        fields["pair_field"] = recipe.pair_field
+    present = list(rows.column_names)
+    for key, field in fields.items():
+        if field not in present:
+            raise ExitServeError(
+                f"'{name}' has no column {field!r}; it has: {', '.join(map(str, present))}. Set "
+                f"data.{key}, or data.columns if the file has no header.{nearest(field, present)}"
+            )
+    seconds = [None] * len(rows) if recipe.pair_field is None else rows[recipe.pair_field]
+    labels = zip(rows[recipe.text_field], seconds, rows[recipe.label_field], strict=True)
+    for number, (text, second, label) in enumerate(labels, start=1):
+        if text is None or label is None or str(label) == "":
+            raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
+        texts.append((str(text), None if second is None else str(second)))
+        classes.append(str(label))
+
+
+def _images(patterns: Sequence[str], needs_classes: bool) -> Examples:
+    """Images below folders: the folder that an image lies in names its class."""
+    paths: list[Path] = []
+    classes: list[str] = []
+    for pattern in patterns:
+        folder = Path(pattern)
+        if not folder.is_dir():
+            raise ExitServeError(
+                f"no folder '{pattern}'; images lie in one folder for each class, such as "
+                f"'{pattern}/cat/1.jpg'."
+            )
+        found = sorted(p for p in folder.glob("*/*") if p.suffix.lower() in IMAGE_SUFFIXES)
+        classes += [path.parent.name for path in found]
+        if not found and not needs_classes:
+            found = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            classes += [""] * len(found)
+        if not found:
+            raise ExitServeError(
+                f"folder '{pattern}' has no images in folders of their classes "
+                f"({', '.join(IMAGE_SUFFIXES)})."
+            )
+        paths += found
+    return Examples(paths, classes)

@@ -1,0 +1,91 @@
+"""The pages of `exitserve classify`: a table for the terminal, Markdown, and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from exitserve.report import machine_line, markdown_table
+
+HEADERS = (
+    "threshold",
+    "accuracy",
+    "agreement",
+    "mean depth",
+    "depth speedup",
+    "wall speedup",
+)
+
+
+def rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """A line for each threshold, and one for the full model."""
+    found = [
+        [
+            f"{way['threshold']:g}",
+            _share(way["accuracy"]),
+            _share(way["agreement"]),
+            f"{way['mean_depth']:.2f} of {report['num_layers']}",
+            f"{way['depth_speedup']:.2f}",
+            f"{way['wall_speedup']:.2f} ({way['wall_speedup_range'][0]:.2f}-"
+            f"{way['wall_speedup_range'][1]:.2f})",
+        ]
+        for way in report["thresholds"]
+    ]
+    full = ["full model", _share(report["full_accuracy"]), "100.0%"]
+    return [*found, [*full, f"{report['num_layers']} of {report['num_layers']}", "1.00", "1.00"]]
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a page."""
+    layers = [*report["exit_layers"], report["num_layers"]]
+    exits = [
+        [f"{way['threshold']:g}", *[str(way["exits"][str(layer)]) for layer in layers]]
+        for way in report["thresholds"]
+    ]
+    return "\n".join(
+        [
+            f"# Classification with early exit: {report['model']}",
+            "",
+            f"{report['architecture']}, {report['num_layers']} layers, one classifier for all of "
+            f"them. {report['inputs']:,} inputs in batches of {report['batch_size']}, "
+            f"{report['threads']} threads. Wall speedup: the model's own forward over early exit, "
+            f"the same batches in turn, median of {report['repeats']} rounds and their range.",
+            "",
+            markdown_table(HEADERS, rows(report)),
+            "",
+            "Inputs by the depth they stopped at:",
+            "",
+            markdown_table(["threshold", *[f"layer {layer}" for layer in layers]], exits),
+            "",
+            "![exits](exits.png)",
+            "",
+            machine_line(report),
+            "",
+        ]
+    )
+
+
+def exits_figure(report: Mapping[str, Any]) -> Figure:
+    """Inputs by the layer they stopped at, for each threshold (the paper's figure 5)."""
+    layers = [*report["exit_layers"], report["num_layers"]]
+    ways = report["thresholds"]
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        places = [place - 0.4 + width * (number + 0.5) for place in range(len(layers))]
+        counts = [way["exits"][str(layer)] for layer in layers]
+        label = f"threshold {way['threshold']:g}: depth speedup {way['depth_speedup']:.2f}"
+        axes.bar(places, counts, width=width, label=label)
+    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_xlabel("layer an input stopped at")
+    axes.set_ylabel("inputs")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

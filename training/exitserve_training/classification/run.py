@@ -1,0 +1,245 @@
+"""`exitserve classify`: a classifier over a file, with early exit beside the full model.
+
+Both run the same batches in one process, in turn; times are ratios within a round, so that a
+noisy machine hits both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from exitserve.checkpoint import MultiExit, read_multi_exit
+from exitserve.errors import ExitServeError
+from exitserve.report import machine, versions
+from exitserve_training.classification.early_exit import Answers, EarlyExitClassifier
+from exitserve_training.classification.inputs import batches, data_format, encoder
+from exitserve_training.classification.labelled import Examples, read_examples
+from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.models import check_model, load_model
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asks for."""
+
+    model: str
+    data: list[str]
+    thresholds: list[float]
+    batch_size: int = 32
+    repeats: int = 3
+    exit_layers: list[int] | None = None
+    """None: those of the checkpoint."""
+    limit: int | None = None
+    """Only so many inputs, spread over all."""
+    fields: Mapping[str, Any] | None = None
+    """`text_field` and the like, as a recipe's `data` has them."""
+
+
+@dataclass(frozen=True)
+class Classified:
+    """What a run gives: the report, and what was said at the first threshold."""
+
+    report: dict[str, Any]
+    predictions: list[dict[str, Any]]
+
+    def write_predictions(self, path: Path) -> None:
+        """One JSON object a line, in the order of the inputs."""
+        lines = [json.dumps(row, ensure_ascii=False) for row in self.predictions]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def classify(settings: Settings) -> Classified:
+    """Runs the classifier at every threshold and at full depth.
+
+    Raises:
+        ExitServeError: the model is no classifier, or the data cannot be read.
+    """
+    config = check_model(settings.model, "class")
+    layers = _exit_layers(settings, config.num_hidden_layers)
+    recipe = DataRecipe.model_validate(
+        {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
+    )
+    examples = read_examples(recipe, recipe.files, needs_classes=False)
+    if settings.limit is not None:
+        # Evenly spread: files are often sorted by class.
+        step = max(len(examples) / settings.limit, 1.0)
+        count = min(settings.limit, len(examples))
+        examples = examples.at([int(number * step) for number in range(count)])
+    model = load_model(settings.model, "class")
+    model.train(False)
+    runner = EarlyExitClassifier(model, layers)
+    order = batches(examples, settings.batch_size)
+    encode = encoder(settings.model, config)
+    inputs = [encode(examples.at(rows)) for rows in tqdm(order, desc="reading", disable=None)]
+    rounds = _rounds(runner, model, inputs, settings)
+    names = [name for _, name in sorted((config.id2label or {}).items())]
+    rows = [row for batch in order for row in batch]
+    answers = {
+        threshold: _in_order(Answers.joined(parts), rows)
+        for threshold, parts in rounds.answers.items()
+    }
+    report = _report(settings, config, layers, examples, names, answers, rounds)
+    return Classified(report, _predictions(examples, names, answers[settings.thresholds[0]]))
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    answers: dict[float, list[Answers]]
+    """By threshold; 1.0 is full depth."""
+    full: list[float]
+    """Seconds of each round of the model's own forward."""
+    early: dict[float, list[float]]
+    """Seconds of each round, by threshold."""
+
+
+def _exit_layers(settings: Settings, num_layers: int) -> list[int]:
+    if settings.exit_layers is not None:
+        return settings.exit_layers
+    folder = Path(settings.model)
+    known: MultiExit | None = read_multi_exit(folder) if folder.is_dir() else None
+    # A checkpoint that was not trained for exits may still be looked at: everywhere.
+    return list(known.exit_layers) if known is not None else list(range(1, num_layers))
+
+
+def _rounds(
+    runner: EarlyExitClassifier,
+    model: PreTrainedModel,
+    inputs: Sequence[Inputs],
+    settings: Settings,
+) -> _Rounds:
+    """Every batch in every way, in turn; the first round warms up and gives the answers."""
+    thresholds = list(dict.fromkeys([*settings.thresholds, 1.0]))
+    rounds = _Rounds({one: [] for one in thresholds}, [], {one: [] for one in thresholds})
+    # disable=None: no bar where the output is not a terminal.
+    for number in tqdm(range(settings.repeats + 1), desc="classifying", disable=None):
+        full, early = 0.0, dict.fromkeys(thresholds, 0.0)
+        for batch in inputs:
+            start = time.perf_counter()
+            with torch.inference_mode():
+                model(**batch)
+            full += time.perf_counter() - start
+            for threshold in thresholds:
+                start = time.perf_counter()
+                said = runner(batch, threshold)
+                early[threshold] += time.perf_counter() - start
+                if number == 0:
+                    rounds.answers[threshold].append(said)
+        if number > 0:
+            rounds.full.append(full)
+            for threshold, seconds in early.items():
+                rounds.early[threshold].append(seconds)
+    return rounds
+
+
+def _in_order(answers: Answers, rows: Sequence[int]) -> Answers:
+    """Answers given in the order of batches, put into that of the inputs."""
+    back = torch.argsort(torch.tensor(rows))
+    return Answers(answers.classes[back], answers.confidence[back], answers.depth[back])
+
+
+def _report(
+    settings: Settings,
+    config: Any,
+    layers: Sequence[int],
+    examples: Examples,
+    names: Sequence[str],
+    answers: Mapping[float, Answers],
+    rounds: _Rounds,
+) -> dict[str, Any]:
+    full = answers[1.0]
+    known = _class_numbers(examples, names)
+    num_layers = config.num_hidden_layers
+    ways = []
+    for threshold in settings.thresholds:
+        said = answers[threshold]
+        depth = said.depth.double()
+        ratios = [a / b for a, b in zip(rounds.full, rounds.early[threshold], strict=True)]
+        ways.append(
+            {
+                "threshold": threshold,
+                "exits": {
+                    str(layer): Counter(said.depth.tolist())[layer]
+                    for layer in (*layers, num_layers)
+                },
+                "mean_depth": float(depth.mean()),
+                # The paper's formula: sum of L m_i over sum of i m_i.
+                "depth_speedup": num_layers * len(depth) / float(depth.sum()),
+                "wall_speedup": statistics.median(ratios),
+                "wall_speedup_range": [min(ratios), max(ratios)],
+                "agreement": float((said.classes == full.classes).double().mean()),
+                "accuracy": _accuracy(said, known),
+            }
+        )
+    return {
+        "kind": "classification",
+        "model": Path(settings.model).name,
+        "architecture": (config.architectures or ["?"])[0],
+        "num_layers": num_layers,
+        "exit_layers": list(layers),
+        "inputs": len(examples),
+        "batch_size": settings.batch_size,
+        "repeats": settings.repeats,
+        "threads": torch.get_num_threads(),
+        "full_seconds": statistics.median(rounds.full),
+        "full_accuracy": _accuracy(full, known),
+        "thresholds": ways,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def _class_numbers(examples: Examples, names: Sequence[str]) -> Tensor | None:
+    """The classes as numbers [N]; None where the data have none.
+
+    Raises:
+        ExitServeError: a class that the model does not know.
+    """
+    if not any(examples.classes):
+        return None
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = sorted(set(examples.classes) - set(numbers))
+    if unknown:
+        raise ExitServeError(
+            f"the data have the class {unknown[0]!r}, which the model does not say; it says "
+            f"{', '.join(names[:20])}. Check --label-field."
+        )
+    return torch.tensor([numbers[name] for name in examples.classes])
+
+
+def _accuracy(answers: Answers, known: Tensor | None) -> float | None:
+    return None if known is None else float((answers.classes == known).double().mean())
+
+
+def _predictions(
+    examples: Examples, names: Sequence[str], answers: Answers
+) -> list[dict[str, Any]]:
+    rows = zip(
+        examples.inputs,
+        answers.classes.tolist(),
+        answers.confidence.tolist(),
+        answers.depth.tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "input": given[0] if isinstance(given, tuple) else str(given),
+            "class": names[said],
+            "confidence": round(sure, 4),
+            "depth": depth,
+        }
+        for given, said, sure, depth in rows
+    ]

@@ -1,0 +1,112 @@
+"""What a recipe may say about its data and its tokenizer. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from exitserve_training.objective_options import Strict
+
+
+class TrainBpe(Strict):
+    """A byte-level BPE trained on the run's own training documents."""
+
+    vocab_size: int = Field(ge=258)
+    """Entries, the 256 bytes and two special tokens included."""
+
+
+class TokenizerRecipe(Strict):
+    """Which tokenizer: an existing one, or one trained on the data."""
+
+    path: str | None = None
+    """Directory or hub id."""
+    train_bpe: TrainBpe | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizerRecipe:
+        if (self.path is None) == (self.train_bpe is None):
+            raise ValueError("give exactly one of tokenizer.path and tokenizer.train_bpe")
+        return self
+
+
+_ONLY_FOR = {
+    "loss_on": ("chat",),
+    "python_source": ("text",),
+    "exclude": ("text",),
+    "max_file_bytes": ("text",),
+    "max_package_bytes": ("text",),
+    "max_bytes": ("text",),
+    "dataset": ("text", "chat", "labelled"),
+    "text_field": ("text", "labelled"),
+    "pair_field": ("labelled",),
+    "label_field": ("labelled",),
+    "columns": ("labelled",),
+    "max_rows": ("labelled", "images"),
+    "augment": ("images",),
+    "sequence_length": ("text", "chat", "labelled"),
+}
+"""Keys of `data` that mean something for some formats only."""
+
+
+class DataRecipe(Strict):
+    """Where the documents come from and how they are cut; see `docs/training.md`."""
+
+    format: Literal["text", "chat", "labelled", "images"] = "text"
+    """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`.
+    `labelled`: rows with a text and its class. `images`: folders, one a class."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """Of a chat: train on the last answer alone, or on all of it."""
+    files: list[str] = Field(default_factory=list)
+    """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
+    dataset: str | None = None
+    """A `datasets` id."""
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    text_field: str = "text"
+    """The column that holds the text, for JSONL, Parquet and `dataset`."""
+    pair_field: str | None = None
+    """Of `labelled` rows: the column of a second text, where two are classified together."""
+    label_field: str = "label"
+    """Of `labelled` rows: the column of the class."""
+    columns: list[str] | None = None
+    """Of `labelled` .tsv and .csv files without a header: the names of their columns."""
+    augment: bool = True
+    """Of `images`: shift, mirror and turn them a little in training."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """At most so many labelled rows or images to train on, drawn by the seed."""
+    python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
+    """Python files of this very installation, read where they lie."""
+    exclude: list[str] = Field(default_factory=list)
+    """Glob patterns of `python_source` names (`site-packages/pkg/mod.py`) to leave out."""
+    max_file_bytes: int | None = Field(default=None, ge=1)
+    """Longer documents are left out."""
+    max_package_bytes: int | None = Field(default=None, ge=1)
+    """At most so much of one top-level package of `python_source`."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """At most so much text in all, drawn by the seed."""
+    validation_files: list[str] = Field(default_factory=list)
+    """Held-out files; without them a share of the documents is held out."""
+    validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)
+    validation_blocks: int = Field(default=128, ge=1)
+    """Evaluate on at most so many sequences."""
+    sequence_length: int = Field(default=512, ge=2)
+    """Tokens per packed sequence."""
+
+    @model_validator(mode="after")
+    def _some_source(self) -> DataRecipe:
+        if not (self.files or self.dataset or self.python_source):
+            raise ValueError("data needs one of data.files, data.dataset, data.python_source")
+        for key in sorted(self.model_fields_set):
+            formats = _ONLY_FOR.get(key, ())
+            if formats and self.format not in formats and getattr(self, key):
+                raise ValueError(
+                    f"data.{key} has no effect with data.format={self.format}, only with "
+                    f"{' or '.join(formats)}; leave it out, or set data.format"
+                )
+        return self
+
+    @property
+    def says_classes(self) -> bool:
+        """Whether a class is to be said, rather than tokens."""
+        return self.format in ("labelled", "images")

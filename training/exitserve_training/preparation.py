@@ -1,0 +1,275 @@
+"""What a run needs before it trains: the model, the data, and what is asked of it.
+
+All that the recipe says is checked first, then the data are read, and only then is anything on
+disk touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+    set_seed,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from exitserve.checkpoint import MultiExit
+from exitserve.errors import ExitServeError
+from exitserve_training.classification.augmentation import Augmentation
+from exitserve_training.classification.inputs import Channels, image_side
+from exitserve_training.classification.labelled import (
+    class_names,
+    encode_images,
+    encode_texts,
+    load_split_examples,
+)
+from exitserve_training.folder import check_output_dir, empty_folder
+from exitserve_training.losses.weights import counted_layers
+from exitserve_training.masking import Masking
+from exitserve_training.models import (
+    build_config,
+    build_model,
+    check_fits,
+    check_model,
+    load_model,
+    model_config,
+    start_head_from_embeddings,
+    task_for,
+)
+from exitserve_training.objectives import check_layers
+from exitserve_training.packing import fingerprint, load_packed, pack_split, save_packed
+from exitserve_training.parts import Task
+from exitserve_training.provenance import training_run, write_training_run
+from exitserve_training.recipe import Recipe
+from exitserve_training.sources import load_split
+from exitserve_training.tasks import ClassOfImage, ClassOfText, HiddenToken, NextToken, TaskInputs
+from exitserve_training.tokenization import load_tokenizer, train_bpe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before its data are read."""
+
+    config: PreTrainedConfig
+    task: Task
+    exits: MultiExit
+    """The block for `config.json`."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run trains, and on what."""
+
+    model: PreTrainedModel
+    processor: Any
+    """The tokenizer, or the image processor: what a checkpoint needs beside its weights."""
+    data: datasets.DatasetDict
+    asks: TaskInputs
+    collator: Any
+    architecture: str
+    parameters: int
+    """How many the model has, counted while it is whole and itself."""
+
+
+def plan_run(recipe: Recipe) -> Plan:
+    """Checks all that the recipe says about its model and layers, without reading data.
+
+    Raises:
+        ExitServeError: something cannot be done.
+    """
+    if recipe.model is not None:
+        task = task_for(model_config(recipe.model).model_type, recipe.data.format)
+        config = check_model(recipe.model, task)
+    else:
+        assert recipe.config is not None
+        config = build_config(recipe.config)
+        task = task_for(config.model_type, recipe.data.format)
+    num_layers: int = config.num_hidden_layers
+    chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
+    layers = counted_layers(num_layers, chosen)[:-1]
+    exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
+    exits.validate(num_layers)
+    check_layers(recipe.objectives, layers, num_layers)
+    if task == "hidden token":
+        for key in ("exit_aware", "sample_texts"):
+            if getattr(recipe, key):
+                raise ExitServeError(f"recipe key {key!r} is for causal models; leave it out.")
+    elif "mask_share" in recipe.model_fields_set:
+        raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
+    return Plan(config, task, exits)
+
+
+def prepare(recipe: Recipe, plan: Plan, is_first: bool) -> Prepared:
+    """Reads the data and builds or loads the model; only then is anything on disk touched.
+
+    Args:
+        recipe: what to train.
+        plan: what `plan_run` made of it.
+        is_first: of a distributed run the first process prepares the data; the others read them.
+
+    Raises:
+        ExitServeError: the folder is taken, or the data or the model cannot be had.
+    """
+    if is_first:
+        check_output_dir(recipe)
+    folder = Path(recipe.output_dir) / "data"
+    source = recipe.tokenizer.model_dump_json() if recipe.tokenizer else str(recipe.model)
+    key = fingerprint(recipe.data.model_dump_json(), source, str(recipe.seed))
+    data = load_packed(folder, key) if recipe.resume or not is_first else None
+    if data is None:
+        data, processor = _read(recipe, plan)
+    else:
+        processor = _known_processor(recipe, str(folder))
+    set_seed(recipe.seed)
+    model = _model(recipe, plan, processor, data)
+    if is_first:
+        write_training_run(empty_folder(recipe), training_run(recipe))
+        if load_packed(folder, key) is None:
+            processor.save_pretrained(folder)
+            save_packed(folder, key, data)
+    asks, collator = _asked(recipe, plan, processor)
+    return Prepared(
+        model, processor, data, asks, collator, type(model).__name__, model.num_parameters()
+    )
+
+
+def _read(recipe: Recipe, plan: Plan) -> tuple[datasets.DatasetDict, Any]:
+    """The data, ready to be batched, and the tokenizer or image processor they were made with."""
+    if recipe.data.format == "images":
+        processor = _image_processor(recipe, plan.config)
+        return _read_images(recipe, plan, processor), processor
+    path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
+    tokenizer = load_tokenizer(path) if path else None
+    if recipe.data.format == "chat":
+        from exitserve_training.chats import load_chats
+
+        if tokenizer is None:
+            raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
+        return load_chats(recipe.data, tokenizer, recipe.seed), tokenizer
+    if recipe.data.format == "labelled":
+        return _read_labelled(recipe, plan, tokenizer)
+    split = load_split(recipe.data, recipe.seed)
+    is_masked = plan.task == "hidden token"
+    if tokenizer is None:
+        tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], plan.task)
+    if is_masked and tokenizer.mask_token_id is None:
+        raise ExitServeError(
+            "this tokenizer has no mask token, which a masked language model needs; set "
+            "tokenizer.path to that of a masked model."
+        )
+    length = recipe.data.sequence_length
+    return pack_split(split, tokenizer, length, recipe.data.validation_blocks), tokenizer
+
+
+def _trained_tokenizer(recipe: Recipe, texts: Sequence[str], task: Task) -> PreTrainedTokenizerBase:
+    assert recipe.tokenizer is not None and recipe.tokenizer.train_bpe is not None
+    size, length = recipe.tokenizer.train_bpe.vocab_size, recipe.data.sequence_length
+    return train_bpe(texts, size, length, task=task)
+
+
+def _read_labelled(
+    recipe: Recipe, plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    train, held_out = load_split_examples(recipe.data, recipe.seed)
+    names = class_names(train, _own_classes(recipe, plan))
+    if tokenizer is None:
+        pairs: list[Any] = list(train.inputs)
+        texts = [text for pair in pairs for text in pair if text is not None]
+        tokenizer = _trained_tokenizer(recipe, texts, plan.task)
+    if tokenizer.pad_token_id is None:
+        raise ExitServeError("this tokenizer has no padding token, which batches of texts need.")
+    length = recipe.data.sequence_length
+    sides = {"train": train, "validation": held_out}
+    encoded = {name: encode_texts(side, names, tokenizer, length) for name, side in sides.items()}
+    return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
+
+
+def _read_images(recipe: Recipe, plan: Plan, processor: Any) -> datasets.DatasetDict:
+    train, held_out = load_split_examples(recipe.data, recipe.seed)
+    names = class_names(train, _own_classes(recipe, plan))
+    side, channels = int(processor.size["height"]), len(processor.image_mean)
+    sides = {"train": train, "validation": held_out}
+    encoded = {name: encode_images(one, names, side, channels) for name, one in sides.items()}
+    return datasets.DatasetDict(_with_names(encoded, names))
+
+
+def _with_names(
+    sides: dict[str, datasets.Dataset], names: Sequence[str]
+) -> dict[str, datasets.Dataset]:
+    """The class names become part of the data, where resumed runs find them."""
+    classes = datasets.ClassLabel(names=list(names))
+    return {name: side.cast_column("labels", classes) for name, side in sides.items()}
+
+
+def _own_classes(recipe: Recipe, plan: Plan) -> list[str] | None:
+    """The classes that the model to be fine-tuned says already."""
+    if recipe.model is None:
+        return None
+    known: dict[Any, str] = plan.config.id2label or {}
+    return [str(name) for _, name in sorted(known.items())]
+
+
+def _image_processor(recipe: Recipe, config: PreTrainedConfig) -> Any:
+    """The model's own, or one that fits its config."""
+    side = image_side(config)
+    channels = Channels.of(recipe.model, int(getattr(config, "num_channels", 3)))
+    return ViTImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=channels.mean, image_std=channels.std
+    )
+
+
+def _known_processor(recipe: Recipe, folder: str) -> Any:
+    """What the first process, or the first session of the run, has written."""
+    if recipe.data.format == "images":
+        return ViTImageProcessorPil.from_pretrained(folder)
+    path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
+    return load_tokenizer(path or folder)
+
+
+def _model(recipe: Recipe, plan: Plan, processor: Any, data: Any) -> PreTrainedModel:
+    names = data["train"].features["labels"].names if plan.task == "class" else None
+    tokenizer = processor if recipe.data.format != "images" else None
+    if recipe.model is not None:
+        model = load_model(recipe.model, plan.task, names)
+    else:
+        assert recipe.config is not None
+        model = build_model(build_config(recipe.config, tokenizer, names), plan.task)
+    if tokenizer is not None:
+        check_fits(model.config, tokenizer, recipe.data.sequence_length)
+    if recipe.head_from_embeddings:
+        start_head_from_embeddings(model)
+    return model
+
+
+def _asked(recipe: Recipe, plan: Plan, processor: Any) -> tuple[TaskInputs, Any]:
+    """What the model is asked, and the collator of its batches."""
+    match recipe.data.format, plan.task:
+        case "images", _:
+            changed = Augmentation(recipe.seed) if recipe.data.augment else None
+            asks = ClassOfImage(processor.image_mean, processor.image_std, changed)
+            return asks, default_data_collator
+        case "labelled", _:
+            return ClassOfText(), DataCollatorWithPadding(processor)
+        case _, "hidden token":
+            return HiddenToken(_masking(recipe, processor)), default_data_collator
+        case _:
+            return NextToken(), default_data_collator
+
+
+def _masking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Masking:
+    return Masking(
+        share=recipe.mask_share,
+        mask_id=int(tokenizer.mask_token_id),
+        vocab_size=len(tokenizer),
+        special_ids=tuple(tokenizer.all_special_ids),
+        seed=recipe.seed,
+    )

@@ -1,0 +1,116 @@
+"""What a model is asked in one pass: its inputs, which positions say something, and what.
+
+Shapes: B rows, T tokens, S positions that say something (T, or 1 where a class is said), C
+channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exitserve_training.classification.augmentation import Augmentation
+from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.masking import Masking
+
+
+@dataclass(frozen=True)
+class Question:
+    """One batch, as the model's body and the objectives take it."""
+
+    inputs: dict[str, Tensor]
+    """For the model's body."""
+    labels: Tensor
+    """[B, S], what each position is to say; -100 where nothing."""
+    mask: Tensor
+    """Bool [B, S]: positions that exist, as opposed to padding."""
+
+
+class TaskInputs(ABC):
+    """Turns the batches of a data set into questions."""
+
+    @abstractmethod
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+        """The question of a batch.
+
+        Args:
+            step: the optimizer step; None in evaluation, which asks the same whenever it runs.
+            batch: columns of the data set, and `attention_mask` where there is padding.
+        """
+
+
+class NextToken(TaskInputs):
+    """Each position says the next token."""
+
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+        """See `TaskInputs`."""
+        inputs = dict(batch)
+        mask = token_mask(batch)
+        labels = inputs.pop("labels", batch["input_ids"])
+        return Question(inputs, shifted_labels(labels, mask), mask)
+
+
+@dataclass(frozen=True)
+class HiddenToken(TaskInputs):
+    """Positions whose token was hidden say it."""
+
+    masking: Masking
+
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+        """See `TaskInputs`."""
+        mask = token_mask(batch)
+        input_ids, labels = self.masking(step or 0, batch["input_ids"], mask)
+        return Question({**batch, "input_ids": input_ids}, labels, mask)
+
+
+class ClassOfText(TaskInputs):
+    """The first position says the class of the text."""
+
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+        """See `TaskInputs`."""
+        inputs = dict(batch)
+        return _class_question(inputs, inputs.pop("labels"))
+
+
+@dataclass(frozen=True)
+class ClassOfImage(TaskInputs):
+    """The first position says the class of the image, which training sees a little changed."""
+
+    mean: Sequence[float]
+    """Of each channel, in 0..1."""
+    std: Sequence[float]
+    augmentation: Augmentation | None = None
+
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+        """See `TaskInputs`; the batch has `pixels` [B, C, H, W] in uint8."""
+        pixels = batch["pixels"]
+        values = pixels.float() / 255.0
+        mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (self.mean, self.std))
+        values = (values - mean[:, None, None]) / std[:, None, None]
+        if step is not None and self.augmentation is not None:
+            values = self.augmentation(step, pixels, values)
+        return _class_question({"pixel_values": values}, batch["labels"])
+
+
+def _class_question(inputs: dict[str, Tensor], labels: Tensor) -> Question:
+    labels = labels.reshape(-1, 1).long()
+    return Question(inputs, labels, torch.ones_like(labels, dtype=torch.bool))
+
+
+def token_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """Bool [B, T]: tokens, as opposed to padding."""
+    given = batch.get("attention_mask")
+    if given is not None and given.dim() == 2:
+        return given.bool()
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+
+
+def shifted_labels(input_ids: Tensor, mask: Tensor) -> Tensor:
+    """The next token of each position [B, T]; -100 where position or next is no token of `mask`."""
+    last = torch.full_like(input_ids[:, :1], IGNORED)
+    following = torch.cat([torch.where(mask, input_ids, IGNORED)[:, 1:], last], dim=1)
+    return torch.where(mask, following, IGNORED)
