@@ -272,6 +272,17 @@ def test_classify_names_mistakes(
     assert "Traceback" not in error
 
 
+def test_classifiers_can_be_inspected(text_model: Path, reviews: Path, tmp_path: Path) -> None:
+    command = ["inspect", str(text_model), "--data", str(reviews), "--text-field", "sentence"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    last = report["layers"]["3"]
+    # Trained until one word decides: the states of a class have collapsed, and lines part them.
+    assert last["accuracy"] > 0.9
+    assert last["probe_accuracy"] > 0.9
+    assert last["nc1"] < 0.5
+
+
 def test_language_models_do_not_classify(
     bundled: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.command import add_classify
+from exitserve_training.inspect.command import add_inspect
 from exitserve_training.recipe_help import RECIPE_HELP
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ _LAST_WORDS_S = 15.0
 
 
 def add_commands(subparsers: Subparsers) -> None:
-    """Adds `train` and `classify` to the `exitserve` command line."""
+    """Adds `train`, `inspect` and `classify` to the `exitserve` command line."""
+    add_inspect(subparsers)
     add_classify(subparsers)
     parser = subparsers.add_parser(
         "train",

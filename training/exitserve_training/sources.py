@@ -46,7 +46,7 @@ def load_split(recipe: DataRecipe, seed: int) -> Split:
     Raises:
         ExitServeError: a file is missing or empty, a column is missing, or nothing is left.
     """
-    documents = _distinct(_all_documents(recipe))
+    documents = _distinct(read_documents(recipe))
     if recipe.max_file_bytes is not None:
         limit = recipe.max_file_bytes
         documents = [doc for doc in documents if len(doc.text.encode()) <= limit]
@@ -84,7 +84,12 @@ def _cut(document: Document, fraction: float) -> Split:
     return Split([Document(document.name, head)], [Document(f"{document.name} (tail)", tail)])
 
 
-def _all_documents(recipe: DataRecipe) -> list[Document]:
+def read_documents(recipe: DataRecipe) -> list[Document]:
+    """All documents of a recipe, as they come.
+
+    Raises:
+        ExitServeError: a file is missing or empty, or a column is missing.
+    """
     documents = list(_read_files(recipe.files, recipe.text_field))
     if recipe.dataset is not None:
         documents += _rows(load_dataset(recipe), recipe.dataset, recipe.text_field)

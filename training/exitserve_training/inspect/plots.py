@@ -19,7 +19,7 @@ from torch import Tensor
 
 from exitserve.errors import ExitServeError
 
-DEPTH = "depth (decoder layers run)"
+DEPTH = "depth (layers run)"
 """The label of every axis of depths."""
 
 _WIDTH, _HEIGHT = 5.6, 3.6

@@ -1,0 +1,157 @@
+"""`exitserve inspect` on checkpoints whose answers are known, and on every kind of model."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+
+from exitserve.cli import main
+from exitserve_training.inspect.run import Settings, inspect
+from exitserve_training.inspect.texts import cut_to
+from exitserve_training.tokenization import train_bpe
+
+MakeCheckpoint = Callable[..., Path]
+
+PICTURES = ("accuracy", "loss", "similarity", "cosine_with_last", "condensation", "effective_rank")
+ROWS, LENGTH = 6, 32
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    lines = [f"def function_{n}(value):\n    return value * {n % 7} + {n}\n" for n in range(200)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def look(model: Path, book: Path, **keys: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "samples": 150, "batch_size": 4}
+    found = inspect(Settings(model=str(model), data=[str(book)], **(usual | keys)))
+    return found.report
+
+
+def test_layers_that_do_nothing_are_all_alike(make_checkpoint: MakeCheckpoint, book: Path) -> None:
+    folder = make_checkpoint("llama", vocab_size=512, num_hidden_layers=3, exits=(1,))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    idle = folder.parent / f"{folder.name}-idle"
+    model.save_pretrained(idle)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(idle)
+    report = look(idle, book)
+    ones = torch.ones(3, 3)
+    for name in ("cos", "cka"):
+        torch.testing.assert_close(torch.tensor(report[name]), ones, rtol=1e-5, atol=1e-6)
+    first, *others = report["layers"].values()
+    assert all(layer == first for layer in others), "every instrument says the same of each depth"
+    assert report["condensation"]["spearman"] == report["condensation"]["kendall"] == 0.0
+    assert set(report["minimal_depth"].values()) == {1}
+    for quartiles in report["cosine_with_last"].values():
+        assert quartiles == pytest.approx([1.0] * 5, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_quality_is_that_of_the_model_cut_there(
+    family: str, make_checkpoint: MakeCheckpoint, book: Path
+) -> None:
+    folder = make_checkpoint(family, vocab_size=512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    # All whole sequences of the text, so that the draw does not matter.
+    ids = torch.tensor(tokenizer(book.read_text())["input_ids"])
+    ids = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    report = look(folder, book, rows=10_000)
+    assert report["rows"] == len(ids)
+    for depth in (1, 4, 6):
+        with cut_to(model, depth), torch.no_grad():
+            logits = model(ids).logits[:, :-1].flatten(0, 1)
+        labels = ids[:, 1:].flatten()
+        found = report["layers"][str(depth)]
+        assert found["loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), 1e-4)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        right = (logits.argmax(-1) == labels).float().mean()
+        assert found["accuracy"] == pytest.approx(float(right), abs=1e-3)
+    with torch.no_grad():  # and the model is whole again
+        whole = model(ids).logits[:, :-1].flatten(0, 1)
+    assert torch.equal(whole, logits)
+
+
+def test_masked_models(book: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = train_bpe([book.read_text()], 300, 64, task="hidden token")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=300, num_hidden_layers=3, max_position_embeddings=64, **sizes)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    report = look(tmp_path / "bert", book)
+    assert report["task"] == "hidden token"
+    # About 15 % of the tokens.
+    assert 0.05 < report["said"] / (ROWS * LENGTH) < 0.3
+    # An untrained model knows nothing: the loss is about that of a uniform guess.
+    assert report["layers"]["3"]["loss"] == pytest.approx(math.log(300), abs=0.5)
+
+
+def test_writes_json_page_and_pictures(
+    bundled: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["inspect", str(bundled), "--data", str(book), "--rows", "8", "--out", str(out)]
+    command += ["--sequence-length", "64", "--prompts", "2", "--new-tokens", "12"]
+    assert main([*command, "--sentence-model", str(bundled)]) == 0
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert report["schema_version"] == 1
+    assert report["exit_layers"] == [3, 6, 9]
+    assert list(report["texts"]["diversity"]) == ["3", "6", "9", "12"]
+    assert all(-1.0 <= value <= 1.0 for value in report["texts"]["coherence"].values())
+    # What the model was trained for: exits at which the head reads well.
+    losses = [report["layers"][str(depth)]["loss"] for depth in (3, 6, 9, 12)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] < report["layers"]["1"]["loss"] - 0.5
+    for name in PICTURES:
+        assert (out / f"{name}.png").stat().st_size > 10_000
+        assert f"![{name}]({name}.png)" in (out / "report.md").read_text(encoding="utf-8")
+    shown = capsys.readouterr().out
+    assert "3*" in shown
+    assert "Of the last layer's accuracy" in shown
+
+
+def test_writing_repeats_itself(bundled: Path, book: Path) -> None:
+    keys = {"rows": 2, "prompts": 1, "new_tokens": 8, "prompt_tokens": 16}
+    one, same = (look(bundled, book, **keys)["texts"]["samples"] for _ in range(2))
+    assert one == same
+    assert len(set(one.values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "0"], "--rows 0 must be at least 1"),
+        (["--sequence-length", "1"], "--sequence-length 1 must be at least 2"),
+        (["--sequence-length", "4096"], "longer than the model's context of 512"),
+        (["--sentence-model", "x"], "give --prompts"),
+        (["--data", "nothing.txt"], "no data file matches 'nothing.txt'"),
+        (["--prompts", "1", "--prompt-tokens", "9999"], "no text of the data is 9999 tokens long"),
+        (["--prompts", "1", "--sentence-model", "nowhere"], "no sentence model could be loaded"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: list[str],
+    message: str,
+    bundled: Path,
+    book: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["inspect", str(bundled), "--data", str(book), "--rows", "2"]
+    assert main([*command, "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

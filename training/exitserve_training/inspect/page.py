@@ -1,0 +1,120 @@
+"""The pages of `exitserve inspect`: a table for the terminal, and Markdown with the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exitserve.report import machine_line, markdown_table
+
+HEADERS = (
+    "depth",
+    "loss",
+    "ppl",
+    "accuracy",
+    "probe",
+    "NC1",
+    "COS",
+    "CKA",
+    "mean cos",
+    "rank",
+)
+
+PICTURES = {
+    "accuracy": "Accuracy through the shared head, and of a linear probe fitted at each depth.",
+    "loss": "Cross-entropy through the shared head.",
+    "similarity": "Similarity of all pairs of layers (aligned training, section 2).",
+    "cosine_with_last": "Cosine of each sample's state with its last one (its appendix A).",
+    "condensation": "Cosines of all pairs of tokens of a sequence (dispersion loss, figure 2).",
+    "effective_rank": "How many directions the states of a sequence use (NITP).",
+}
+
+
+def rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """A line for each depth; exit layers are marked with a star."""
+    last = report["num_layers"] - 1
+    found = []
+    for number, (depth, layer) in enumerate(report["layers"].items()):
+        mark = "*" if int(depth) in report["exit_layers"] else ""
+        found.append(
+            [
+                f"{depth}{mark}",
+                f"{layer['loss']:.3f}",
+                _number(layer["perplexity"], ".1f"),
+                f"{layer['accuracy']:.1%}",
+                _number(layer["probe_accuracy"], ".1%"),
+                _number(layer["nc1"], ".2f"),
+                f"{report['cos'][number][last]:.2f}",
+                f"{report['cka'][number][last]:.2f}",
+                f"{report['condensation']['mean_cosine'][depth]:.2f}",
+                f"{layer['effective_rank']:.1f}",
+            ]
+        )
+    return found
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """What a reader wants first, in two sentences."""
+    spread = report["condensation"]
+    depths = ", ".join(
+        f"{float(share):.0%} at depth {depth}" for share, depth in report["minimal_depth"].items()
+    )
+    return (
+        f"Of the last layer's accuracy the shared head reaches {depths} (of "
+        f"{report['num_layers']}). Mean cosine of tokens against depth: Spearman "
+        f"{spread['spearman']:.2f}, Kendall {spread['kendall']:.2f}."
+    )
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a page."""
+    unit = {"class": "rows", "hidden token": "hidden tokens"}.get(report["task"], "tokens")
+    lines = [
+        f"# Inspection: {report['model']}",
+        "",
+        f"{report['architecture']}, {report['num_layers']} layers (exit layers with a star). "
+        f"{report['said']:,} {unit} of {report['rows']:,} inputs; what compares layers is "
+        f"measured on {report['samples']:,} of them. {summary(report)}",
+        "",
+        markdown_table(HEADERS, rows(report)),
+        "",
+        "COS and CKA are with the last layer, of states centred over the samples. Mean cos is that "
+        "of all pairs of tokens of a sequence, rank their effective rank. Probe and NC1 take the "
+        "classes, or the most frequent tokens, as classes; NC1 is within-class over between-class "
+        "variability, 0 when collapsed.",
+        "",
+    ]
+    for name, text in PICTURES.items():
+        lines += [f"![{name}]({name}.png)", "", text, ""]
+    if report["texts"]:
+        lines += _texts(report["texts"], report["num_layers"])
+    return "\n".join([*lines, machine_line(report), ""])
+
+
+def _texts(texts: Mapping[str, Any], num_layers: int) -> list[str]:
+    coherences = texts["coherence"] or {}
+    table = [
+        [f"{depth} of {num_layers}", f"{value:.3f}", _number(coherences.get(depth), ".3f")]
+        for depth, value in texts["diversity"].items()
+    ]
+    lines = [
+        "## What it writes, cut at each exit layer",
+        "",
+        f"{texts['prompts']} prompts, {texts['new_tokens']} tokens each, nucleus sampling with "
+        f"p = {texts['top_p']}. Diversity and coherence as in the aligned-training paper "
+        f"(equations 5 and 6).",
+        "",
+        markdown_table(("depth", "diversity", "coherence"), table),
+        "",
+        "The first prompt and its continuations:",
+        "",
+        "````text",
+        texts["prompt"],
+    ]
+    for depth, sample in texts["samples"].items():
+        lines += [f"--- depth {depth}", sample]
+    return [*lines, "````", ""]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,162 @@
+"""What an inspected model is asked: batches of the user's file, whatever kind of model it is.
+
+Language models read text cut into sequences; masked ones find hidden tokens in it; classifiers
+read labelled rows or images. Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from exitserve.errors import ExitServeError
+from exitserve_training.classification.inputs import batches, data_format, encoder
+from exitserve_training.classification.labelled import class_names, read_examples
+from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.masking import Masking
+from exitserve_training.models import check_fits, model_config
+from exitserve_training.packing import pack
+from exitserve_training.parts import Task, task_of
+from exitserve_training.sources import Document, read_documents
+from exitserve_training.tasks import HiddenToken, NextToken, Question, TaskInputs
+from exitserve_training.tokenization import load_tokenizer
+
+MASKED_SHARE = 0.15
+"""Of the tokens of a masked model's text, as in its training (BERT's share)."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The batches of one inspection."""
+
+    task: Task
+    questions: list[Question]
+    masks: list[torch.Tensor]
+    """Bool [B, T] for each batch: positions that are tokens or image patches, not padding."""
+    tokenizer: Any
+    """None for images."""
+    documents: list[Document]
+    """The texts of a language model; empty for classifiers."""
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences, texts or images, all in all."""
+        return sum(len(question.labels) for question in self.questions)
+
+
+def ask(
+    model: str,
+    data: Sequence[str],
+    fields: Mapping[str, Any],
+    *,
+    rows: int,
+    length: int | None,
+    batch_size: int,
+    seed: int,
+) -> Asked:
+    """Reads the data for a checkpoint.
+
+    Args:
+        model: directory or hub id; its config says what kind it is.
+        data: files, globs, or folders of images.
+        fields: `text_field` and the like, as in a recipe's `data`.
+        rows: at most so many sequences, texts or images, drawn by the seed.
+        length: tokens of a sequence of text; None for 256, or the model's context if shorter.
+        batch_size: B.
+        seed: of the draw.
+
+    Raises:
+        ExitServeError: the model or the data cannot be read, or do not go together.
+    """
+    config = model_config(model)
+    task = task_of((config.architectures or ["?"])[0])
+    if task == "class":
+        return _classes(model, config, data, fields, rows, batch_size, seed)
+    tokenizer = load_tokenizer(model)
+    context = int(config.max_position_embeddings)
+    length = min(256, context) if length is None else length
+    check_fits(config, tokenizer, length)
+    recipe = DataRecipe.model_validate({"files": list(data), **fields, "sequence_length": length})
+    documents = read_documents(recipe)
+    packed = pack(documents, tokenizer, length)
+    if not len(packed):
+        raise ExitServeError(
+            f"the data have fewer than {length} tokens; give more, or a lower --sequence-length."
+        )
+    order = list(range(len(packed)))
+    random.Random(seed).shuffle(order)
+    ids = torch.tensor(packed.select(order[:rows])["input_ids"])
+    asks: TaskInputs = NextToken()
+    if task == "hidden token":
+        asks = _hidden(tokenizer, seed)
+    parts = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
+    questions = [asks(None, {"input_ids": part}) for part in parts]
+    masks = [torch.ones_like(part, dtype=torch.bool) for part in parts]
+    return Asked(task, questions, masks, tokenizer, documents)
+
+
+def _hidden(tokenizer: Any, seed: int) -> HiddenToken:
+    if tokenizer.mask_token_id is None:
+        raise ExitServeError("this model's tokenizer has no mask token, so nothing can be hidden.")
+    return HiddenToken(
+        Masking(
+            share=MASKED_SHARE,
+            mask_id=int(tokenizer.mask_token_id),
+            vocab_size=len(tokenizer),
+            special_ids=tuple(tokenizer.all_special_ids),
+            seed=seed,
+        )
+    )
+
+
+def _classes(
+    model: str,
+    config: PreTrainedConfig,
+    data: Sequence[str],
+    fields: Mapping[str, Any],
+    rows: int,
+    batch_size: int,
+    seed: int,
+) -> Asked:
+    recipe = DataRecipe.model_validate(
+        {"format": data_format(config), "files": list(data), **fields}
+    )
+    examples = read_examples(recipe, recipe.files)
+    order = list(range(len(examples)))
+    random.Random(seed).shuffle(order)
+    examples = examples.at(order[:rows])
+    known = [name for _, name in sorted((config.id2label or {}).items())]
+    names = class_names(examples, known)
+    if names != known:
+        raise ExitServeError(
+            f"the data have the classes {', '.join(names[:8])}, the model says "
+            f"{', '.join(known[:8])}. Check --label-field."
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    encode = encoder(model, config)
+    questions, masks = [], []
+    for part in batches(examples, batch_size):
+        own = examples.at(part)
+        inputs = encode(own)
+        labels = torch.tensor([[numbers[name]] for name in own.classes])
+        questions.append(Question(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
+        if "attention_mask" in inputs:
+            masks.append(inputs["attention_mask"].bool())
+        else:
+            masks.append(torch.ones(len(own), 0, dtype=torch.bool))
+    return Asked("class", questions, masks, None, [])
+
+
+def prompts(asked: Asked, count: int, tokens: int) -> Iterator[list[int]]:
+    """Beginnings of the texts, for generation: `count` of them, `tokens` long."""
+    given = 0
+    for document in asked.documents:
+        ids = asked.tokenizer(document.text[: tokens * 20], add_special_tokens=False)["input_ids"]
+        if len(ids) >= tokens and given < count:
+            given += 1
+            yield list(ids[:tokens])

@@ -1,0 +1,246 @@
+"""`exitserve inspect`: all instruments on one checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from exitserve.checkpoint import read_multi_exit
+from exitserve.errors import ExitServeError
+from exitserve.report import machine, versions
+from exitserve_training.inspect import plots
+from exitserve_training.inspect.condensation import trend
+from exitserve_training.inspect.probe import linear_probe, minimal_depth
+from exitserve_training.inspect.questions import Asked, ask, prompts
+from exitserve_training.inspect.similarity import (
+    centred,
+    cka_matrix,
+    cos_matrix,
+    cosines,
+    nc1,
+)
+from exitserve_training.inspect.states import Seen, watch
+from exitserve_training.inspect.texts import Writing, sentence_embedder, write_texts
+from exitserve_training.models import load_model
+
+SHARES = (0.9, 0.95, 0.99)
+"""Of the last layer's accuracy, for which the minimal depth is told."""
+MOST_CLASSES = 20
+"""Of a language model's tokens, the most frequent so many are the classes of NC1 and probes."""
+FEWEST_SAMPLES = 20
+"""A class with fewer sampled states is left out there."""
+QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asks for."""
+
+    model: str
+    data: list[str]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 200
+    samples: int = 4000
+    length: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    sentence_model: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The report and its pictures."""
+
+    report: dict[str, Any]
+    figures: dict[str, Figure]
+
+
+def inspect(settings: Settings) -> Inspection:
+    """Runs every instrument.
+
+    Raises:
+        ExitServeError: the model or the data cannot be read, or states are not finite.
+    """
+    asked = ask(
+        settings.model,
+        settings.data,
+        settings.fields,
+        rows=settings.rows,
+        length=settings.length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    if settings.prompts and asked.task != "next token":
+        raise ExitServeError("--prompts is for causal language models, which continue texts.")
+    model = load_model(settings.model, asked.task)
+    model.train(False)
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
+    exits = _exit_layers(settings.model)
+    seen = watch(model, asked, settings.samples, settings.seed)
+    report = {
+        "kind": "inspection",
+        "model": Path(settings.model).name,
+        "architecture": type(model).__name__,
+        "task": asked.task,
+        "num_layers": seen.num_layers,
+        "exit_layers": exits,
+        "rows": asked.num_rows,
+        "said": seen.said,
+        "samples": len(seen.classes()),
+        "seed": settings.seed,
+        "layers": _layers(seen),
+        **_similarity(seen),
+        **_condensation(seen),
+        "texts": _texts(settings, asked, model, [*exits, seen.num_layers]),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    accuracies = {int(depth): layer["accuracy"] for depth, layer in report["layers"].items()}
+    report["minimal_depth"] = {f"{one:g}": minimal_depth(accuracies, one) for one in SHARES}
+    return Inspection(report, _figures(report, seen))
+
+
+def _exit_layers(model: str) -> list[int]:
+    known = read_multi_exit(model) if Path(model).is_dir() else None
+    return [] if known is None else list(known.exit_layers)
+
+
+def _layers(seen: Seen) -> dict[str, dict[str, float | None]]:
+    """What is one number for each depth."""
+    rows, classes = _frequent(seen.classes())
+    half = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    first, second = half[: len(half) // 2], half[len(half) // 2 :]
+    found: dict[str, dict[str, float | None]] = {}
+    for depth in range(1, seen.num_layers + 1):
+        states, labels = seen.features(depth), seen.classes()
+        loss = seen.nats[depth] / max(seen.said, 1)
+        found[str(depth)] = {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700.0 else None,
+            "accuracy": seen.right[depth] / max(seen.said, 1),
+            "effective_rank": seen.ranks[depth] / max(seen.ranked, 1),
+            "probe_accuracy": None
+            if classes < 2
+            else linear_probe(states[first], labels[first], states[second], labels[second]),
+            "nc1": _nc1(states[rows], labels[rows], classes),
+        }
+    return found
+
+
+def _frequent(labels: Tensor) -> tuple[Tensor, int]:
+    """Rows whose class is frequent enough to learn from, and how many such classes there are."""
+    names, counts = torch.unique(labels, return_counts=True)
+    order = counts.argsort(descending=True)[:MOST_CLASSES]
+    kept = names[order[counts[order] >= FEWEST_SAMPLES]]
+    return torch.isin(labels, kept).nonzero().squeeze(-1), len(kept)
+
+
+def _nc1(states: Tensor, labels: Tensor, classes: int) -> float | None:
+    if classes < 2:
+        return None
+    try:
+        return nc1(states, labels)
+    except ExitServeError:
+        return None  # all class means are equal: nothing to divide by
+
+
+def _similarity(seen: Seen) -> dict[str, Any]:
+    """COS and CKA of all pairs of layers, and the spread of cosines with the last."""
+    depths = range(1, seen.num_layers + 1)
+    features = [seen.features(depth) for depth in depths]
+    last = centred(features[-1])
+    levels = torch.tensor(QUARTILES, dtype=torch.float64)
+    quartiles = {
+        str(depth): cosines(centred(states), last).double().quantile(levels).tolist()
+        for depth, states in zip(depths, features, strict=True)
+    }
+    return {
+        "cos": cos_matrix(features).tolist(),
+        "cka": cka_matrix(features).tolist(),
+        "cosine_with_last": quartiles,
+    }
+
+
+def _condensation(seen: Seen) -> dict[str, Any]:
+    assert seen.condensation is not None
+    means = seen.condensation.means()
+    rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
+    return {
+        "condensation": {
+            "mean_cosine": {str(depth): mean for depth, mean in means.items()},
+            "spearman": rho,
+            "kendall": tau,
+            "histograms": seen.condensation.histograms().tolist(),
+        }
+    }
+
+
+def _texts(
+    settings: Settings, asked: Asked, model: Any, depths: Sequence[int]
+) -> dict[str, Any] | None:
+    if not settings.prompts:
+        return None
+    begun = list(prompts(asked, settings.prompts, settings.prompt_tokens))
+    if not begun:
+        raise ExitServeError(
+            f"no text of the data is {settings.prompt_tokens} tokens long; lower --prompt-tokens."
+        )
+    embed = sentence_embedder(settings.sentence_model) if settings.sentence_model else None
+    writing = Writing(begun, settings.new_tokens, settings.seed)
+    return write_texts(model, asked.tokenizer, depths, writing, embed)
+
+
+def _figures(report: Mapping[str, Any], seen: Seen) -> dict[str, Figure]:
+    depths = list(range(1, seen.num_layers + 1))
+    exits = report["exit_layers"]
+
+    def curve(name: str) -> dict[int, float]:
+        layers = report["layers"]
+        return {d: layers[str(d)][name] for d in depths if layers[str(d)][name] is not None}
+
+    # A probe is fitted to frequent tokens alone, which are easier than all.
+    among = "" if report["task"] == "class" else f", {MOST_CLASSES} most frequent tokens"
+    accuracies = {
+        "shared head": curve("accuracy"),
+        f"linear probe{among}": curve("probe_accuracy"),
+    }
+    figures = {
+        "accuracy": plots.by_depth(
+            {name: curve for name, curve in accuracies.items() if curve},
+            "accuracy",
+            exit_layers=exits,
+        ),
+        "loss": plots.by_depth({"shared head": curve("loss")}, "loss (nats)", exit_layers=exits),
+        "effective_rank": plots.by_depth(
+            {"states of a sequence": curve("effective_rank")},
+            "effective rank",
+            exit_layers=exits,
+        ),
+        "similarity": plots.heat_map(
+            {"COS": torch.tensor(report["cos"]), "CKA": torch.tensor(report["cka"])}, depths
+        ),
+    }
+    last = centred(seen.features(seen.num_layers))
+    figures["cosine_with_last"] = plots.box_plot(
+        {depth: cosines(centred(seen.features(depth)), last) for depth in depths},
+        "cosine with the last layer",
+    )
+    spread = report["condensation"]
+    figures["condensation"] = plots.stacked_histograms(
+        torch.tensor(spread["histograms"]),
+        depths,
+        means={int(depth): mean for depth, mean in spread["mean_cosine"].items()},
+        title=f"Spearman {spread['spearman']:.2f}, Kendall {spread['kendall']:.2f}",
+    )
+    return figures
