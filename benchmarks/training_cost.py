@@ -5,8 +5,9 @@
 A Llama of 12 layers with a vocabulary of 32k and random weights (SYNTHETIC: only time and memory
 are read) makes optimizer steps (forward, backward, AdamW) with each set of objectives in turn,
 round after round. The baseline is transformers' own loss, `model(input_ids, labels=...)`, with
-all logits at once; `ce` is the same loss through this project's head. Time: the median of the
-rounds' ratios, with the spread. Memory: the peak resident size of a process of its own that
+all logits at once; `ce` is the same loss through this project's head. Time: each case is divided
+by the mean of the baseline's steps just before and after it; the median of the rounds' ratios,
+with the spread. Memory: the peak resident size of a process of its own that
 makes two steps, weights, gradients and optimizer included. Prints a Markdown table.
 """
 
@@ -167,14 +168,24 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
     seconds: list[float] = []
     for repeat in range(options.repeats + 1):
-        plain = bench.baseline()
-        found = {name: bench.case(case) / plain for name, case in CASES.items()}
+        found: dict[str, float] = {}
+        plain = [bench.baseline()]
+        for name, case in CASES.items():
+            taken = bench.case(case)
+            plain.append(bench.baseline())
+            # The machine is not the same from minute to minute; neighbours in time are alike.
+            found[name] = taken / statistics.mean(plain[-2:])
         if repeat == 0:  # the first round warms up
             continue
-        seconds.append(plain)
+        seconds += plain
         for name, ratio in found.items():
             ratios[name].append(ratio)
-        print(f"round {repeat} of {options.repeats}: {plain:.2f} s", file=sys.stderr, flush=True)
+        print(
+            f"round {repeat} of {options.repeats}: baseline {statistics.median(plain):.2f} s "
+            f"({min(plain):.2f}-{max(plain):.2f})",
+            file=sys.stderr,
+            flush=True,
+        )
     times = {
         name: f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
         for name, found in ratios.items()

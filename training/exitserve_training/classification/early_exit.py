@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from exitserve.errors import ExitServeError
+from exitserve_training.losses.chunked import Classifier
 from exitserve_training.parts import model_parts
 
 
@@ -47,8 +48,18 @@ class Answers:
 class EarlyExitClassifier:
     """Runs a classifier layer by layer, on those rows that are not sure yet."""
 
-    def __init__(self, model: PreTrainedModel, exit_layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exit_layers: Sequence[int],
+        own: Mapping[int, Classifier] | None = None,
+    ) -> None:
         """Takes a model and the depths below its last at which rows may leave.
+
+        Args:
+            model: a classifier.
+            exit_layers: where rows may leave.
+            own: classifiers of exits that do not use the shared one.
 
         Raises:
             ExitServeError: it is no classifier, or an exit layer is out of range.
@@ -66,6 +77,7 @@ class EarlyExitClassifier:
             )
         self.model = model
         self.exit_layers = frozenset(exit_layers)
+        self.own = dict(own or {})
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Answers:
@@ -87,7 +99,7 @@ class EarlyExitClassifier:
             is_last = number == self.parts.num_layers
             if not is_last and (number not in self.exit_layers or threshold >= 1.0):
                 continue
-            sure, best = self._said(hidden)
+            sure, best = self._said(hidden, number)
             leaves = torch.ones_like(best, dtype=torch.bool) if is_last else sure > threshold
             if not leaves.any():
                 continue
@@ -100,9 +112,10 @@ class EarlyExitClassifier:
                 break
         return Answers(classes, confidence, depth)
 
-    def _said(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _said(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Confidence and class [B] of states [B, T, D]."""
-        logits = self.parts.head(self.parts.spoken(hidden)[:, 0]).float()
+        head = self.own.get(depth, self.parts.head)
+        logits = head(self.parts.spoken(hidden)[:, 0]).float()
         best = logits.softmax(dim=-1).max(dim=-1)
         return best.values, best.indices
 

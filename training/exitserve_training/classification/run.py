@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -27,7 +28,12 @@ from exitserve_training.classification.early_exit import Answers, EarlyExitClass
 from exitserve_training.classification.inputs import batches, data_format, encoder
 from exitserve_training.classification.labelled import Examples, read_examples
 from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
+from exitserve_training.objective_options import SeparateClassifiersOptions
+from exitserve_training.objectives import SeparateClassifiers
+from exitserve_training.parts import ModelParts, model_parts
+from exitserve_training.trainer import OBJECTIVES_FILE
 
 Inputs = dict[str, Tensor]
 
@@ -81,7 +87,8 @@ def classify(settings: Settings) -> Classified:
         examples = examples.at([int(number * step) for number in range(count)])
     model = load_model(settings.model, "class")
     model.train(False)
-    runner = EarlyExitClassifier(model, layers)
+    own = own_classifiers(settings.model, model_parts(model))
+    runner = EarlyExitClassifier(model, layers, own)
     order = batches(examples, settings.batch_size)
     encode = encoder(settings.model, config)
     inputs = [encode(examples.at(rows)) for rows in tqdm(order, desc="reading", disable=None)]
@@ -104,6 +111,26 @@ class _Rounds:
     """Seconds of each round of the model's own forward."""
     early: dict[float, list[float]]
     """Seconds of each round, by threshold."""
+
+
+def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
+    """The classifiers of exits that were trained with one each (`separate_classifiers`).
+
+    They lie beside the checkpoint, which is none that anything else could read.
+    """
+    file = Path(folder) / OBJECTIVES_FILE
+    marker = f"{SeparateClassifiersOptions().name}."
+    tensors = load_file(file) if file.is_file() else {}
+    found = {name.split(marker)[1]: t for name, t in tensors.items() if marker in name}
+    if not found:
+        return {}
+    layers = sorted({int(name.split(".")[1]) for name in found})
+    objective = SeparateClassifiers(
+        SeparateClassifiersOptions(), [*layers, parts.num_layers], parts.num_layers, parts.head
+    )
+    objective.load_state_dict(found)
+    objective.train(False)
+    return objective.classifiers()
 
 
 def _exit_layers(settings: Settings, num_layers: int) -> list[int]:

@@ -38,6 +38,7 @@ __all__ = [
     "NonFiniteLossError",
     "Objective",
     "Objectives",
+    "SeparateClassifiers",
     "build_objectives",
     "check_layers",
 ]

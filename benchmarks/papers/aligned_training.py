@@ -1,0 +1,199 @@
+"""The aligned-training paper's claims, on small models trained here.
+
+    python benchmarks/papers/aligned_training.py texts --data NOVELS/*.txt
+    python benchmarks/papers/aligned_training.py sentences --data SST-2 (train.tsv, test.tsv)
+    python benchmarks/papers/aligned_training.py images --data CIFAR10 (train/, test/)
+
+Each is a study of its own with three seeds a variant; results go to docs/papers/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measures
+from study import Run, Study
+
+SEEDS = (0, 1, 2)
+THRESHOLDS = (0.6, 0.7, 0.8, 0.9, 0.95)
+
+OBJECTIVES: dict[str, list[Any]] = {
+    "plain": ["ce"],
+    "aligned": [{"name": "aligned", "layers": "all"}],
+    "aligned, no alternation": [{"name": "aligned", "layers": "all", "alternate": False}],
+    "cosine-regularised": ["ce", "cosine_alignment"],
+    "separate classifiers": [{"name": "separate_classifiers", "layers": "all"}],
+}
+"""The paper's own method, what it alternates with, and what it is compared with."""
+
+
+def texts(data: list[str]) -> Study:
+    """Decoders from scratch on novels: quality, similarity, depth; figures 2, 4, 8, 13."""
+    recipe: dict[str, Any] = {
+        "config": {
+            "architecture": "llama",
+            "num_hidden_layers": 6,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+        "tokenizer": {"train_bpe": {"vocab_size": 2048}},
+        "data": {
+            "files": data[:-2],
+            "validation_files": data[-2:],
+            "max_bytes": 4_000_000,
+            "sequence_length": 128,
+            "validation_blocks": 128,
+        },
+        "exit_layers": "all",
+        "training": {
+            "max_steps": 700,
+            "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 16,
+            "learning_rate": 2.0e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 50,
+            "weight_decay": 0.1,
+        },
+    }
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {**measures.quality(folder), **measures.look(folder, data[-1:])}
+
+    variants = {name: {**recipe, "objectives": these} for name, these in OBJECTIVES.items()}
+    for depth in (2, 4):
+        config = {**recipe["config"], "num_hidden_layers": depth}
+        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
+    return _study("aligned-texts", variants, measure)
+
+
+def sentences(data: list[str]) -> Study:
+    """BERT-shaped classifiers of SST-2 from scratch; figures 3, 5 and 7."""
+    folder = Path(data[0])
+    test = [str(folder / "test.tsv")]
+    fields = {"text_field": "sentence"}
+    recipe: dict[str, Any] = {
+        "config": {
+            "architecture": "bert",
+            "num_hidden_layers": 6,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        "tokenizer": {"train_bpe": {"vocab_size": 4096}},
+        "data": {
+            "format": "labelled",
+            "files": [str(folder / "train.tsv")],
+            "validation_files": test,
+            "sequence_length": 64,
+            **fields,
+        },
+        "exit_layers": "all",
+        "training": {
+            "max_steps": 1500,
+            "per_device_train_batch_size": 32,
+            "per_device_eval_batch_size": 64,
+            "learning_rate": 5.0e-4,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 100,
+        },
+    }
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {
+            **measures.quality(folder),
+            **measures.look(folder, test, fields, rows=500),
+            **measures.exits(folder, test, fields, THRESHOLDS),
+        }
+
+    kept = ("plain", "aligned", "cosine-regularised", "separate classifiers")
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
+    return _study("aligned-sentences", variants, measure)
+
+
+def images(data: list[str]) -> Study:
+    """ViT-shaped classifiers of CIFAR-10 from scratch; figures 2, 3, 4 and 5."""
+    folder = Path(data[0])
+    test = [str(folder / "test")]
+    recipe: dict[str, Any] = {
+        "config": {
+            "architecture": "vit",
+            "num_hidden_layers": 8,
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_attention_heads": 3,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        "data": {
+            "format": "images",
+            "files": [str(folder / "train")],
+            "validation_files": test,
+            "validation_blocks": 2000,
+        },
+        "exit_layers": "all",
+        "training": {
+            "max_steps": 1500,
+            "per_device_train_batch_size": 64,
+            "per_device_eval_batch_size": 128,
+            "learning_rate": 1.0e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 100,
+            "weight_decay": 0.05,
+        },
+    }
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {
+            **measures.quality(folder),
+            **measures.look(folder, test, rows=1000),
+            **measures.exits(folder, test, {}, THRESHOLDS),
+        }
+
+    kept = ("plain", "aligned", "separate classifiers")
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
+    for depth in (4, 6):
+        config = {**recipe["config"], "num_hidden_layers": depth}
+        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
+    return _study("aligned-images", variants, measure)
+
+
+def _study(
+    name: str, variants: dict[str, dict[str, Any]], measure: Callable[[Path], dict[str, Any]]
+) -> Study:
+    # Seed by seed: a study that was stopped has whole comparisons.
+    return Study(
+        name,
+        [
+            Run(variant, seed, recipe, measure)
+            for seed in SEEDS
+            for variant, recipe in variants.items()
+        ],
+    )
+
+
+STUDIES: dict[str, Callable[[list[str]], Study]] = {
+    "texts": texts,
+    "sentences": sentences,
+    "images": images,
+}
+
+
+def main() -> None:
+    """Goes on with a study."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--data", nargs="+", required=True)
+    args = parser.parse_args()
+    STUDIES[args.study](args.data).go_on()
+
+
+if __name__ == "__main__":
+    main()
