@@ -137,6 +137,7 @@ def test_writing_repeats_itself(bundled: Path, book: Path) -> None:
         (["--sequence-length", "1"], "--sequence-length 1 must be at least 2"),
         (["--sequence-length", "4096"], "longer than the model's context of 512"),
         (["--sentence-model", "x"], "give --prompts"),
+        (["--label-field", "x"], "data.label_field has no effect with data.format=text"),
         (["--data", "nothing.txt"], "no data file matches 'nothing.txt'"),
         (["--prompts", "1", "--prompt-tokens", "9999"], "no text of the data is 9999 tokens long"),
         (["--prompts", "1", "--sentence-model", "nowhere"], "no sentence model could be loaded"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from exitserve.errors import ExitServeError
 from exitserve_training.objective_options import Strict
 
 
@@ -110,3 +112,14 @@ class DataRecipe(Strict):
     def says_classes(self) -> bool:
         """Whether a class is to be said, rather than tokens."""
         return self.format in ("labelled", "images")
+
+
+def data_from(fields: Mapping[str, Any]) -> DataRecipe:
+    """A recipe's `data` from its keys; raises `ExitServeError` for a bad one."""
+    try:
+        return DataRecipe.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise ExitServeError(f"{where}: {message}." if where else f"{message}.") from error

@@ -29,8 +29,8 @@ from exitserve_training.objective_options import (
 class ExitAware(Strict):
     """Freeze positions at exit layers during the forward pass, as serving does."""
 
-    share: float = Field(default=0.75, gt=0.0, le=1.0)
-    """Of the sequences, so many have frozen positions."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Of the sequences, so many have frozen positions. (docs/training.md compares.)"""
     select: Literal["confidence", "random"] = "confidence"
     """Freeze where an exit is confident enough, or anywhere at random exits."""
     thresholds: tuple[float, float] = (0.3, 0.95)

@@ -27,7 +27,7 @@ from exitserve.report import machine, versions
 from exitserve_training.classification.early_exit import Answers, EarlyExitClassifier
 from exitserve_training.classification.inputs import batches, data_format, encoder
 from exitserve_training.classification.labelled import Examples, read_examples
-from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
 from exitserve_training.objective_options import SeparateClassifiersOptions
@@ -76,7 +76,7 @@ def classify(settings: Settings) -> Classified:
     """
     config = check_model(settings.model, "class")
     layers = _exit_layers(settings, config.num_hidden_layers)
-    recipe = DataRecipe.model_validate(
+    recipe = data_from(
         {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
     )
     examples = read_examples(recipe, recipe.files, needs_classes=False)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.inputs import batches, data_format, encoder
 from exitserve_training.classification.labelled import class_names, read_examples
-from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.data_recipe import data_from
 from exitserve_training.masking import Masking
 from exitserve_training.models import check_fits, model_config
 from exitserve_training.packing import pack
@@ -81,7 +81,7 @@ def ask(
     context = int(config.max_position_embeddings)
     length = min(256, context) if length is None else length
     check_fits(config, tokenizer, length)
-    recipe = DataRecipe.model_validate({"files": list(data), **fields, "sequence_length": length})
+    recipe = data_from({"files": list(data), **fields, "sequence_length": length})
     documents = read_documents(recipe)
     packed = pack(documents, tokenizer, length)
     if not len(packed):
@@ -123,9 +123,7 @@ def _classes(
     batch_size: int,
     seed: int,
 ) -> Asked:
-    recipe = DataRecipe.model_validate(
-        {"format": data_format(config), "files": list(data), **fields}
-    )
+    recipe = data_from({"format": data_format(config), "files": list(data), **fields})
     examples = read_examples(recipe, recipe.files)
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
