@@ -23,6 +23,8 @@ A first tour:
   exitserve serve MODEL --exit-threshold 0.8       an OpenAI-compatible server
   exitserve bench MODEL --out DIR                  side by side with plain vLLM
   exitserve train RECIPE.yaml                      make a multi-exit model
+  exitserve inspect MODEL --data FILE --out DIR    look at every layer of it
+  exitserve classify MODEL --data FILE --out DIR   run a classifier with early exit
 """
 
 

@@ -26,7 +26,11 @@ from exitserve.errors import ExitServeError
 from exitserve_training.classification.augmentation import Augmentation
 from exitserve_training.classification.early_exit import EarlyExitClassifier
 from exitserve_training.classification.inputs import encoder
-from exitserve_training.classification.labelled import load_split_examples, read_examples
+from exitserve_training.classification.labelled import (
+    Examples,
+    load_split_examples,
+    read_examples,
+)
 from exitserve_training.classification.run import own_classifiers
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.models import load_model
@@ -235,6 +239,31 @@ def test_classify_reports_and_predicts(
     assert sum(row["depth"] for row in predictions) == layers
     assert "wall speedup" in capsys.readouterr().out
     assert (tmp_path / "out" / "exits.png").stat().st_size > 10_000
+
+
+def test_balanced_cross_entropy_finds_the_rare_class(tmp_path: Path, train: Train) -> None:
+    rare = tmp_path / "rare.tsv"
+    draw = random.Random(3)
+    rows = []
+    for number in range(400):
+        is_rare = number % 20 == 0
+        # The word tells the class in four of five rows: enough for one in twenty to be given up.
+        word = "odd" if (is_rare and draw.random() < 0.8) or draw.random() < 0.1 else "even"
+        rows.append(f"{word} number {draw.randint(0, 99)}\t{'rare' if is_rare else 'usual'}")
+    rare.write_text("\n".join(["sentence\tlabel", *rows]), encoding="utf-8")
+    found = {}
+    for balanced in (False, True):
+        tree = of_texts(rare, objectives=[{"name": "ce", "balanced": balanced}], exit_layers=[1])
+        (tmp_path / str(balanced)).mkdir()
+        folder = trained(tmp_path / str(balanced), train, tree)
+        model = load_model(str(folder), "class")
+        model.train(False)
+        inputs = encoder(str(folder), model.config)(
+            Examples([("odd number 7", None), ("even number 7", None)], ["", ""])
+        )
+        said = EarlyExitClassifier(model, [])(inputs, 1.0).classes.tolist()
+        found[balanced] = [model.config.id2label[one] for one in said]
+    assert found == {False: ["usual", "usual"], True: ["rare", "usual"]}
 
 
 def test_exits_with_classifiers_of_their_own(reviews: Path, tmp_path: Path, train: Train) -> None:

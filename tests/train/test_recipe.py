@@ -50,6 +50,7 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("objectives=[simreg]", "teach no next token; add one of aligned, ce"),
         ("objectives=[{name: ce, weight: 0}]", "teach no next token"),
         ("objectives=[ce, aligned]", "both train the last layer"),
+        ("objectives=[{name: ce, balanced: true}]", "balanced cross-entropy is for classifiers"),
         ("objectives=[headless, separate_classifiers]", "choose one"),
         ("exit_aware={share: 2}", "'exit_aware.share'"),
         ("exit_aware={shar: 1}", "'exit_aware.shar' is unknown. Did you mean 'share'"),

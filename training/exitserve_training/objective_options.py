@@ -29,9 +29,11 @@ class _Weighted(Strict):
 
 
 class CrossEntropyOptions(_Weighted):
-    """Next-token cross-entropy of the last layer alone: plain training."""
+    """Cross-entropy of the last layer alone: plain training."""
 
     name: Literal["ce"] = "ce"
+    balanced: bool = False
+    """Of a classifier: every class in a batch counts alike (headless paper, appendix B.1)."""
 
 
 class AlignedOptions(_Weighted):

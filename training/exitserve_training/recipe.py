@@ -141,6 +141,8 @@ class Recipe(Strict):
         check_together(self.objectives)
         if self.data.says_classes:
             self._check_classes()
+        elif any(getattr(objective, "balanced", False) for objective in self.objectives):
+            raise ValueError("balanced cross-entropy is for classifiers; leave balanced out")
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
         if self.lora is not None and self.config is not None:

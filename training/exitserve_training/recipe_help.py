@@ -10,7 +10,8 @@ a recipe, with the keys most runs need:
   data:
     files: ["corpus/**/*.txt"]    text, .jsonl, .parquet; or dataset: a datasets id,
     sequence_length: 512          or python_source: [stdlib, site-packages]
-    format: chat                  rows of messages, through the model's chat template
+    format: chat                  rows of messages, through the model's chat template;
+                                  labelled: rows with a class; images: a folder a class
   exit_layers: [3, 6, 9]          where the model may stop; or all
   objectives: [aligned]           what to minimise; with options, and several at once:
     - {name: aligned, sample: 2}      of the exit layers, 2 drawn each step

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from exitserve_training.losses import (
     Head,
+    balanced_cross_entropy,
     cosine_alignment,
     kl_to_last,
     layer_weights,
@@ -32,13 +33,14 @@ from exitserve_training.objectives.base import Batch, Metrics, Objective
 
 
 class CrossEntropy(Objective):
-    """Next-token cross-entropy of the last layer alone: ordinary training."""
+    """Cross-entropy of the last layer alone: ordinary training."""
 
     in_evaluation = False
 
     def __init__(self, options: CrossEntropyOptions, num_layers: int) -> None:
         super().__init__(options.name, options.weight)
         self.num_layers = num_layers
+        self.balanced = options.balanced
 
     def layers(self, step: int) -> Sequence[int]:
         """The last layer."""
@@ -46,6 +48,10 @@ class CrossEntropy(Objective):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
+        if self.balanced:
+            logits = batch.classifier(batch.hidden[self.num_layers])
+            loss = balanced_cross_entropy(logits, batch.labels)
+            return loss, {"ce_loss": loss.detach()}
         loss, losses = _cross_entropy(batch, batch.classifier, {self.num_layers: 1.0})
         return loss, {**losses, "ce_loss": loss.detach()}
 
