@@ -313,7 +313,7 @@ def test_classify_without_classes(text_model: Path, tmp_path: Path) -> None:
         (["--exit-layers", "3"], "exit layer 3 is out of range; choose from 1..2"),
         (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["--text-field", "tex"], "has no column 'tex'; it has: sentence, label"),
-        (["--label-field", "sentence"], "which the model does not say; it says 0, 1"),
+        (["--label-field", "sentence"], ", which is none of 0, 1. Check the label field."),
         (["--data", "nothing.tsv"], "no data file matches 'nothing.tsv'"),
     ],
 )

@@ -113,6 +113,22 @@ def class_names(examples: Examples, known: Sequence[str] | None = None) -> list[
     )
 
 
+def class_numbers(examples: Examples, names: Sequence[str]) -> list[int]:
+    """Each example's class by its place among the names.
+
+    Raises:
+        ExitServeError: a class is not among them.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = sorted(set(examples.classes) - set(numbers))
+    if unknown:
+        raise ExitServeError(
+            f"the data have the class {unknown[0]!r}, which is none of {', '.join(names[:20])}. "
+            f"Check the label field."
+        )
+    return [numbers[name] for name in examples.classes]
+
+
 def encode_texts(
     examples: Examples, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> datasets.Dataset:
@@ -122,7 +138,7 @@ def encode_texts(
     second = [text for _, text in texts] if texts and texts[0][1] is not None else None
     encoded = tokenizer(first, second, truncation=True, max_length=length, verbose=False)
     columns = {name: encoded[name] for name in encoded if name != "attention_mask"}
-    return datasets.Dataset.from_dict({**columns, "labels": _numbers(examples, names)})
+    return datasets.Dataset.from_dict({**columns, "labels": class_numbers(examples, names)})
 
 
 def encode_images(
@@ -140,7 +156,7 @@ def encode_images(
     features = datasets.Features(
         pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
     )
-    columns = {"pixels": pixels, "labels": np.asarray(_numbers(examples, names))}
+    columns = {"pixels": pixels, "labels": np.asarray(class_numbers(examples, names))}
     table = datasets.Dataset.from_dict(columns, features=features)
     return table.with_format("torch")
 
@@ -161,17 +177,6 @@ def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np
     except (UnidentifiedImageError, OSError) as error:
         raise ExitServeError(f"data file '{path}' is no image that can be read.") from error
     return values.reshape(side, side, channels).transpose(2, 0, 1)
-
-
-def _numbers(examples: Examples, names: Sequence[str]) -> list[int]:
-    numbers = {name: number for number, name in enumerate(names)}
-    unknown = sorted(set(examples.classes) - set(numbers))
-    if unknown:
-        raise ExitServeError(
-            f"class {unknown[0]!r} is not among those of the training data or the model: "
-            f"{', '.join(names[:20])}."
-        )
-    return [numbers[name] for name in examples.classes]
 
 
 def _texts(recipe: DataRecipe, patterns: Sequence[str], needs_classes: bool) -> Examples:

@@ -22,11 +22,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from exitserve.checkpoint import MultiExit, read_multi_exit
-from exitserve.errors import ExitServeError
 from exitserve.report import machine, versions
 from exitserve_training.classification.early_exit import Answers, EarlyExitClassifier
 from exitserve_training.classification.inputs import batches, data_format, encoder
-from exitserve_training.classification.labelled import Examples, read_examples
+from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
@@ -188,7 +187,7 @@ def _report(
     rounds: _Rounds,
 ) -> dict[str, Any]:
     full = answers[1.0]
-    known = _class_numbers(examples, names)
+    known = torch.tensor(class_numbers(examples, names)) if any(examples.classes) else None
     num_layers = config.num_hidden_layers
     ways = []
     for threshold in settings.thresholds:
@@ -227,24 +226,6 @@ def _report(
         "machine": machine(),
         "versions": versions(),
     }
-
-
-def _class_numbers(examples: Examples, names: Sequence[str]) -> Tensor | None:
-    """The classes as numbers [N]; None where the data have none.
-
-    Raises:
-        ExitServeError: a class that the model does not know.
-    """
-    if not any(examples.classes):
-        return None
-    numbers = {name: number for number, name in enumerate(names)}
-    unknown = sorted(set(examples.classes) - set(numbers))
-    if unknown:
-        raise ExitServeError(
-            f"the data have the class {unknown[0]!r}, which the model does not say; it says "
-            f"{', '.join(names[:20])}. Check --label-field."
-        )
-    return torch.tensor([numbers[name] for name in examples.classes])
 
 
 def _accuracy(answers: Answers, known: Tensor | None) -> float | None:

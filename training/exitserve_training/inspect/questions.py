@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.inputs import batches, data_format, encoder
-from exitserve_training.classification.labelled import class_names, read_examples
+from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.masking import Masking
 from exitserve_training.models import check_fits, model_config
@@ -128,20 +128,13 @@ def _classes(
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
     examples = examples.at(order[:rows])
-    known = [name for _, name in sorted((config.id2label or {}).items())]
-    names = class_names(examples, known)
-    if names != known:
-        raise ExitServeError(
-            f"the data have the classes {', '.join(names[:8])}, the model says "
-            f"{', '.join(known[:8])}. Check --label-field."
-        )
-    numbers = {name: number for number, name in enumerate(names)}
+    names = [name for _, name in sorted((config.id2label or {}).items())]
     encode = encoder(model, config)
     questions, masks = [], []
     for part in batches(examples, batch_size):
         own = examples.at(part)
         inputs = encode(own)
-        labels = torch.tensor([[numbers[name]] for name in own.classes])
+        labels = torch.tensor(class_numbers(own, names))[:, None]
         questions.append(Question(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
         if "attention_mask" in inputs:
             masks.append(inputs["attention_mask"].bool())
