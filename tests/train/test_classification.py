@@ -23,7 +23,7 @@ from transformers import (
 from exitserve.checkpoint import read_multi_exit
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.augmentation import Augmentation
+from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.early_exit import EarlyExitClassifier
 from exitserve_training.classification.inputs import encoder
 from exitserve_training.classification.labelled import (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from exitserve.errors import ExitServeError
 from exitserve_training.provenance import FILE as TRAINING_RUN
@@ -22,6 +25,17 @@ _KEPT_BY_OPTIMIZERS = (
     "adam_epsilon",
 )
 """Of `training`: a checkpoint's optimizer state holds them, and they would have no effect."""
+
+BAD_BATCH = "bad_batch.json"
+"""The batch whose loss was not finite."""
+
+
+def write_bad_batch(folder: Path, batch: Mapping[str, Any]) -> Path:
+    """Writes down the batch that ends a run, and returns where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / BAD_BATCH
+    file.write_text(json.dumps(batch), encoding="utf-8")
+    return file
 
 
 def check_output_dir(recipe: Recipe) -> None:

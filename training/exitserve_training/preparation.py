@@ -24,7 +24,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.augmentation import Augmentation
+from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.inputs import Channels, image_side
 from exitserve_training.classification.labelled import (
     class_names,

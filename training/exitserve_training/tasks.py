@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exitserve_training.classification.augmentation import Augmentation
+from exitserve_training.augmentation import Augmentation
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.masking import Masking
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.adapters import with_adapters
-from exitserve_training.folder import after_failure, set_aside
+from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.objectives import NonFiniteLossError, build_objectives
@@ -37,11 +36,11 @@ else:
 OBJECTIVES_FILE = "objectives.safetensors"
 """In checkpoints of a run: the objectives' own parameters, which no served model needs."""
 
+INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
+"""Columns of a data set that a forward pass takes."""
+
 READS_HEAD = frozenset({"ce", "aligned", "separate_classifiers", "kl_to_last"})
 """Objectives that train the LM head."""
-
-BAD_BATCH = "bad_batch.json"
-"""In `output_dir`: the tokens of the batch whose loss was not finite."""
 
 
 class MultiExitTraining(_Base):
@@ -172,15 +171,7 @@ class MultiExitTraining(_Base):
 
     def _asked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of the forward pass, without what only a collator's user needs."""
-        known = (
-            "input_ids",
-            "attention_mask",
-            "position_ids",
-            "token_type_ids",
-            "pixels",
-            "labels",
-        )
-        return {name: inputs[name] for name in known if name in inputs}
+        return {name: inputs[name] for name in INPUTS if name in inputs}
 
     def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
         """What a micro-batch's mean counts for in the whole optimizer step's.
@@ -201,12 +192,10 @@ class MultiExitTraining(_Base):
         if self.args.process_index == error.process:
             name = "pixels" if "pixels" in inputs else "input_ids"
             rows = inputs[name].tolist()
-            folder.mkdir(parents=True, exist_ok=True)
-            written = {"step": step, "process": error.process, name: rows}
-            (folder / BAD_BATCH).write_text(json.dumps(written), encoding="utf-8")
+            file = write_bad_batch(folder, {"step": step, "process": error.process, name: rows})
             message = [
                 f"{error} at step {step}, in the batch of {len(rows)} sequences written to "
-                f"'{folder / BAD_BATCH}'; {after_failure(folder, step)}"
+                f"'{file}'; {after_failure(folder, step)}"
             ]
         # The first process prints it, whosever batch it was.
         broadcast_object_list(message, from_process=error.process)
