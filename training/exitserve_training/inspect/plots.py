@@ -32,6 +32,8 @@ _STYLES = (
     ("#9467bd", "^", ":"),
     ("#ff7f0e", "v", "-"),
     ("#8c564b", "P", "--"),
+    ("#17becf", "X", "-."),
+    ("#7f7f7f", "*", ":"),
 )
 """Colour, marker and line of the first, second, ... curve: they differ in print without colour."""
 
@@ -90,8 +92,14 @@ def by_depth(
     _name(axes, title, ylabel)
     axes.grid(alpha=0.25)
     if len(curves) > 1 or exit_layers:
+        # As many to a line as fit the figure, whose width takes about 85 letters and lines.
+        widest = 8 + max(map(len, [*curves, "exit layer"]))
         figure.legend(
-            loc="outside lower center", ncols=4, fontsize=8, frameon=False, handlelength=3.5
+            loc="outside lower center",
+            ncols=max(1, min(4, 85 // widest)),
+            fontsize=8,
+            frameon=False,
+            handlelength=3.5,
         )
     return figure
 

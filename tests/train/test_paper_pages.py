@@ -1,0 +1,86 @@
+"""The pages of docs/papers say what their studies' JSON says; studies go on where they stopped."""
+
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
+
+
+def script(name: str) -> ModuleType:
+    """A script of benchmarks/papers as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/papers/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    return script("pages")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_tables_are_those_of_the_results(page: Path, pages: ModuleType) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert pages.MARKED.search(text), "a page without a number of ours"
+    assert pages.filled(text) == text, "run python benchmarks/papers/pages.py"
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (page.parent / line.split("(")[1].rstrip(")")).is_file(), line
+
+
+def test_three_seeds_a_variant(pages: ModuleType) -> None:
+    files = sorted(pages.RESULTS.glob("*.json"))
+    assert files
+    for file in files:
+        runs: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["runs"]
+        for variant in pages.variants(runs):
+            seeds = [name for name in runs if name.rpartition("/")[0] == variant]
+            assert len(seeds) >= 3, (file.name, variant)
+
+
+def test_spread_is_mean_and_deviation(pages: ModuleType) -> None:
+    assert pages.spread([1.0, 2.0, 4.0], ".2f") == (
+        f"{7 / 3:.2f} ± {statistics.stdev([1.0, 2.0, 4.0]):.2f}"
+    )
+
+
+def test_a_study_goes_on_where_it_stopped(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = script("study")
+    measured = []
+
+    def measure(folder: Path) -> dict[str, Any]:
+        measured.append(folder)
+        return {"kept": len(measured)}
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    recipe = {
+        "config": {"architecture": "llama", "num_hidden_layers": 2, **sizes},
+        "tokenizer": {"train_bpe": {"vocab_size": 300}},
+        "data": {"files": [str(text_file)], "sequence_length": 32, "validation_blocks": 4},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2},
+    }
+    runs = [study.Run("plain", seed, recipe, measure) for seed in (0, 1)]
+    study.Study("small", runs[:1], tmp_path).go_on()
+    study.Study("small", runs, tmp_path).go_on()
+    assert len(measured) == 2, "the first run is not made again"
+    told = capsys.readouterr().out
+    assert "1 of 2 runs to make, about 1 minutes on this machine" in told
+    assert not any(folder.exists() for folder in measured)
+    found = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
+    assert list(found["runs"]) == ["plain/0", "plain/1"]
+    assert found["runs"]["plain/1"]["kept"] == 2
+    study.Study("small", runs, tmp_path).go_on()
+    assert "all 2 runs are in small.json" in capsys.readouterr().out
