@@ -135,6 +135,7 @@ def _estimate(runs: Sequence[Run]) -> float:
 
 
 def _minutes(seconds: float) -> str:
-    return (
-        f"{max(seconds / 60, 1):.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
-    )
+    minutes = max(round(seconds / 60), 1)
+    if minutes >= 90:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{minutes} minute{'s' if minutes > 1 else ''}"

@@ -77,7 +77,7 @@ def test_a_study_goes_on_where_it_stopped(
     study.Study("small", runs, tmp_path).go_on()
     assert len(measured) == 2, "the first run is not made again"
     told = capsys.readouterr().out
-    assert "1 of 2 runs to make, about 1 minutes on this machine" in told
+    assert "1 of 2 runs to make, about 1 minute on this machine" in told
     assert not any(folder.exists() for folder in measured)
     found = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
     assert list(found["runs"]) == ["plain/0", "plain/1"]
