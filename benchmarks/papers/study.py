@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from exitserve_training.pipeline import run as train
 from exitserve_training.recipe import parse_recipe
 
 RESULTS = Path(__file__).parents[2] / "docs" / "papers" / "results"
-PROBE_STEPS = 8
+PROBE_STEPS = 20
 
 Measured = dict[str, Any]
 Measure = Callable[[Path], Measured]
@@ -121,17 +120,16 @@ def _trained(run: Run, output: Path, training: dict[str, Any]) -> Path:
 
 def _estimate(runs: Sequence[Run]) -> float:
     """Seconds that the runs will take, from a few steps of the first one."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        seconds = {}
-        for steps in (1, 1 + PROBE_STEPS):
-            started = time.perf_counter()
-            _trained(runs[0], folder / str(steps), {"max_steps": steps, "warmup_steps": 0})
-            seconds[steps] = time.perf_counter() - started
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    a_step = max(seconds[1 + PROBE_STEPS] - seconds[1], 0.0) / PROBE_STEPS
-    return sum(seconds[1] + a_step * run.steps for run in runs)
+    short = {"max_steps": PROBE_STEPS, "warmup_steps": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        # The first imports and compiles what all later ones have.
+        _trained(runs[0], Path(folder) / "first", {**short, "max_steps": 1})
+        started = time.perf_counter()
+        output = _trained(runs[0], Path(folder) / "second", short)
+        whole = time.perf_counter() - started
+        report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    stepping = float(report["seconds"])
+    return sum(whole - stepping + stepping / PROBE_STEPS * run.steps for run in runs)
 
 
 def _minutes(seconds: float) -> str:
