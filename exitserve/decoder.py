@@ -7,7 +7,7 @@ not; hooks on the layers give the same thing at every depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +74,8 @@ def decoder_parts(model: Any) -> DecoderParts:
 
 
 @contextmanager
-def capture_hidden(parts: DecoderParts, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collects `hidden[l]` [B, T, D] (un-normed, with gradient) for each l of `layers`.
+def capture_hidden(layers: nn.ModuleList, depths: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Collects `hidden[l]` [B, T, D] (un-normed, with gradient) for each depth l.
 
     The dictionary fills during a forward pass made inside the context.
     """
@@ -87,7 +87,7 @@ def capture_hidden(parts: DecoderParts, layers: Sequence[int]) -> Iterator[dict[
 
         return hook
 
-    handles = [parts.layers[layer - 1].register_forward_hook(hook_for(layer)) for layer in layers]
+    handles = [layers[depth - 1].register_forward_hook(hook_for(depth)) for depth in depths]
     try:
         yield captured
     finally:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
@@ -23,13 +21,11 @@ from transformers import (
 from exitserve.checkpoint import read_multi_exit
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.early_exit import EarlyExitClassifier
 from exitserve_training.classification.inputs import encoder
 from exitserve_training.classification.labelled import (
     Examples,
     load_split_examples,
-    read_examples,
 )
 from exitserve_training.classification.run import own_classifiers
 from exitserve_training.data_recipe import DataRecipe
@@ -389,21 +385,6 @@ def test_data_that_cannot_be_read(tmp_path: Path, make_recipe: MakeRecipe, train
         train(make_recipe(**of_images(tmp_path)))
 
 
-def test_tables_are_read_as_they_are(tmp_path: Path) -> None:
-    # CoLA's way: no header, a mark that is often empty, quotes that do not pair, the word NA.
-    file = tmp_path / "cola.tsv"
-    file.write_text('gj04\t1\t\tHe said "no.\ngj04\t0\t*\tNA\n', encoding="utf-8")
-    recipe = DataRecipe(
-        format="labelled",
-        files=[str(file)],
-        columns=["source", "label", "mark", "sentence"],
-        text_field="sentence",
-    )
-    examples = read_examples(recipe, recipe.files)
-    assert examples.inputs == [('He said "no.', None), ("NA", None)]
-    assert examples.classes == ["1", "0"]
-
-
 @pytest.mark.parametrize("kind", ["texts", "images"])
 def test_a_resumed_run_makes_the_same_steps(
     kind: str, make_recipe: MakeRecipe, reviews: Path, images: Path, train: Train, tmp_path: Path
@@ -425,6 +406,21 @@ def test_a_resumed_run_makes_the_same_steps(
     assert all(torch.equal(mine[name], truth[name]) for name in truth)
 
 
+def test_the_best_checkpoint_is_taken_back(
+    images: Path, make_recipe: MakeRecipe, train: Train, tmp_path: Path
+) -> None:
+    steps = {**TRAINING, "max_steps": 6, "save_steps": 2, "eval_steps": 2, "save_total_limit": 5}
+    # The loss falls, so that the greatest is not the last.
+    steps |= {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}
+    recipe = make_recipe(**of_images(images, training=steps, output_dir=str(tmp_path / "out")))
+    assert train(recipe) == 0
+    state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"])
+    assert best.name != "checkpoint-6"
+    mine, truth = (load_file(one / "model.safetensors") for one in (tmp_path / "out", best))
+    assert all(torch.equal(mine[name], truth[name]) for name in truth)
+
+
 def test_another_task_begins_with_a_new_classifier(
     text_model: Path, reviews: Path, tmp_path: Path, train: Train
 ) -> None:
@@ -436,33 +432,3 @@ def test_another_task_begins_with_a_new_classifier(
     folder = trained(tmp_path, train, {**tree, "training": {**TRAINING, "max_steps": 1}})
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert list(model.config.id2label.values()) == ["a", "b", "c"]
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 1000), st.integers(0, 5))
-def test_augmentation_depends_on_step_and_image_alone(step: int, seed: int) -> None:
-    pixels = torch.randint(256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.manual_seed(seed))
-    values = pixels.float()
-    change = Augmentation(seed)
-    whole = change(step, pixels, values)
-    order = [3, 0, 4]
-    torch.testing.assert_close(change(step, pixels[order], values[order]), whole[order])
-    assert whole.isfinite().all()
-
-
-def test_augmentation_moves_by_whole_pixels_and_mirrors() -> None:
-    values = torch.arange(256.0).reshape(1, 1, 16, 16) + 1.0
-    pixels = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
-    still = Augmentation(0, shift=0.0, flip=0.0, degrees=0.0)
-    torch.testing.assert_close(still(0, pixels, values), values)
-    mirror = Augmentation(0, shift=0.0, flip=1.0, degrees=0.0)
-    torch.testing.assert_close(mirror(0, pixels, values), values.flip(-1))
-    seen = set()
-    for step in range(40):
-        moved = Augmentation(0, shift=0.125, flip=0.0, degrees=0.0)(step, pixels, values)
-        kept = moved[moved > 0]
-        # Whole pixels: what is left are values that were there, in order.
-        torch.testing.assert_close(kept, kept.round())
-        seen.add(int(kept.numel()))
-    assert min(seen) == 14 * 14, "at most two pixels each way"
-    assert len(seen) > 3

@@ -51,7 +51,7 @@ def by_confidence(planned: Callable[..., Any]) -> Plans:
 def confidences(model: Any, input_ids: Tensor) -> Tensor:
     """Of every check of a pass at full depth: [E, B, T]."""
     parts = decoder_parts(model)
-    with capture_hidden(parts, EXITS) as hidden:
+    with capture_hidden(parts.layers, EXITS) as hidden:
         model.base_model(input_ids=input_ids, use_cache=False)
     none = torch.empty(0, dtype=torch.long)
     found = [max_prob(parts.classify(hidden[layer]).flatten(0, 1), none)[0] for layer in EXITS]

@@ -353,19 +353,16 @@ class MultiExitTraining(_Base):
         result = self.language_model.load_state_dict(saved.state_dict(), strict=False)
         self._issue_warnings_after_load(result)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Not for what `_load_from_checkpoint` reads from a file of its own.
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled or self._has_adapters:
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
-        Raises:
-            ExitServeError: weights of the model are missing.
-        """
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Not for what `_load_from_checkpoint` reads from a file of its own."""
         missing = [name for name in load_result.missing_keys if AUXILIARY not in name]
         load_result.missing_keys[:] = missing
-        if any(name.split(".")[-1] == "weight" and "head" not in name for name in missing):
-            raise ExitServeError(
-                f"the checkpoint lacks {len(missing)} of the model's weights, such as "
-                f"{missing[0]!r}; the model would go on untrained."
-            )
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

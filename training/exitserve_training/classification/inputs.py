@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import ImageProcessingMixin, PreTrainedConfig
 
-from exitserve_training.classification.labelled import Examples, pixels_tensor
+from exitserve_training.classification.labelled import Examples, read_pixels
 from exitserve_training.parts import VISION
 from exitserve_training.tasks import ClassOfImage
 from exitserve_training.tokenization import load_tokenizer
@@ -70,7 +70,7 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
         asks = ClassOfImage(of_channels.mean, of_channels.std)
 
         def images(examples: Examples) -> dict[str, Tensor]:
-            pixels = pixels_tensor(examples, side, channels)
+            pixels = torch.from_numpy(read_pixels(examples, side, channels, shows_progress=False))
             return asks(None, {"pixels": pixels, "labels": torch.zeros(len(examples))}).inputs
 
         return images

@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -149,22 +148,29 @@ def encode_images(
     Raises:
         ExitServeError: a file is no image; names it.
     """
-    pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
-    # disable=None: no bar where the output is not a terminal.
-    for row, path in enumerate(tqdm(examples.inputs, desc="reading images", disable=None)):
-        pixels[row] = _pixels(Path(str(path)), side, channels)
     features = datasets.Features(
         pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
     )
+    pixels = read_pixels(examples, side, channels)
     columns = {"pixels": pixels, "labels": np.asarray(class_numbers(examples, names))}
     table = datasets.Dataset.from_dict(columns, features=features)
     return table.with_format("torch")
 
 
-def pixels_tensor(examples: Examples, side: int, channels: int = 3) -> torch.Tensor:
-    """uint8 [N, channels, side, side]."""
-    found = [_pixels(Path(str(path)), side, channels) for path in examples.inputs]
-    return torch.from_numpy(np.stack(found))
+def read_pixels(
+    examples: Examples, side: int, channels: int = 3, *, shows_progress: bool = True
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 [N, channels, side, side].
+
+    Raises:
+        ExitServeError: a file is no image; names it.
+    """
+    pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
+    # None: no bar where the output is not a terminal.
+    hidden = None if shows_progress else True
+    for row, path in enumerate(tqdm(examples.inputs, desc="reading images", disable=hidden)):
+        pixels[row] = _pixels(Path(str(path)), side, channels)
+    return pixels
 
 
 def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

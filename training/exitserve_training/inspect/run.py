@@ -99,7 +99,7 @@ def inspect(settings: Settings) -> Inspection:
         "said": seen.said,
         "samples": len(seen.classes()),
         "seed": settings.seed,
-        "layers": _layers(seen),
+        "layers": _layers(seen, settings.seed),
         **_similarity(seen),
         **_condensation(seen),
         "texts": _texts(settings, asked, model, [*exits, seen.num_layers]),
@@ -116,10 +116,10 @@ def _exit_layers(model: str) -> list[int]:
     return [] if known is None else list(known.exit_layers)
 
 
-def _layers(seen: Seen) -> dict[str, dict[str, float | None]]:
+def _layers(seen: Seen, seed: int) -> dict[str, dict[str, float | None]]:
     """What is one number for each depth."""
     rows, classes = _frequent(seen.classes())
-    half = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    half = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     first, second = half[: len(half) // 2], half[len(half) // 2 :]
     found: dict[str, dict[str, float | None]] = {}
     for depth in range(1, seen.num_layers + 1):

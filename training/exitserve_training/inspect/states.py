@@ -7,16 +7,14 @@ T positions, S positions that say something, N sampled positions, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from exitserve.decoder import capture_hidden
 from exitserve_training.inspect.condensation import Condensation
 from exitserve_training.inspect.questions import Asked
 from exitserve_training.losses import effective_rank, layer_quality
@@ -72,7 +70,7 @@ def watch(model: PreTrainedModel, asked: Asked, samples: int, seed: int) -> Seen
     for question, mask in tqdm(pairs, desc="inspecting", disable=None):
         labels = question.labels.to(device)
         chosen = _drawn(labels, a_batch, generator)
-        with torch.no_grad(), _hidden_states(parts) as hidden:
+        with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
             parts.body(**{name: tensor.to(device) for name, tensor in question.inputs.items()})
         seen.said += int((labels != IGNORED).sum())
         seen.labels.append(labels.flatten()[chosen].cpu())
@@ -111,24 +109,3 @@ def _measure(
     seen.condensation.add(depth, hidden, tokens)
     ranks = effective_rank(hidden.float(), mask=tokens, reduction="none").sum()
     seen.ranks[depth] = seen.ranks.get(depth, 0.0) + float(ranks)
-
-
-@contextmanager
-def _hidden_states(parts: ModelParts) -> Iterator[dict[int, Tensor]]:
-    """Collects the states after each layer [B, T, D], un-normed, in a pass made inside."""
-    found: dict[int, Tensor] = {}
-
-    def keep(depth: int) -> Any:
-        def hook(_layer: nn.Module, _args: Any, output: Any) -> None:
-            found[depth] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    hooks = [
-        layer.register_forward_hook(keep(depth)) for depth, layer in enumerate(parts.layers, 1)
-    ]
-    try:
-        yield found
-    finally:
-        for handle in hooks:
-            handle.remove()
