@@ -3,22 +3,25 @@
     python benchmarks/papers/aligned_training.py texts --data NOVELS/*.txt
     python benchmarks/papers/aligned_training.py sentences --data SST-2 (train.tsv, test.tsv)
     python benchmarks/papers/aligned_training.py images --data CIFAR10 (train/, test/)
+    python benchmarks/papers/aligned_training.py transfer --data CIFAR10 (train/, test/)
 
 Each is a study of its own with three seeds a variant; results go to docs/papers/results.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import atexit
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import measures
-from study import Run, Study
+from study import Run, Study, seeds_of, study_command
 
-SEEDS = (0, 1, 2)
 THRESHOLDS = (0.6, 0.7, 0.8, 0.9, 0.95)
+ANIMALS = ("bird", "cat", "deer", "dog", "frog", "horse")
+VEHICLES = ("airplane", "automobile", "ship", "truck")
 
 OBJECTIVES: dict[str, list[Any]] = {
     "plain": ["ce"],
@@ -119,22 +122,56 @@ def sentences(data: list[str]) -> Study:
 
 
 def images(data: list[str]) -> Study:
-    """ViT-shaped classifiers of CIFAR-10 from scratch; figures 2, 3, 4 and 5."""
+    """ViT-shaped classifiers of CIFAR-10 from scratch; figures 2 to 6."""
     folder = Path(data[0])
     test = [str(folder / "test")]
-    recipe: dict[str, Any] = {
+    few = [str(_linked(folder / "test", sorted(ANIMALS + VEHICLES), 200))]
+
+    def measure(trained: Path) -> dict[str, Any]:
+        return {
+            **measures.quality(trained),
+            **measures.look(trained, few, rows=1000),
+            **measures.exits(trained, few, {}, THRESHOLDS),
+            **measures.shifted(trained, folder / "test"),
+        }
+
+    recipe = _vit([str(folder / "train")], test)
+    kept = ("plain", "aligned", "separate classifiers")
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
+    for depth in (2, 4):
+        config = {**recipe["config"], "num_hidden_layers": depth}
+        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
+    return _study("aligned-images", variants, measure)
+
+
+def transfer(data: list[str]) -> Study:
+    """The same trained on animals, then a linear classifier of vehicles at each layer; figure 6."""
+    folder = Path(data[0])
+    animals = {split: [str(_linked(folder / split, ANIMALS))] for split in ("train", "test")}
+    vehicles = [str(_linked(folder / "test", VEHICLES))]
+
+    def measure(trained: Path) -> dict[str, Any]:
+        return {**measures.quality(trained), **measures.probes(trained, vehicles)}
+
+    recipe = _vit(animals["train"], animals["test"])
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in ("plain", "aligned")}
+    return _study("aligned-transfer", variants, measure)
+
+
+def _vit(train: list[str], test: list[str]) -> dict[str, Any]:
+    return {
         "config": {
             "architecture": "vit",
-            "num_hidden_layers": 8,
+            "num_hidden_layers": 6,
             "hidden_size": 96,
             "intermediate_size": 192,
             "num_attention_heads": 3,
             "image_size": 32,
-            "patch_size": 4,
+            "patch_size": 8,
         },
         "data": {
             "format": "images",
-            "files": [str(folder / "train")],
+            "files": train,
             "validation_files": test,
             "validation_blocks": 2000,
         },
@@ -150,50 +187,29 @@ def images(data: list[str]) -> Study:
         },
     }
 
-    def measure(folder: Path) -> dict[str, Any]:
-        return {
-            **measures.quality(folder),
-            **measures.look(folder, test, rows=1000),
-            **measures.exits(folder, test, {}, THRESHOLDS),
-        }
 
-    kept = ("plain", "aligned", "separate classifiers")
-    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
-    for depth in (4, 6):
-        config = {**recipe["config"], "num_hidden_layers": depth}
-        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
-    return _study("aligned-images", variants, measure)
+def _linked(folder: Path, classes: Sequence[str], images: int | None = None) -> Path:
+    """A folder of links to some classes, and so many images of each; gone when Python ends."""
+    chosen = tempfile.TemporaryDirectory(prefix="images-")
+    atexit.register(chosen.cleanup)
+    for name in classes:
+        (Path(chosen.name) / name).mkdir()
+        for image in sorted((folder / name).resolve().iterdir())[:images]:
+            (Path(chosen.name) / name / image.name).symlink_to(image)
+    return Path(chosen.name)
 
 
 def _study(
     name: str, variants: dict[str, dict[str, Any]], measure: Callable[[Path], dict[str, Any]]
 ) -> Study:
-    # Seed by seed: a study that was stopped has whole comparisons.
     return Study(
         name,
-        [
-            Run(variant, seed, recipe, measure)
-            for seed in SEEDS
-            for variant, recipe in variants.items()
-        ],
+        [Run(variant, seed, recipe, measure) for seed, variant, recipe in seeds_of(variants)],
     )
 
 
-STUDIES: dict[str, Callable[[list[str]], Study]] = {
-    "texts": texts,
-    "sentences": sentences,
-    "images": images,
-}
-
-
-def main() -> None:
-    """Goes on with a study."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--data", nargs="+", required=True)
-    args = parser.parse_args()
-    STUDIES[args.study](args.data).go_on()
-
-
 if __name__ == "__main__":
-    main()
+    study_command(
+        __doc__,
+        {"texts": texts, "sentences": sentences, "images": images, "transfer": transfer},
+    )

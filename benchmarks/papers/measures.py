@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from exitserve.decoder import capture_hidden
 from exitserve_training.classification import run as classification
+from exitserve_training.classification.inputs import batches, encoder
+from exitserve_training.classification.labelled import class_numbers, read_examples
+from exitserve_training.data_recipe import data_from
+from exitserve_training.inspect.condensation import trend
+from exitserve_training.inspect.probe import linear_probe
+from exitserve_training.inspect.questions import ask
 from exitserve_training.inspect.run import Settings, inspect
+from exitserve_training.inspect.states import watch
+from exitserve_training.models import load_model, model_config
+from exitserve_training.parts import model_parts
 
 Measured = dict[str, Any]
+Measure = Callable[[Path], Measured]
 
 
 def quality(folder: Path) -> Measured:
@@ -21,6 +37,39 @@ def quality(folder: Path) -> Measured:
         for depth, layer in report["layers"].items()
     }
     return {"layers": kept, "training_seconds": report["seconds"]}
+
+
+def curve(folder: Path) -> Measured:
+    """The last layer's held-out loss along training, and at its end."""
+    logs = EventAccumulator(str(folder / "logs"))
+    logs.Reload()
+    depth = json.loads((folder / "report.json").read_text(encoding="utf-8"))["num_layers"]
+    seen = {
+        str(event.step): round(event.value, 5) for event in logs.Scalars(f"eval/loss_layer_{depth}")
+    }
+    return {"loss": list(seen.values())[-1], "curve": seen}
+
+
+def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
+    """Mean cosine and effective rank by depth, and the trend of the cosines."""
+    asked = ask(str(folder), texts, {}, rows=rows, length=256, batch_size=8, seed=0)
+    model = load_model(str(folder))
+    model.train(False)
+    seen = watch(model, asked, 1, 0)
+    assert seen.condensation is not None
+    means = seen.condensation.means()
+    rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
+    return {
+        "states": {
+            str(depth): {
+                "mean_cosine": round(means[depth], 4),
+                "effective_rank": round(seen.ranks[depth] / seen.ranked, 3),
+            }
+            for depth in means
+        },
+        "spearman": round(rho, 4),
+        "kendall": round(tau, 4),
+    }
 
 
 def look(
@@ -65,3 +114,58 @@ def exits(
         for way in report["thresholds"]
     }
     return {"exits": kept, "full_accuracy": round(report["full_accuracy"], 5)}
+
+
+def shifted(folder: Path, images: Path, rows: int = 1000) -> Measured:
+    """Accuracy by depth on the same images without colour and a little blurred."""
+    with tempfile.TemporaryDirectory() as other:
+        for kind in sorted(path for path in images.iterdir() if path.is_dir()):
+            (Path(other) / kind.name).mkdir()
+            for path in sorted(kind.iterdir())[: rows // 10]:
+                grey = ImageOps.grayscale(Image.open(path)).convert("RGB")
+                blurred = grey.filter(ImageFilter.GaussianBlur(0.7))
+                blurred.save(Path(other) / kind.name / f"{path.stem}.png")
+        asked = ask(str(folder), [other], {}, rows=rows, length=None, batch_size=100, seed=0)
+        model = load_model(str(folder), asked.task)
+        model.train(False)
+        seen = watch(model, asked, 1, 0)
+    return {
+        "shifted": {
+            str(depth): {"accuracy": round(right / seen.said, 5)}
+            for depth, right in seen.right.items()
+        }
+    }
+
+
+def probes(folder: Path, data: Sequence[str], rows: int = 2000) -> Measured:
+    """Accuracy by depth of a linear classifier of images the model's own classes do not have."""
+    config = model_config(str(folder))
+    model = load_model(str(folder), "class")
+    model.train(False)
+    parts = model_parts(model)
+    examples = read_examples(data_from({"format": "images", "files": list(data)}), data)
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))[:rows]
+    examples = examples.at(order.tolist())
+    names = sorted(set(examples.classes))
+    depths = range(1, parts.num_layers + 1)
+    states: dict[int, list[torch.Tensor]] = {depth: [] for depth in depths}
+    encode, labels = encoder(str(folder), config), []
+    for part in batches(examples, 100):
+        own = examples.at(part)
+        labels += class_numbers(own, names)
+        with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
+            parts.body(**encode(own))
+        for depth in depths:
+            states[depth].append(parts.spoken(hidden[depth])[:, 0])
+    half, classes = len(labels) // 2, torch.tensor(labels)
+    found = {depth: torch.cat(parts) for depth, parts in states.items()}
+    return {
+        "probed": {
+            str(depth): {
+                "accuracy": round(
+                    linear_probe(one[:half], classes[:half], one[half:], classes[half:]), 5
+                )
+            }
+            for depth, one in found.items()
+        }
+    }

@@ -8,126 +8,216 @@ JSON that the studies left, and from nothing else.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from tables import (
+    RESULTS,
+    Column,
+    Measured,
+    against,
+    along_training,
+    at,
+    at_depth,
+    by_depth_table,
+    curves,
+    exits_table,
+    numbers_table,
+    runs_of,
+    seeds,
+    spread,
+    values,
+    variants,
+)
 
 from exitserve.report import PLOT_DPI, markdown_table
-from exitserve_training.inspect.plots import by_depth
 
-PAGES = Path(__file__).parents[2] / "docs" / "papers"
-RESULTS = PAGES / "results"
+PAGES = RESULTS.parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-Runs = Mapping[str, Mapping[str, Any]]
-"""`variant/seed` to what was measured."""
-Of = Callable[[Mapping[str, Any]], float]
-"""One number of a run."""
+DEEPEST = 5
+"""Layers of the small decoder (decoders.py)."""
+STATES: list[Column] = [
+    ("mean cosine, last layer", at_depth("states", "mean_cosine", DEEPEST), ".2f"),
+    ("effective rank, last layer", at_depth("states", "effective_rank", DEEPEST), ".1f"),
+]
+OF_GPT2: list[Column] = [
+    ("mean cosine, last layer", at_depth("states", "mean_cosine", 4), ".2f"),
+    ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
+    ("Spearman's rho", at("spearman"), ".2f"),
+]
+ALONG = ("0", "50", "100", "200", "300")
+GRID = ("simreg-grid", "plain")
 
 
-def runs_of(study: str) -> Runs:
-    """The runs of a study."""
-    runs: Runs = json.loads((RESULTS / f"{study}.json").read_text(encoding="utf-8"))["runs"]
-    return runs
+def _last(run: Measured, step: str) -> dict[str, float]:
+    states: dict[str, dict[str, float]] = run["along"][step]["states"]
+    return states[max(states, key=int)]
 
 
-def variants(runs: Runs) -> list[str]:
-    """Their variants, in order."""
-    return list(dict.fromkeys(name.rpartition("/")[0] for name in runs))
+def _family(key: str, form: str) -> str:
+    """A trend, or a mean cosine at the last layer, along training."""
+    columns: list[Column] = []
+    for step in ALONG:
+
+        def of(run: Measured, step: str = step) -> float:
+            return float(run["along"][step][key] if key != "mean_cosine" else _last(run, step)[key])
+
+        columns.append((f"step {step}", of, form))
+    return numbers_table("dispersion-family", columns)
 
 
-def values(runs: Runs, variant: str, of: Of) -> list[float]:
-    """One number of each seed of a variant."""
-    return [of(run) for name, run in runs.items() if name.rpartition("/")[0] == variant]
+def _along_cosine(run: Measured) -> dict[str, float]:
+    return {step: _last(run, step)["mean_cosine"] for step in run["along"]}
 
 
-def spread(found: Sequence[float], form: str = ".3f") -> str:
-    """Mean and standard deviation over seeds."""
-    if not found:
-        return "-"
-    deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-    return f"{format(statistics.mean(found), form)} ± {format(deviation, form)}"
-
-
-def at_depth(group: str, key: str, depth: int) -> Of:
-    """A number that a run has for each depth."""
-    return lambda run: float(run[group][str(depth)][key])
-
-
-def by_depth_table(study: str, group: str, key: str, depths: Sequence[int], form: str) -> str:
-    """A line a variant, a column a depth; depths that a variant lacks stay empty."""
+def _minimal_depth(study: str, share: float) -> str:
+    """The depth from which a share of the last layer's accuracy is reached, at every seed."""
     runs = runs_of(study)
     lines = []
     for variant in variants(runs):
-        known = next(run[group] for name, run in runs.items() if name.startswith(f"{variant}/"))
-        cells = [
-            spread(values(runs, variant, at_depth(group, key, depth)), form)
-            if str(depth) in known
-            else ""
-            for depth in depths
-        ]
-        lines.append([variant, *cells])
-    return markdown_table(["", *[f"depth {depth}" for depth in depths]], lines)
+        found = []
+        for run in seeds(runs, variant).values():
+            layers: dict[str, dict[str, float]] = run["layers"]
+            wanted = share * layers[max(layers, key=int)]["accuracy"] - 1e-12
+            found.append(min(int(d) for d, one in layers.items() if one["accuracy"] >= wanted))
+        lines.append([variant, ", ".join(map(str, found))])
+    return markdown_table(["", f"depth for {share:.0%} of the last layer's accuracy"], lines)
 
 
-def exits_table(study: str, thresholds: Sequence[str]) -> str:
-    """Accuracy and depth speedup at some thresholds, and the full model's accuracy."""
-    runs = runs_of(study)
+def _costs() -> str:
+    """Time and memory against transformers' own loss."""
+    runs = runs_of("cost-objectives")
     lines = []
-    for variant in variants(runs):
-        if "exits" not in next(r for n, r in runs.items() if n.startswith(f"{variant}/")):
-            continue
-        cells = [spread(values(runs, variant, lambda run: 100 * run["full_accuracy"]), ".1f")]
-        for one in thresholds:
-            accuracy = values(
-                runs, variant, lambda run, one=one: 100 * run["exits"][one]["accuracy"]
-            )
-            depth = values(runs, variant, lambda run, one=one: run["exits"][one]["depth_speedup"])
-            cells += [spread(accuracy, ".1f"), spread(depth, ".2f")]
-        lines.append([variant, *cells])
-    headers = ["", "full, %"]
-    for one in thresholds:
-        headers += [f"τ {one}: %", f"τ {one}: depth speedup"]
-    return markdown_table(headers, lines)
+    for name in variants(runs):
+        times = values(runs, name, at("time"))
+        median = statistics.median(times)
+        lines.append(
+            [
+                name,
+                f"{median:.2f} ({min(times):.2f}-{max(times):.2f})",
+                f"{values(runs, name, at('memory'))[0]:.2f}",
+            ]
+        )
+    return markdown_table(["objectives", "time (range)", "peak memory"], lines)
 
 
-def curves(study: str, group: str, key: str, ylabel: str, only: Sequence[str] = ()) -> Figure:
-    """The means over seeds against depth, a curve a variant."""
-    runs = runs_of(study)
-    found: dict[str, dict[int, float]] = {}
-    for variant in only or variants(runs):
-        known = next(run[group] for name, run in runs.items() if name.startswith(f"{variant}/"))
-        found[variant] = {
-            int(depth): statistics.mean(values(runs, variant, at_depth(group, key, int(depth))))
-            for depth in known
-        }
-    return by_depth(found, ylabel)
+def _vocabularies() -> str:
+    runs = runs_of("cost-vocabulary")
+    lines = []
+    for name in variants(runs):
+        times = values(runs, name, at("time"))
+        plain, headless = (values(runs, name, at(f"{one}_gib"))[0] for one in ("ce", "headless"))
+        lines.append(
+            [
+                f"{int(name):,}",
+                spread(values(runs, name, at("plain_seconds")), ".2f"),
+                spread(values(runs, name, at("headless_seconds")), ".2f"),
+                f"{statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f})",
+                f"{plain:.2f}",
+                f"{headless:.2f}",
+            ]
+        )
+    headers = ["vocabulary", "plain, s a step", "headless, s a step", "ratio (range)"]
+    return markdown_table([*headers, "plain, GiB", "headless, GiB"], lines)
 
+
+def _by_depths(study: str, depths: int) -> dict[str, Callable[[], str]]:
+    """The four tables by depth of a study of aligned training."""
+    kinds: Sequence[tuple[str, str, str]] = (
+        ("loss", "layers", ".3f"),
+        ("accuracy", "layers", ".3f"),
+        ("cos", "inspected", ".2f"),
+        ("cka", "inspected", ".2f"),
+    )
+    return {
+        f"{study}-{key}": lambda key=key, group=group, form=form: by_depth_table(  # type: ignore[misc]
+            study, group, key, range(1, depths + 1), form
+        )
+        for key, group, form in kinds
+    }
+
+
+THRESHOLDS = ("0.7", "0.8", "0.9", "0.95")
 
 TABLES: dict[str, Callable[[], str]] = {
-    "aligned-texts-loss": lambda: by_depth_table(
-        "aligned-texts", "layers", "loss", range(1, 7), ".3f"
+    **_by_depths("aligned-texts", 6),
+    **_by_depths("aligned-sentences", 6),
+    **_by_depths("aligned-images", 6),
+    "aligned-sentences-exits": lambda: exits_table("aligned-sentences", THRESHOLDS),
+    "aligned-images-exits": lambda: exits_table("aligned-images", THRESHOLDS),
+    "aligned-images-minimal": lambda: _minimal_depth("aligned-images", 0.99),
+    "aligned-images-shifted": lambda: by_depth_table(
+        "aligned-images", "shifted", "accuracy", range(1, 7), ".3f"
     ),
-    "aligned-texts-accuracy": lambda: by_depth_table(
-        "aligned-texts", "layers", "accuracy", range(1, 7), ".3f"
+    "aligned-transfer-probed": lambda: by_depth_table(
+        "aligned-transfer", "probed", "accuracy", range(1, 7), ".3f"
     ),
-    "aligned-texts-cos": lambda: by_depth_table(
-        "aligned-texts", "inspected", "cos", range(1, 7), ".2f"
+    "simreg-grid": lambda: against("simreg-grid", GRID, STATES),
+    "simreg-places": lambda: against("simreg-places", GRID, STATES),
+    "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), STATES),
+    "dispersion-losses": lambda: against(
+        "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
-    "aligned-texts-cka": lambda: by_depth_table(
-        "aligned-texts", "inspected", "cka", range(1, 7), ".2f"
+    "dispersion-family-spearman": lambda: _family("spearman", ".2f"),
+    "dispersion-family-kendall": lambda: _family("kendall", ".2f"),
+    "dispersion-family-cosine": lambda: _family("mean_cosine", ".2f"),
+    "headless-decoders": lambda: numbers_table(
+        "headless-decoders",
+        [
+            ("held-out loss", at("loss"), ".3f"),
+            ("embeddings as head", at("embeddings_as_head"), ".3f"),
+            ("training seconds", at("training_seconds"), ".0f"),
+        ],
     ),
+    "headless-encoders": lambda: numbers_table(
+        "headless-encoders",
+        [
+            ("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f"),
+            ("its loss", at("fine_tuned_loss"), ".3f"),
+            ("seconds of pretraining", at("training_seconds"), ".0f"),
+        ],
+    ),
+    "cost-objectives": _costs,
+    "cost-vocabulary": _vocabularies,
 }
 
+LOSS = "held-out loss (nats)"
+
+
+def _loss_curve(run: Measured) -> dict[str, Any]:
+    curve: dict[str, Any] = run["curve"]
+    return curve
+
+
 PLOTS: dict[str, Callable[[], Figure]] = {
-    "aligned-texts-loss": lambda: curves("aligned-texts", "layers", "loss", "held-out loss (nats)"),
+    "aligned-texts-loss": lambda: curves("aligned-texts", "layers", "loss", LOSS),
     "aligned-texts-cos": lambda: curves(
         "aligned-texts", "inspected", "cos", "cosine with the last layer"
+    ),
+    "aligned-sentences-accuracy": lambda: curves(
+        "aligned-sentences", "layers", "accuracy", "accuracy on SST-2"
+    ),
+    "aligned-images-accuracy": lambda: curves(
+        "aligned-images", "layers", "accuracy", "accuracy on CIFAR-10"
+    ),
+    "simreg-loss": lambda: along_training(
+        "simreg-grid", _loss_curve, LOSS, ("plain", "τ 0.01, λ 0.3", "τ 0.03, λ 0.3", "τ 0.01, λ 3")
+    ),
+    "nitp-loss": lambda: along_training(
+        "nitp-targets",
+        _loss_curve,
+        LOSS,
+        ("plain", "shallow target (layer 1)", "same position (t to t)", "mean squared error"),
+    ),
+    "dispersion-family": lambda: along_training(
+        "dispersion-family", _along_cosine, "mean cosine, last layer"
+    ),
+    "dispersion-losses": lambda: curves(
+        "dispersion-losses", "states", "mean_cosine", "mean cosine of two tokens"
     ),
 }
 
@@ -138,11 +228,12 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages and their plots."""
+    """Writes the pages and the plots that they show."""
     for page in sorted(PAGES.glob("*.md")):
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
-    for name, draw in PLOTS.items():
-        draw().savefig(PAGES / f"{name}.png", dpi=PLOT_DPI)
+        text = filled(page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")
+        for name in re.findall(r"\]\(([\w-]+)\.png\)", text):
+            PLOTS[name]().savefig(PAGES / f"{name}.png", dpi=PLOT_DPI)
 
 
 if __name__ == "__main__":

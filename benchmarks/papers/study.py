@@ -1,20 +1,22 @@
 """A study: runs of variants and seeds, what is kept of each, and going on where it stopped.
 
 What a run leaves is written to the study's JSON as soon as it is done; started again, the study
-skips what is there. Before it starts it says how long it will take on this machine.
+skips what is there. Before it starts it says how long it will take on this machine, and each run
+has the Trainer's own bar in a terminal.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -24,7 +26,9 @@ from exitserve_training.recipe import parse_recipe
 
 RESULTS = Path(__file__).parents[2] / "docs" / "papers" / "results"
 PROBE_STEPS = 20
+SEEDS = (0, 1, 2)
 
+T = TypeVar("T")
 Measured = dict[str, Any]
 Measure = Callable[[Path], Measured]
 """A trained checkpoint to what is kept of it."""
@@ -87,45 +91,77 @@ class Study:
             )
 
     def _write(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         order = [run.name for run in self.runs if run.name in self.found]
-        write_json(
-            self.file,
-            {
-                "schema_version": 1,
-                "study": self.name,
-                "command": shlex.join(["python", f"benchmarks/papers/{Path(sys.argv[0]).name}"]),
-                "machine": machine(),
-                "versions": versions(),
-                "runs": {name: self.found[name] for name in order},
-            },
-        )
+        write_results(self.file, {name: self.found[name] for name in order})
+
+
+def write_results(file: Path, runs: Mapping[str, Measured]) -> None:
+    """Writes what runs left, with the command and the machine that made them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    words = [word for word in sys.argv[1:] if not word.startswith("-") and "/" not in word]
+    write_json(
+        file,
+        {
+            "schema_version": 1,
+            "study": file.stem,
+            "command": shlex.join(
+                ["python", f"benchmarks/papers/{Path(sys.argv[0]).name}", *words[:1]]
+            ),
+            "machine": machine(),
+            "versions": versions(),
+            "runs": dict(runs),
+        },
+    )
+
+
+def seeds_of(variants: Mapping[str, T]) -> Iterator[tuple[int, str, T]]:
+    """Seed by seed, so that a study that was stopped has whole comparisons."""
+    for seed in SEEDS:
+        for variant, what in variants.items():
+            yield seed, variant, what
+
+
+def study_command(told: str | None, studies: Mapping[str, Callable[[list[str]], Study]]) -> None:
+    """The command line of a paper's studies: goes on with the one that is named."""
+    assert told is not None
+    parser = argparse.ArgumentParser(
+        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=studies)
+    parser.add_argument("--data", nargs="+", required=True, help="see above")
+    args = parser.parse_args()
+    studies[args.study](args.data).go_on()
+
+
+def train_quietly(recipe: dict[str, Any], output: Path, seed: int, **training: Any) -> Path:
+    """Trains as a recipe says, with nothing on the screen but a bar; returns `output`."""
+    quiet = {
+        "disable_tqdm": not sys.stderr.isatty(),
+        "logging_strategy": "no",
+        "save_strategy": "no",
+    }
+    whole = {**recipe, "output_dir": str(output), "seed": seed}
+    whole["training"] = {**quiet, **recipe["training"], **training}
+    train(parse_recipe(whole))
+    return output
 
 
 def _made(run: Run) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        output = _trained(run, Path(folder) / "run", {})
+        output = train_quietly(run.recipe, Path(folder) / "run", run.seed)
         seconds = time.perf_counter() - started
         return {"seconds": round(seconds, 1), "steps": run.steps, **run.measure(output)}
 
 
-def _trained(run: Run, output: Path, training: dict[str, Any]) -> Path:
-    quiet = {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
-    recipe = {**run.recipe, "output_dir": str(output), "seed": run.seed}
-    recipe["training"] = {**run.recipe["training"], **quiet, **training}
-    train(parse_recipe(recipe))
-    return output
-
-
 def _estimate(runs: Sequence[Run]) -> float:
     """Seconds that the runs will take, from a few steps of the first one."""
-    short = {"max_steps": PROBE_STEPS, "warmup_steps": 0}
+    first, short = runs[0], {"max_steps": PROBE_STEPS, "warmup_steps": 0}
     with tempfile.TemporaryDirectory() as folder:
         # The first imports and compiles what all later ones have.
-        _trained(runs[0], Path(folder) / "first", {**short, "max_steps": 1})
+        train_quietly(first.recipe, Path(folder) / "first", 0, **{**short, "max_steps": 1})
         started = time.perf_counter()
-        output = _trained(runs[0], Path(folder) / "second", short)
+        output = train_quietly(first.recipe, Path(folder) / "second", 0, **short)
         whole = time.perf_counter() - started
         report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     stepping = float(report["seconds"])

@@ -1,9 +1,9 @@
 """The pages of docs/papers say what their studies' JSON says; studies go on where they stopped."""
 
-import importlib.util
+import importlib
 import json
 import statistics
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,18 +14,16 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
 
 
-def script(name: str) -> ModuleType:
-    """A script of benchmarks/papers as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/papers/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def script() -> Iterator[Callable[[str], ModuleType]]:
+    """A script of benchmarks/papers as a module, which finds those beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks" / "papers")
+        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
+def pages(script: Callable[[str], ModuleType]) -> ModuleType:
     return script("pages")
 
 
@@ -55,8 +53,21 @@ def test_spread_is_mean_and_deviation(pages: ModuleType) -> None:
     )
 
 
+def test_steps_to_a_loss_are_between_the_points_of_the_curve(
+    script: Callable[[str], ModuleType],
+) -> None:
+    steps_to = script("tables").steps_to
+    curve = {"0": 8.0, "100": 6.0, "200": 5.0}
+    assert steps_to(curve, 6.0) == 100.0
+    assert steps_to(curve, 5.5) == 150.0
+    assert steps_to(curve, 4.0) == 200.0, "never reached: the whole run"
+
+
 def test_a_study_goes_on_where_it_stopped(
-    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Callable[[str], ModuleType],
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     study = script("study")
     measured = []

@@ -1,0 +1,255 @@
+"""What objectives cost: step time and peak memory, as ratios in one run.
+
+    python benchmarks/papers/cost.py objectives [--hidden-size 1024] [--rounds 4]
+    python benchmarks/papers/cost.py vocabulary [--hidden-size 256] [--rounds 4]
+
+Llamas with random weights (SYNTHETIC: only time and memory are read) make optimizer steps
+(forward, backward, AdamW) with each case in turn, round after round. Time: each case is divided
+by the mean of the baseline's steps just before and after it. Memory: the peak resident size of a
+process of its own that makes two steps, weights, gradients and optimizer included.
+
+`objectives`: 12 layers, a vocabulary of 32k; the baseline is transformers' own loss,
+`model(input_ids, labels=...)`, with all logits at once; `ce` is the same loss through this
+project's head. `vocabulary`: 4 layers, vocabularies from 2k to 128k; the baseline is `ce`, and
+headless training is what it is compared with (headless paper, figure 7b).
+
+Results go to docs/papers/results; a run there is a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from study import RESULTS, write_results
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exitserve_training.forward import ExitPass, MultiExitForward
+from exitserve_training.objectives import build_objectives
+from exitserve_training.parts import model_parts
+from exitserve_training.recipe import parse_recipe
+from exitserve_training.skipping import Skipping
+
+THREE = [3, 6, 9]
+TWELVE = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of objectives."""
+
+    objectives: list[Any]
+    exit_layers: list[int]
+    steps: int = 1
+    """2 where two kinds of steps alternate: both are timed and count half."""
+    exit_aware: dict[str, Any] | None = None
+
+
+def _aligned(**options: Any) -> list[Any]:
+    return [{"name": "aligned", **options}]
+
+
+ALL = list(range(1, TWELVE))
+CASES: dict[str, Case] = {
+    "ce": Case(["ce"], []),
+    "aligned, all 12": Case(_aligned(alternate=False), ALL),
+    "aligned, all 12, alternating": Case(_aligned(), ALL, 2),
+    "aligned, 3 of 11 sampled, alternating": Case(_aligned(sample=3), ALL, 2),
+    "aligned, 3 exits": Case(_aligned(alternate=False), THREE),
+    "aligned, 3 exits, alternating": Case(_aligned(), THREE, 2),
+    "aligned, 3 exits, alternating, exit-aware": Case(
+        _aligned(), THREE, 2, {"thresholds": [0.3, 0.95]}
+    ),
+    "ce + simreg": Case(["ce", "simreg"], []),
+    "ce + nitp": Case(["ce", "nitp"], []),
+    "ce + dispersion, all layers": Case(["ce", "dispersion"], []),
+    "headless": Case(["headless"], []),
+}
+BASELINE = "transformers' loss"
+VOCABULARIES = (2_000, 8_000, 32_000, 128_000)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, and of what it reads in a step."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    rows: int
+    tokens: int
+
+
+class Bench:
+    """One model that takes steps with any case."""
+
+    def __init__(self, size: Size) -> None:
+        torch.manual_seed(0)
+        self.size = size
+        config = LlamaConfig(
+            num_hidden_layers=size.layers,
+            hidden_size=size.hidden,
+            intermediate_size=size.hidden * 11 // 4,
+            num_attention_heads=size.hidden // 64,
+            num_key_value_heads=size.hidden // 64,
+            vocab_size=size.vocabulary,
+            max_position_embeddings=size.tokens,
+        )
+        self.model = LlamaForCausalLM(config)
+        self.input_ids = torch.randint(size.vocabulary, (size.rows, size.tokens))
+        self.optimizer = torch.optim.AdamW(list(self.model.parameters()), lr=1e-5)
+
+    def baseline(self) -> float:
+        """Seconds of a step with transformers' own loss."""
+        return self._timed(lambda: self.model(self.input_ids, labels=self.input_ids).loss)
+
+    def case(self, case: Case) -> float:
+        """Seconds of a step, the mean over kinds of steps where they alternate."""
+        forward = self._installed(case)
+        seconds = [
+            self._timed(
+                lambda step=step: self.model(
+                    input_ids=self.input_ids, exit_pass=ExitPass(step, total_steps=100)
+                )[0]
+            )
+            for step in range(case.steps)
+        ]
+        forward.remove()
+        return statistics.mean(seconds)
+
+    def _installed(self, case: Case) -> MultiExitForward:
+        recipe = parse_recipe(
+            {
+                "output_dir": "-",
+                "model": "-",
+                "data": {"files": ["-"]},
+                "objectives": case.objectives,
+                "exit_layers": case.exit_layers,
+                "exit_aware": case.exit_aware,
+            }
+        )
+        parts = model_parts(self.model)
+        objectives = build_objectives(
+            recipe.objectives,
+            exit_layers=case.exit_layers,
+            num_layers=self.size.layers,
+            hidden_size=self.model.config.hidden_size,
+            head=parts.head,
+            seed=0,
+        )
+        skipping = Skipping(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
+        return MultiExitForward(self.model, parts, objectives, (self.size.layers,), skipping)
+
+    def _timed(self, loss: Callable[[], torch.Tensor]) -> float:
+        gc.collect()
+        start = time.perf_counter()
+        loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def peak_gib(name: str, size: Size) -> float:
+    """Peak resident size of a process that makes two steps."""
+    numbers = [size.layers, size.hidden, size.vocabulary, size.rows, size.tokens]
+    command = [sys.executable, __file__, "peak", name, *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def peak(name: str, size: Size) -> None:
+    """What such a process does."""
+    bench = Bench(size)
+    for _ in range(2):
+        bench.baseline() if name == BASELINE else bench.case(CASES[name])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def objectives(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
+    """Every case against transformers' loss, round by round."""
+    bench = Bench(size)
+    found: dict[str, dict[str, float]] = {}
+    for turn in track(range(rounds + 1), description="rounds"):
+        before = bench.baseline()
+        for name, case in CASES.items():
+            taken, after = bench.case(case), bench.baseline()
+            # The machine is not the same from minute to minute; neighbours in time are alike.
+            ratio = taken / statistics.mean((before, after))
+            # The first round warms up.
+            if turn:
+                found[f"{name}/{turn - 1}"] = {"time": round(ratio, 4), "seconds": round(taken, 4)}
+            before = after
+    del bench
+    gc.collect()
+    base = peak_gib(BASELINE, size)
+    for name in track(CASES, description="memory"):
+        ratio = round(peak_gib(name, size) / base, 4)
+        for turn in range(rounds):
+            found[f"{name}/{turn}"] |= {"memory": ratio, "baseline_gib": round(base, 3)}
+    return found
+
+
+def vocabularies(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
+    """Headless training against cross-entropy, at each size of vocabulary."""
+    found: dict[str, dict[str, float]] = {}
+    for vocabulary in track(VOCABULARIES, description="vocabularies"):
+        own = dataclasses.replace(size, vocabulary=vocabulary)
+        bench = Bench(own)
+        plain, headless = CASES["ce"], CASES["headless"]
+        before = bench.case(plain)
+        for turn in range(rounds + 1):
+            taken, after = bench.case(headless), bench.case(plain)
+            if turn:
+                found[f"{vocabulary}/{turn - 1}"] = {
+                    "plain_seconds": round(statistics.mean((before, after)), 4),
+                    "headless_seconds": round(taken, 4),
+                    "time": round(taken / statistics.mean((before, after)), 4),
+                }
+            before = after
+        del bench
+        gc.collect()
+        peaks = {f"{name}_gib": round(peak_gib(name, own), 3) for name in ("ce", "headless")}
+        for turn in range(rounds):
+            found[f"{vocabulary}/{turn}"] |= peaks
+    return found
+
+
+MEASURES = {
+    "objectives": (objectives, Size(TWELVE, 1024, 32_000, rows=1, tokens=512)),
+    "vocabulary": (vocabularies, Size(4, 256, 0, rows=8, tokens=128)),
+}
+
+
+def main() -> None:
+    """Measures, and writes what was found."""
+    if sys.argv[1:2] == ["peak"]:
+        peak(sys.argv[2], Size(*map(int, sys.argv[3:])))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    measure, size = MEASURES[options.what]
+    if options.hidden_size is not None:
+        size = dataclasses.replace(size, hidden=options.hidden_size)
+    print(f"SYNTHETIC Llama, {size}, {torch.get_num_threads()} threads")
+    write_results(RESULTS / f"cost-{options.what}.json", measure(size, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

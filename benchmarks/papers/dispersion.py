@@ -1,0 +1,96 @@
+"""The dispersion paper's claims, on small GPT-2s trained here.
+
+    python benchmarks/papers/dispersion.py family --data NOVELS/*.txt
+    python benchmarks/papers/dispersion.py losses --data NOVELS/*.txt
+
+`family`: condensation in three sizes, from initialisation along training (its figures 2 and 4).
+`losses`: with and without the dispersion loss and its three alternatives (table 2, figure 6).
+Three seeds a variant; results go to docs/papers/results.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import measures
+from decoders import Recipe, decoder
+from study import Run, Study, seeds_of, study_command, train_quietly
+
+SIZES = {"4 layers, D = 64": (4, 64), "6 layers, D = 128": (6, 128), "8 layers, D = 192": (8, 192)}
+STEPS = 300
+SAVED = 50
+"""A checkpoint each so many steps is measured."""
+
+LOSSES: dict[str, list[Any]] = {
+    "plain": ["ce"],
+    "dispersion": ["ce", "dispersion"],
+    "dispersion, λ 1": ["ce", {"name": "dispersion", "weight": 1.0}],
+    "decorrelation": ["ce", "decorrelation"],
+    "l2-repel": ["ce", "l2_repel"],
+    "orthogonalization": ["ce", "orthogonalization"],
+}
+"""Weights are the paper's 0.1 where nothing is said."""
+
+
+def family(novels: list[str]) -> Study:
+    """Sizes, and what training does to each."""
+    return Study(
+        "dispersion-family",
+        [
+            _along(name, seed, _gpt2(novels, ["ce"], *size), novels[-1:])
+            for seed, name, size in seeds_of(SIZES)
+        ],
+    )
+
+
+def losses(novels: list[str]) -> Study:
+    """What the losses do to the smallest size."""
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {**measures.curve(folder), **measures.spread_of_states(folder, novels[-1:])}
+
+    size = SIZES["4 layers, D = 64"]
+    return Study(
+        "dispersion-losses",
+        [
+            Run(variant, seed, _gpt2(novels, objectives, *size), measure)
+            for seed, variant, objectives in seeds_of(LOSSES)
+        ],
+    )
+
+
+def _gpt2(novels: list[str], objectives: list[Any], layers: int, hidden: int) -> Recipe:
+    recipe = decoder(novels, objectives)
+    recipe["config"] = {
+        "architecture": "gpt2",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 32,
+        "max_position_embeddings": 256,
+    }
+    recipe["training"] = {**recipe["training"], "max_steps": STEPS, "warmup_steps": 30}
+    return recipe
+
+
+def _along(name: str, seed: int, recipe: Recipe, texts: list[str]) -> Run:
+    """A run whose states are measured as it begins, at each checkpoint, and at its end."""
+    saving = {"save_strategy": "steps", "save_steps": SAVED, "save_only_model": True}
+    saved: Recipe = {**recipe, "training": {**recipe["training"], **saving}}
+
+    def measure(folder: Path) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as other:
+            # A step at a rate of 0 leaves the weights that the run began with.
+            still = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "no"}
+            begun = train_quietly(recipe, Path(other) / "begun", seed, **still)
+            along = {"0": measures.spread_of_states(begun, texts)}
+        for step in range(SAVED, STEPS + 1, SAVED):
+            along[str(step)] = measures.spread_of_states(folder / f"checkpoint-{step}", texts)
+        return {**measures.curve(folder), "along": along}
+
+    return Run(name, seed, saved, measure)
+
+
+if __name__ == "__main__":
+    study_command(__doc__, {"family": family, "losses": losses})

@@ -1,0 +1,154 @@
+"""The headless paper's claims, on small models trained here.
+
+    python benchmarks/papers/headless.py decoders --data NOVELS/*.txt
+    python benchmarks/papers/headless.py encoders --data NOVELS/*.txt SST-2
+
+`decoders`: a head recovered from a headless decoder, against plain pretraining with as many
+tokens (table 3). `encoders`: both kinds of BERT fine-tuned on SST-2 (train.tsv and test.tsv of
+the folder that is given last), after as many tokens (table 1). Three seeds a variant; results go to
+docs/papers/results. Step time against vocabulary size is in cost.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import measures
+from decoders import Recipe, decoder
+from study import Run, Study, seeds_of, study_command, train_quietly
+
+STEPS = 400
+HEAD_STEPS = 60
+"""Of them, what a headless decoder's head gets: 15 %, for 2 % of so few teach a head nothing."""
+FINE_TUNING_STEPS = 500
+
+
+def decoders(novels: list[str]) -> Study:
+    """Plain for all steps, or headless for most of them and a head for the rest."""
+    plain = _untied(novels, "ce", STEPS)
+    headless = _untied(novels, "headless", STEPS - HEAD_STEPS)
+    variants = {"plain": (plain, 0.0), "headless, then a head": (headless, 1.0e-3)}
+    variants["headless, then a head at a tenth of the rate"] = (headless, 1.0e-4)
+    return Study(
+        "headless-decoders",
+        [
+            Run(name, seed, recipe, _with_head(novels, seed, rate))
+            for seed, name, (recipe, rate) in seeds_of(variants)
+        ],
+    )
+
+
+def _untied(novels: list[str], objective: str, steps: int) -> Recipe:
+    recipe = decoder(novels, [objective], tie_word_embeddings=False)
+    recipe["training"]["max_steps"] = steps
+    return recipe
+
+
+def _with_head(novels: list[str], seed: int, rate: float) -> measures.Measure:
+    """What a decoder's head says; at a rate above 0, after it was taught from the embeddings."""
+
+    def measure(folder: Path) -> dict[str, Any]:
+        pretraining = _report(folder)["seconds"]
+        if rate == 0.0:
+            return {**measures.curve(folder), "training_seconds": pretraining}
+        recipe = decoder(novels, ["ce"])
+        del recipe["config"], recipe["tokenizer"]
+        recipe |= {"model": str(folder), "head_from_embeddings": True}
+        with tempfile.TemporaryDirectory() as other:
+            head = train_quietly(
+                recipe,
+                Path(other) / "head",
+                seed,
+                max_steps=HEAD_STEPS,
+                learning_rate=rate,
+                warmup_steps=HEAD_STEPS // 5,
+            )
+            report = _report(head)
+            (begun,) = report["initial_layers"].values()
+            return {
+                **measures.curve(head),
+                "embeddings_as_head": round(begun["loss"], 5),
+                "training_seconds": round(pretraining + report["seconds"], 1),
+            }
+
+    return measure
+
+
+def encoders(data: list[str]) -> Study:
+    """BERTs pretrained in both ways, or not at all, then fine-tuned alike."""
+    novels, sentences = data[:-1], Path(data[-1])
+    ways = {"not pretrained": "ce", "masked language model": "ce", "headless": "headless"}
+    return Study(
+        "headless-encoders",
+        [
+            Run(way, seed, _bert(novels, ways[way], way), _fine_tuned(sentences, seed))
+            for seed, way, _ in seeds_of(ways)
+        ],
+    )
+
+
+def _bert(novels: list[str], objective: str, way: str) -> Recipe:
+    recipe = decoder(novels, [objective])
+    recipe["config"] = {
+        "architecture": "bert",
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    recipe["tokenizer"] = {"train_bpe": {"vocab_size": 4096}}
+    recipe["data"] |= {"sequence_length": 128, "max_bytes": 4_000_000}
+    recipe["training"] |= {"max_steps": 3 * STEPS, "per_device_train_batch_size": 16}
+    recipe["training"] |= {"learning_rate": 1.0e-3, "eval_steps": STEPS}
+    if way == "not pretrained":
+        # A step at a rate of 0: the weights it began with.
+        recipe["training"] |= {"max_steps": 1, "learning_rate": 0.0, "eval_strategy": "no"}
+    return recipe
+
+
+def _fine_tuned(sentences: Path, seed: int) -> measures.Measure:
+    """Accuracy on sentences after fine-tuning."""
+
+    def measure(folder: Path) -> dict[str, Any]:
+        recipe: Recipe = {
+            "model": str(folder),
+            "data": {
+                "format": "labelled",
+                "files": [str(sentences / "train.tsv")],
+                "validation_files": [str(sentences / "test.tsv")],
+                "sequence_length": 64,
+                "text_field": "sentence",
+            },
+            "exit_layers": [],
+            "objectives": [{"name": "ce", "balanced": True}],
+            "training": {
+                "max_steps": FINE_TUNING_STEPS,
+                "per_device_train_batch_size": 32,
+                "per_device_eval_batch_size": 64,
+                "learning_rate": 3.0e-4,
+                "lr_scheduler_type": "constant_with_warmup",
+                "warmup_steps": FINE_TUNING_STEPS // 10,
+            },
+        }
+        with tempfile.TemporaryDirectory() as other:
+            report = _report(train_quietly(recipe, Path(other) / "fine-tuned", seed))
+        return {
+            "accuracy": round(report["last_layer"]["accuracy"], 5),
+            "fine_tuned_loss": round(report["last_layer"]["loss"], 5),
+            "training_seconds": _report(folder)["seconds"],
+        }
+
+    return measure
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+if __name__ == "__main__":
+    study_command(__doc__, {"decoders": decoders, "encoders": encoders})
