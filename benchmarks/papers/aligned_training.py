@@ -1,6 +1,7 @@
 """The aligned-training paper's claims, on small models trained here.
 
     python benchmarks/papers/aligned_training.py texts --data NOVELS/*.txt
+    python benchmarks/papers/aligned_training.py writing --data NOVELS/*.txt
     python benchmarks/papers/aligned_training.py sentences --data SST-2 (train.tsv, test.tsv)
     python benchmarks/papers/aligned_training.py images --data CIFAR10 (train/, test/)
     python benchmarks/papers/aligned_training.py transfer --data CIFAR10 (train/, test/)
@@ -11,13 +12,14 @@ Each is a study of its own with three seeds a variant; results go to docs/papers
 from __future__ import annotations
 
 import atexit
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import measures
-from study import Run, Study, seeds_of, study_command
+from study import Run, Study, seeds_of, study_command, train_quietly
 
 THRESHOLDS = (0.6, 0.7, 0.8, 0.9, 0.95)
 ANIMALS = ("bird", "cat", "deer", "dog", "frog", "horse")
@@ -35,7 +37,47 @@ OBJECTIVES: dict[str, list[Any]] = {
 
 def texts(data: list[str]) -> Study:
     """Decoders from scratch on novels: quality, similarity, depth; figures 2, 4, 8, 13."""
-    recipe: dict[str, Any] = {
+    recipe = _decoder(data)
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {**measures.quality(folder), **measures.look(folder, data[-1:])}
+
+    variants = {name: {**recipe, "objectives": these} for name, these in OBJECTIVES.items()}
+    for depth in (2, 4):
+        config = {**recipe["config"], "num_hidden_layers": depth}
+        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
+    return _study("aligned-texts", variants, measure)
+
+
+def writing(data: list[str]) -> Study:
+    """What plain and aligned decoders write at each depth; figure 8 (c) and (d)."""
+    recipe = _decoder(data)
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {**measures.quality(folder), **measures.writing(folder, data[-1:], reader())}
+
+    @functools.cache
+    def reader() -> Path:
+        """The sentence model: no published one is at hand, so a masked BERT of the same novels."""
+        home = tempfile.TemporaryDirectory(prefix="reader-")
+        atexit.register(home.cleanup)
+        config = {
+            "architecture": "bert",
+            "num_hidden_layers": 2,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+        }
+        masked = {**recipe, "config": config, "objectives": ["ce"], "exit_layers": []}
+        return train_quietly(masked, Path(home.name) / "reader", 0, max_steps=1500)
+
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in ("plain", "aligned")}
+    return _study("aligned-writing", variants, measure)
+
+
+def _decoder(data: list[str]) -> dict[str, Any]:
+    return {
         "config": {
             "architecture": "llama",
             "num_hidden_layers": 6,
@@ -65,15 +107,6 @@ def texts(data: list[str]) -> Study:
             "weight_decay": 0.1,
         },
     }
-
-    def measure(folder: Path) -> dict[str, Any]:
-        return {**measures.quality(folder), **measures.look(folder, data[-1:])}
-
-    variants = {name: {**recipe, "objectives": these} for name, these in OBJECTIVES.items()}
-    for depth in (2, 4):
-        config = {**recipe["config"], "num_hidden_layers": depth}
-        variants[f"plain, {depth} layers"] = {**recipe, "config": config, "objectives": ["ce"]}
-    return _study("aligned-texts", variants, measure)
 
 
 def sentences(data: list[str]) -> Study:
@@ -211,5 +244,11 @@ def _study(
 if __name__ == "__main__":
     study_command(
         __doc__,
-        {"texts": texts, "sentences": sentences, "images": images, "transfer": transfer},
+        {
+            "texts": texts,
+            "writing": writing,
+            "sentences": sentences,
+            "images": images,
+            "transfer": transfer,
+        },
     )

@@ -96,6 +96,28 @@ def look(
     return {"inspected": by_depth, **trend}
 
 
+def writing(folder: Path, texts: Sequence[str], reader: Path) -> Measured:
+    """Coherence and diversity of what a decoder writes at each depth."""
+    settings = Settings(
+        str(folder),
+        list(texts),
+        rows=8,
+        samples=500,
+        length=128,
+        prompts=16,
+        prompt_tokens=32,
+        new_tokens=64,
+        sentence_model=str(reader),
+    )
+    written = inspect(settings).report["texts"]
+    return {
+        "written": {
+            depth: {key: round(written[key][depth], 4) for key in ("coherence", "diversity")}
+            for depth in written["diversity"]
+        }
+    }
+
+
 def exits(
     folder: Path, data: Sequence[str], fields: Mapping[str, Any], thresholds: Sequence[float]
 ) -> Measured:

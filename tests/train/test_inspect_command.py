@@ -110,6 +110,7 @@ def test_writes_json_page_and_pictures(
     assert report["schema_version"] == 1
     assert report["exit_layers"] == [3, 6, 9]
     assert list(report["texts"]["diversity"]) == ["3", "6", "9", "12"]
+    assert report["texts"]["prompts"] == 2, "one long text begins more than once"
     assert all(-1.0 <= value <= 1.0 for value in report["texts"]["coherence"].values())
     # What the model was trained for: exits at which the head reads well.
     losses = [report["layers"][str(depth)]["loss"] for depth in (3, 6, 9, 12)]

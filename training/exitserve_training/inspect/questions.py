@@ -144,10 +144,23 @@ def _classes(
 
 
 def prompts(asked: Asked, count: int, tokens: int) -> Iterator[list[int]]:
-    """Beginnings of the texts, for generation: `count` of them, `tokens` long."""
+    """Beginnings for generation: at most `count`, each `tokens` long, spread over the texts.
+
+    Of each text its beginning; where there are fewer texts than prompts (a novel is one text),
+    beginnings of lines further on as well.
+    """
+    share = -(-count // max(1, len(asked.documents)))
     given = 0
     for document in asked.documents:
-        ids = asked.tokenizer(document.text[: tokens * 20], add_special_tokens=False)["input_ids"]
-        if len(ids) >= tokens and given < count:
-            given += 1
-            yield list(ids[:tokens])
+        for part in range(share):
+            start = _line_after(document.text, part * len(document.text) // share)
+            text = document.text[start : start + tokens * 20]
+            ids = asked.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) >= tokens and given < count:
+                given += 1
+                yield list(ids[:tokens])
+
+
+def _line_after(text: str, place: int) -> int:
+    """Where the first line begins at or after a place of a text, or the place if none does."""
+    return 0 if place == 0 else text.find("\n", place) + 1 or place

@@ -88,6 +88,7 @@ def inspect(settings: Settings) -> Inspection:
         torch.nn.Module.cuda(model)
     exits = _exit_layers(settings.model)
     seen = watch(model, asked, settings.samples, settings.seed)
+    with_last = _with_last(seen)
     report = {
         "kind": "inspection",
         "model": Path(settings.model).name,
@@ -100,7 +101,7 @@ def inspect(settings: Settings) -> Inspection:
         "samples": len(seen.classes()),
         "seed": settings.seed,
         "layers": _layers(seen, settings.seed),
-        **_similarity(seen),
+        **_similarity(seen, with_last),
         **_condensation(seen),
         "texts": _texts(settings, asked, model, [*exits, seen.num_layers]),
         "machine": machine(),
@@ -108,7 +109,7 @@ def inspect(settings: Settings) -> Inspection:
     }
     accuracies = {int(depth): layer["accuracy"] for depth, layer in report["layers"].items()}
     report["minimal_depth"] = {f"{one:g}": minimal_depth(accuracies, one) for one in SHARES}
-    return Inspection(report, _figures(report, seen))
+    return Inspection(report, _figures(report, with_last))
 
 
 def _exit_layers(model: str) -> list[int]:
@@ -155,20 +156,26 @@ def _nc1(states: Tensor, labels: Tensor, classes: int) -> float | None:
         return None  # all class means are equal: nothing to divide by
 
 
-def _similarity(seen: Seen) -> dict[str, Any]:
+def _similarity(seen: Seen, with_last: Mapping[int, Tensor]) -> dict[str, Any]:
     """COS and CKA of all pairs of layers, and the spread of cosines with the last."""
-    depths = range(1, seen.num_layers + 1)
-    features = [seen.features(depth) for depth in depths]
-    last = centred(features[-1])
+    features = [seen.features(depth) for depth in range(1, seen.num_layers + 1)]
     levels = torch.tensor(QUARTILES, dtype=torch.float64)
-    quartiles = {
-        str(depth): cosines(centred(states), last).double().quantile(levels).tolist()
-        for depth, states in zip(depths, features, strict=True)
-    }
     return {
         "cos": cos_matrix(features).tolist(),
         "cka": cka_matrix(features).tolist(),
-        "cosine_with_last": quartiles,
+        "cosine_with_last": {
+            str(depth): found.double().quantile(levels).tolist()
+            for depth, found in with_last.items()
+        },
+    }
+
+
+def _with_last(seen: Seen) -> dict[int, Tensor]:
+    """Each sampled state's cosine with the last layer's, by depth."""
+    last = centred(seen.features(seen.num_layers))
+    return {
+        depth: cosines(centred(seen.features(depth)), last)
+        for depth in range(1, seen.num_layers + 1)
     }
 
 
@@ -201,8 +208,8 @@ def _texts(
     return write_texts(model, asked.tokenizer, depths, writing, embed)
 
 
-def _figures(report: Mapping[str, Any], seen: Seen) -> dict[str, Figure]:
-    depths = list(range(1, seen.num_layers + 1))
+def _figures(report: Mapping[str, Any], with_last: Mapping[int, Tensor]) -> dict[str, Figure]:
+    depths = sorted(with_last)
     exits = report["exit_layers"]
 
     def curve(name: str) -> dict[int, float]:
@@ -231,11 +238,7 @@ def _figures(report: Mapping[str, Any], seen: Seen) -> dict[str, Figure]:
             {"COS": torch.tensor(report["cos"]), "CKA": torch.tensor(report["cka"])}, depths
         ),
     }
-    last = centred(seen.features(seen.num_layers))
-    figures["cosine_with_last"] = plots.box_plot(
-        {depth: cosines(centred(seen.features(depth)), last) for depth in depths},
-        "cosine with the last layer",
-    )
+    figures["cosine_with_last"] = plots.box_plot(with_last, "cosine with the last layer")
     spread = report["condensation"]
     figures["condensation"] = plots.stacked_histograms(
         torch.tensor(spread["histograms"]),
