@@ -102,7 +102,7 @@ def _bert(novels: list[str], objective: str, way: str) -> Recipe:
     }
     recipe["tokenizer"] = {"train_bpe": {"vocab_size": 4096}}
     recipe["data"] |= {"sequence_length": 128, "max_bytes": 4_000_000}
-    recipe["training"] |= {"max_steps": 3 * STEPS, "per_device_train_batch_size": 16}
+    recipe["training"] |= {"max_steps": 2 * STEPS, "per_device_train_batch_size": 16}
     recipe["training"] |= {"learning_rate": 1.0e-3, "eval_steps": STEPS}
     if way == "not pretrained":
         # A step at a rate of 0: the weights it began with.

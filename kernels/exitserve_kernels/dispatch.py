@@ -1,0 +1,76 @@
+"""Which form of an operation runs: Triton on a GPU, PyTorch elsewhere, or what is asked for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Literal, get_args
+
+import torch
+
+Form = Literal["triton", "torch"]
+Asked = Literal["auto", "triton", "torch"]
+
+VARIABLE = "EXITSERVE_KERNELS"
+"""Environment variable that overrides `auto` everywhere: auto, triton or torch."""
+
+_log = logging.getLogger("exitserve.kernels")
+
+
+def choose(operation: str, device: torch.device, asked: Asked = "auto") -> Form:
+    """Returns the form of an operation for tensors on a device; logs each choice once.
+
+    Args:
+        operation: its name, for the log.
+        device: where its tensors are.
+        asked: by the caller; `auto` leaves it to the environment, then to the device.
+
+    Raises:
+        ValueError: neither form is asked for, or Triton cannot run on this device.
+    """
+    if asked == "auto":
+        asked = _of_environment()
+    _check(asked, "implementation")
+    if asked == "auto":
+        form: Form = "triton" if device.type == "cuda" and _has_triton() else "torch"
+    else:
+        form = asked
+    if form == "triton" and not can_run_triton(device):
+        raise ValueError(
+            f"{operation} cannot run in Triton on {device.type}: it needs a CUDA device and the "
+            f"package triton (or TRITON_INTERPRET=1, for tests); use {VARIABLE}=torch."
+        )
+    _tell(operation, device.type, form)
+    return form
+
+
+def can_run_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device: on GPUs, and anywhere in its interpreter."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and _has_triton()
+
+
+def _of_environment() -> Asked:
+    asked = os.environ.get(VARIABLE, "auto")
+    _check(asked, VARIABLE)
+    return asked  # type: ignore[return-value]  # checked
+
+
+def _check(asked: str, name: str) -> None:
+    if asked not in get_args(Asked):
+        raise ValueError(f"{name} {asked!r} is unknown; allowed: {', '.join(get_args(Asked))}.")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _tell(operation: str, device: str, form: Form) -> None:
+    _log.info("%s on %s: %s", operation, device, form)

@@ -1,0 +1,23 @@
+"""Every kernel compiles for every target, without a GPU, and spills no more than is accepted."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from exitserve_kernels.ahead_of_time import ARCHITECTURES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_ahead_of_time(arch: int) -> None:
+    # A process of its own: Triton compiles nothing once it interprets.
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "exitserve_kernels.ahead_of_time", "--arch", str(arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    needs = json.loads(done.stdout)
+    assert any(name.startswith("exit_check") for name in needs)
+    # What a program may have of shared memory on sm_80, the smallest.
+    assert all(one[f"sm_{arch}"]["shared"] <= 163 * 1024 for one in needs.values())
