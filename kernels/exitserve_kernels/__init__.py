@@ -4,6 +4,7 @@
 package imports without Triton and without a GPU. `dispatch` chooses between them.
 """
 
+from exitserve_kernels.compact_rows import Batch, Compacted, compact_rows
 from exitserve_kernels.exit_check import (
     ExitCheck,
     FinalNorm,
@@ -13,4 +14,14 @@ from exitserve_kernels.exit_check import (
     summarise_slice,
 )
 
-__all__ = ["ExitCheck", "FinalNorm", "exit_check", "finish", "join", "summarise_slice"]
+__all__ = [
+    "Batch",
+    "Compacted",
+    "ExitCheck",
+    "FinalNorm",
+    "compact_rows",
+    "exit_check",
+    "finish",
+    "join",
+    "summarise_slice",
+]

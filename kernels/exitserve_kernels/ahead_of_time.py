@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-OPERATIONS = ("exit_check",)
+OPERATIONS = (
+    "exit_check",
+    "compact_rows",
+)
 """Folders with a `fused` module; each has its `VARIANTS`."""
 
 
