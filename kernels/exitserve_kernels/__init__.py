@@ -13,12 +13,16 @@ from exitserve_kernels.exit_check import (
     join,
     summarise_slice,
 )
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary
 
 __all__ = [
     "Batch",
+    "Caches",
     "Compacted",
     "ExitCheck",
     "FinalNorm",
+    "KeyNorm",
+    "Rotary",
     "compact_rows",
     "exit_check",
     "finish",

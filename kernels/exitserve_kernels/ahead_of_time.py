@@ -25,6 +25,7 @@ ARCHITECTURES = (80, 90, 100)
 OPERATIONS = (
     "exit_check",
     "compact_rows",
+    "propagate_kv",
 )
 """Folders with a `fused` module; each has its `VARIANTS`."""
 
@@ -44,6 +45,8 @@ class Variant(NamedTuple):
     num_stages: int = 3
     spills: int = 0
     """Bytes of stack a thread that are accepted."""
+    least_arch: int = 80
+    """What it needs of a GPU: 8-bit floats of kind e4m3 came with 89."""
 
 
 class Needs(NamedTuple):
@@ -108,6 +111,8 @@ def main() -> None:
     spilled = []
     for variant in variants():
         for arch in [chosen] if chosen else ARCHITECTURES:
+            if arch < variant.least_arch:
+                continue
             needs = compile_for(variant, arch)
             found.setdefault(variant.name, {})[f"sm_{arch}"] = needs._asdict()
             if needs.stack > variant.spills:

@@ -36,7 +36,7 @@ def assert_same(fused: Compacted, plain: Compacted) -> None:
     for name, one, other in zip(Batch._fields, fused.batch, plain.batch, strict=True):
         assert torch.equal(one, other), name
     assert torch.equal(fused.rows, plain.rows)
-    assert torch.equal(fused.count, plain.count)
+    assert torch.equal(fused.num_left, plain.num_left)
 
 
 @settings(
@@ -57,7 +57,7 @@ def test_rows_that_are_left_come_first_and_whole(
     assert_same(fused, plain)
     # And by hand: each row left has its own tokens, in order.
     kept = [row for row, leaves in enumerate(leaving) if not leaves]
-    assert fused.count.item() == len(kept)
+    assert fused.num_left.item() == len(kept)
     assert fused.rows.tolist() == kept + [-1] * (len(rows) - len(kept))
     for place, row in enumerate(kept):
         old = slice(int(batch.starts[row]), int(batch.starts[row + 1]))
@@ -73,7 +73,7 @@ def test_all_or_none_exit(leaving: bool, device: torch.device) -> None:
     fused, plain = both(torch.full((3,), leaving, device=device), batch)
     assert_same(fused, plain)
     if leaving:
-        assert fused.count.item() == 0
+        assert fused.num_left.item() == 0
         assert fused.batch.slots.tolist() == [-1] * 5, "nothing may be written to the cache"
         assert fused.batch.starts.tolist() == [0] * 4
     else:
@@ -100,7 +100,7 @@ def test_many_rows(device: torch.device) -> None:
 def test_empty_batch(device: torch.device) -> None:
     batch = batch_of([], 4, 2, device)
     found = compact_rows(torch.zeros(0, dtype=torch.bool, device=device), batch)
-    assert found.count.item() == 0
+    assert found.num_left.item() == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

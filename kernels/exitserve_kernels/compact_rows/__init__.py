@@ -1,7 +1,7 @@
 """Leaves out the rows that have exited: states, positions and attention metadata, on the device.
 
 Which rows are left is known on the device alone. Nothing here waits for it: results have room for
-all rows, those that are left come first, in their order, and `count` says how many they are.
+all rows, those that are left come first, in their order, and `num_left` says how many they are.
 
 Shapes: B rows, T tokens of them, D hidden, M blocks of a row's cache.
 """
@@ -42,7 +42,7 @@ class Compacted(NamedTuple):
     every start there is the number of tokens left."""
     rows: Tensor
     """[B] int32: which row of the old batch each one was; -1 beyond."""
-    count: Tensor
+    num_left: Tensor
     """[1] int32: how many rows are left."""
 
 

@@ -1,0 +1,177 @@
+"""K/V propagation: frozen rows fill the cache of every layer that they do not run.
+
+A library's GEMM makes all keys and values from one normalised state (`normalised`, then the
+stacked weights of the layers); `fill` then does the rest in one pass over them: key norm, rotary
+embedding, and the write into each layer's paged cache.
+
+Shapes: N rows, S layers filled, H kv heads, P head size, R rotated part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exitserve_kernels.dispatch import Asked, choose
+from exitserve_kernels.propagate_kv import reference
+from exitserve_kernels.propagate_kv.reference import normalised
+
+__all__ = ["Caches", "KeyNorm", "Rotary", "fill", "normalised"]
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class KeyNorm(NamedTuple):
+    """A root-mean-square norm of the keys."""
+
+    gains: Tensor
+    """[S, P], each head by itself; or [S, H * P], all heads of a token together."""
+    epsilon: float
+
+
+class Rotary:
+    """A rotary embedding, as vLLM keeps it."""
+
+    def __init__(self, tables: Sequence[Tensor], *, interleaved: bool = False) -> None:
+        """Takes the angles.
+
+        Args:
+            tables: for each of S layers [positions, R]: cosines, then sines; contiguous, of one
+                type and width. Layers may share one.
+            interleaved: pairs are neighbours (GPT-J); else they are half of R apart (NeoX).
+
+        Raises:
+            ValueError: there is no table, or tables differ.
+        """
+        kinds = {(table.dtype, *table.shape[1:]) for table in tables}
+        if len(kinds) != 1 or not all(table.is_contiguous() for table in tables):
+            raise ValueError(
+                f"rotary tables must be contiguous, of one type and width; they are {kinds}."
+            )
+        self.tables, self.interleaved = list(tables), interleaved
+        self.addresses = _addresses(self.tables)
+
+
+class Caches:
+    """The paged caches of S layers, which all have the same shape and strides."""
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> None:
+        """Takes views of the caches.
+
+        Args:
+            keys: for each layer [blocks, block size, H, P], with any strides. Of vLLM's caches
+                [blocks, H, block size, 2 * P] (its FlashAttention and Triton backends) it is
+                `cache.transpose(1, 2).split(P, dim=-1)[0]`.
+            values: the same for values.
+            key_scales: [S] float32; keys are divided by them, for caches of 8 bits.
+            value_scales: the same for values.
+
+        Raises:
+            ValueError: there is no layer, or layers differ.
+        """
+        if not keys or len(keys) != len(values):
+            raise ValueError(
+                f"{len(keys)} key caches and {len(values)} value caches were given; expected as "
+                f"many, and at least one."
+            )
+        first = keys[0]
+        for name, caches in (("key", keys), ("value", values)):
+            for layer, cache in enumerate(caches):
+                same = cache.shape == first.shape and cache.stride() == first.stride()
+                if not same or cache.dtype != first.dtype or cache.dim() != 4:
+                    raise ValueError(
+                        f"the {name} cache of layer {layer} is {cache.dtype} "
+                        f"{tuple(cache.shape)} with strides {cache.stride()}; expected four "
+                        f"dimensions, the same as the first's: {first.dtype} "
+                        f"{tuple(first.shape)}, {first.stride()}."
+                    )
+        self.keys, self.values = list(keys), list(values)
+        self.key_scales, self.value_scales = key_scales, value_scales
+        # Kernels reach each layer's cache by its address: keys, then values.
+        self.addresses = _addresses([*self.keys, *self.values])
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Where tensors lie, on their own device: made once, so that a CUDA graph may read it."""
+    found = [tensor.data_ptr() for tensor in tensors]
+    return torch.tensor(found, dtype=torch.int64, device=tensors[0].device)
+
+
+def fill(
+    projected: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    caches: Caches,
+    *,
+    key_norm: KeyNorm | None = None,
+    rotary: Rotary | None = None,
+    implementation: Asked = "auto",
+) -> None:
+    """Writes keys and values of N rows into the caches of S layers.
+
+    Args:
+        projected: [N, S, 2, H * P], keys first, as the stacked weights make them.
+        positions: [N] int64, of each row's token in its text.
+        slots: [N] int64, block * block size + place in it; negative: the row writes nothing.
+        caches: where to write; elements elsewhere do not change.
+        key_norm: before the rotation.
+        rotary: of the keys.
+        implementation: `auto`, `triton` or `torch`.
+
+    Raises:
+        ValueError: shapes do not go together.
+    """
+    _check(projected, positions, slots, caches, key_norm, rotary)
+    if choose("propagate_kv", projected.device, implementation) == "torch" or not len(projected):
+        reference.fill(projected, positions, slots, caches, key_norm, rotary)
+        return
+    from exitserve_kernels.propagate_kv import fused
+
+    fused.fill(projected, positions, slots, caches, key_norm, rotary)
+
+
+def _check(
+    projected: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    caches: Caches,
+    key_norm: KeyNorm | None,
+    rotary: Rotary | None,
+) -> None:
+    layers = len(caches.keys)
+    _, _, heads, size = caches.keys[0].shape
+    rows = projected.shape[0]
+    if projected.shape != (rows, layers, 2, heads * size):
+        raise ValueError(
+            f"projected has shape {tuple(projected.shape)}; these caches need "
+            f"[N, {layers}, 2, {heads * size}]."
+        )
+    for name, vector in (("positions", positions), ("slots", slots)):
+        if vector.shape != (rows,):
+            raise ValueError(f"{name} has shape {tuple(vector.shape)}; expected ({rows},).")
+    if key_norm is not None:
+        shape = tuple(key_norm.gains.shape)
+        if shape not in ((layers, size), (layers, heads * size)):
+            raise ValueError(
+                f"key_norm.gains has shape {shape}; expected ({layers}, {size}) or "
+                f"({layers}, {heads * size})."
+            )
+    if rotary is not None:
+        width = rotary.tables[0].shape[1]
+        if len(rotary.tables) != layers or width % 2 or not 0 < width <= size:
+            raise ValueError(
+                f"rotary has {len(rotary.tables)} tables of width {width}; expected {layers}, of "
+                f"an even width up to {size}."
+            )
+    scaled = caches.key_scales is not None and caches.value_scales is not None
+    if caches.keys[0].dtype in EIGHT_BITS and not scaled:
+        raise ValueError("caches of 8 bits need key_scales and value_scales.")
