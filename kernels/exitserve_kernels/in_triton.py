@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+ROWS = 256
+"""Rows of a sequence whose pairs have coefficients at once in backward: [B, ROWS, T] float32."""
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in Triton's interpreter, on a CPU."""
@@ -34,3 +41,64 @@ def narrowed(x, dtype: tl.constexpr):
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
     return x.to(dtype)
+
+
+@triton.jit
+def arccos(x):
+    """The angle in 0..pi of a cosine in -1..1, off by at most 2.2e-7; no libdevice needed.
+
+    asin(r) = r + r^3 P(r^2), P fitted here on r <= 1/2 (the fit alone is off by 1.6e-9). Beyond,
+    arccos(|x|) = 2 asin(sqrt((1 - |x|) / 2)), whose argument has no rounding error near 1.
+    """
+    outer = tl.abs(x) > 0.5
+    square = tl.where(outer, 0.5 - 0.5 * tl.abs(x), x * x)
+    root = tl.where(outer, tl.sqrt_rn(square), x)
+    series = 0.04376305985618546 * square + 0.023142273294909553
+    series = series * square + 0.04570778987830207
+    series = series * square + 0.07493077161384654
+    series = series * square + 0.1666682153034376
+    rest = root * (square * series)
+    # pi / 2 is the first number less the second: one float32 is 4.4e-8 off.
+    turned = 1.5707963705062866 - (root + (rest + 4.371139000186241e-08))
+    return tl.where(outer, 2.0 * tl.where(x < 0.0, turned, root + rest), turned)
+
+
+@triton.jit
+def inner_products(vectors, first, second, tokens, width, stride, step, BLOCK_D: tl.constexpr):
+    """[M, N] float32: the products of tokens `first` [M] with `second` [N]; 0 beyond `tokens`.
+
+    `vectors` points at one sequence [T, D] with these strides.
+    """
+    first_at = vectors + first.to(tl.int64)[:, None] * stride
+    second_at = vectors + second.to(tl.int64)[:, None] * stride
+    total = tl.zeros([first.shape[0], second.shape[0]], dtype=tl.float32)
+    for start in range(0, width, BLOCK_D):
+        place = start + tl.arange(0, BLOCK_D)[None, :]
+        a = tl.load(first_at + place * step, (first < tokens)[:, None] & (place < width), 0.0)
+        b = tl.load(second_at + place * step, (second < tokens)[:, None] & (place < width), 0.0)
+        total = dot(a, tl.trans(b), total)
+    return total
+
+
+def sums_over_pairs(
+    coefficients: Callable[[int, int], Tensor], vectors: Tensor, counted: Tensor
+) -> Tensor:
+    """sum over j of c_ij v_j for every token i: [B, T, D] in the vectors' type.
+
+    The coefficients come from a kernel, `ROWS` rows at a time; the product is PyTorch's, in
+    float32: D / 4 operations a byte of the coefficients, so writing them costs next to nothing.
+
+    Args:
+        coefficients: gives c_ij of the rows from start to stop, [B, stop - start, T] float32.
+        vectors: [B, T, D].
+        counted: bool [B, T]; where it is False the coefficients are 0 and the vector may be NaN.
+    """
+    tokens = vectors.shape[1]
+    wide = vectors.float().masked_fill(~counted[..., None], 0.0)
+    sums = torch.empty_like(wide)
+    # In bfloat16 these sums, in which the vectors' common part cancels, would have no digits.
+    with torch.autocast(vectors.device.type, enabled=False):
+        for start in range(0, tokens, ROWS):
+            stop = min(start + ROWS, tokens)
+            sums[:, start:stop] = coefficients(start, stop) @ wide
+    return sums.to(vectors.dtype)

@@ -1,0 +1,216 @@
+"""SimReg's log-sum-exps in Triton: tiles of similarities that live in registers.
+
+`_sums` is one program a tile of tokens: it goes over all tiles of their sequence with a running
+greatest score and a running sum. `_coefficients` computes the tiles again in backward, a few
+rows at a time. No atomics: the same input gives the same bits.
+
+Shapes: B sequences, T tokens, D components.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from exitserve_kernels.ahead_of_time import Variant
+from exitserve_kernels.in_triton import inner_products, sums_over_pairs
+
+TILE = 64
+"""Tokens a side of a tile."""
+TILE_D = 32
+
+
+@triton.jit
+def _taken_in(top, total, scores):
+    """The running greatest and the running sum of exp(score - greatest), with more scores."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # -inf - -inf is NaN: where nothing is chosen yet, all powers are to be 0.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    # NaN may vanish from the greatest, but never from this sum.
+    powers = tl.sum(tl.exp(scores - base[:, None]), axis=1)
+    return new_top, total * tl.exp(top - base) + powers
+
+
+@triton.jit
+def _sums(
+    vectors,
+    labels,
+    negatives,
+    positives,
+    tokens,
+    width,
+    batch_stride,
+    stride,
+    step,
+    temperature,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tiles = tl.cdiv(tokens, BLOCK)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    vectors += sequence * batch_stride
+    labels += sequence * tokens
+    row = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    of_row = tl.load(labels + row, mask=row < tokens, other=-1)
+    top_other = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    top_same = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    sum_other = tl.zeros([BLOCK], dtype=tl.float32)
+    sum_same = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, tokens, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        of_column = tl.load(labels + column, mask=column < tokens, other=-1)
+        scores = inner_products(vectors, row, column, tokens, width, stride, step, BLOCK_D)
+        scores = scores / temperature
+        both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
+        same = of_row[:, None] == of_column[None, :]
+        other = tl.where(both & (same == 0), scores, float("-inf"))
+        top_other, sum_other = _taken_in(top_other, sum_other, other)
+        alike = tl.where(both & same, scores, float("-inf"))
+        top_same, sum_same = _taken_in(top_same, sum_same, alike)
+    at = sequence * tokens + row
+    # Nothing chosen: -inf + log 0 is -inf.
+    tl.store(negatives + at, top_other + tl.log(sum_other), mask=row < tokens)
+    tl.store(positives + at, top_same + tl.log(sum_same), mask=row < tokens)
+
+
+@triton.jit
+def _coefficients(
+    vectors,
+    labels,
+    negatives,
+    positives,
+    of_negatives,
+    of_positives,
+    out,
+    first,
+    rows,
+    tokens,
+    width,
+    batch_stride,
+    stride,
+    step,
+    temperature,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tiles = tl.cdiv(tokens, BLOCK)
+    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    row_tile = tl.program_id(0) // tiles
+    row_tiles = tl.cdiv(rows, BLOCK)
+    sequence = (row_tile // row_tiles).to(tl.int64)
+    place = row_tile % row_tiles * BLOCK + tl.arange(0, BLOCK)
+    # A row beyond the last is a token as well, but is not stored.
+    row = first + place
+    vectors += sequence * batch_stride
+    row_at = sequence * tokens + row
+    column_at = sequence * tokens + column
+    of_row = tl.load(labels + row_at, mask=row < tokens, other=-1)
+    of_column = tl.load(labels + column_at, mask=column < tokens, other=-1)
+    scores = inner_products(vectors, row, column, tokens, width, stride, step, BLOCK_D)
+    scores = scores / temperature
+    same = of_row[:, None] == of_column[None, :]
+
+    # What the pair adds as (i, j) and as (j, i): a positive pair is one for both, and so is a
+    # negative one.
+    row_sum = tl.where(
+        same,
+        tl.load(positives + row_at, mask=row < tokens, other=0.0)[:, None],
+        tl.load(negatives + row_at, mask=row < tokens, other=0.0)[:, None],
+    )
+    row_gradient = tl.where(
+        same,
+        tl.load(of_positives + row_at, mask=row < tokens, other=0.0)[:, None],
+        tl.load(of_negatives + row_at, mask=row < tokens, other=0.0)[:, None],
+    )
+    found = row_gradient * tl.exp(scores - row_sum)
+    column_sum = tl.where(
+        same,
+        tl.load(positives + column_at, mask=column < tokens, other=0.0)[None, :],
+        tl.load(negatives + column_at, mask=column < tokens, other=0.0)[None, :],
+    )
+    column_gradient = tl.where(
+        same,
+        tl.load(of_positives + column_at, mask=column < tokens, other=0.0)[None, :],
+        tl.load(of_negatives + column_at, mask=column < tokens, other=0.0)[None, :],
+    )
+    found += column_gradient * tl.exp(scores - column_sum)
+    # Chosen last: the sums of tokens that do not count are -inf, their gradients may be NaN.
+    both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
+    found = tl.where(both, found / temperature, 0.0)
+    out_at = out + (sequence * rows + place)[:, None] * tokens + column[None, :]
+    tl.store(out_at, found, mask=(place < rows)[:, None] & (column < tokens)[None, :])
+
+
+class _LogSums(torch.autograd.Function):
+    """`reference.log_sums`, and its gradient from tiles computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, vectors: Tensor, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        sequences, tokens, width = vectors.shape
+        negatives = torch.empty(labels.shape, dtype=torch.float32, device=vectors.device)
+        positives = torch.empty_like(negatives)
+        _sums[(sequences * triton.cdiv(tokens, TILE),)](
+            vectors,
+            labels,
+            negatives,
+            positives,
+            tokens,
+            width,
+            *vectors.stride(),
+            temperature,
+            BLOCK=TILE,
+            BLOCK_D=TILE_D,
+            num_warps=WARPS,
+        )
+        ctx.save_for_backward(vectors, labels, negatives, positives)
+        ctx.temperature = temperature
+        return negatives, positives
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_negatives: Tensor, of_positives: Tensor
+    ) -> tuple[Tensor, None, None]:
+        vectors, labels, negatives, positives = ctx.saved_tensors
+        of_negatives, of_positives = of_negatives.contiguous(), of_positives.contiguous()
+        sequences, tokens, width = vectors.shape
+
+        def coefficients(start: int, stop: int) -> Tensor:
+            rows = stop - start
+            out = negatives.new_empty((sequences, rows, tokens))
+            _coefficients[(sequences * triton.cdiv(rows, TILE) * triton.cdiv(tokens, TILE),)](
+                vectors,
+                labels,
+                negatives,
+                positives,
+                of_negatives,
+                of_positives,
+                out,
+                start,
+                rows,
+                tokens,
+                width,
+                *vectors.stride(),
+                ctx.temperature,
+                BLOCK=TILE,
+                BLOCK_D=TILE_D,
+                num_warps=WARPS,
+            )
+            return out
+
+        return sums_over_pairs(coefficients, vectors, labels >= 0), None, None
+
+
+WARPS = 8
+
+
+def log_sums(vectors: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`reference.log_sums`; at least one number in the vectors."""
+    return _LogSums.apply(vectors, labels.contiguous(), temperature)  # type: ignore[no-any-return]
