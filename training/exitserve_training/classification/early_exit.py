@@ -35,6 +35,10 @@ class Answers:
     depth: Tensor
     """int64 [B], layers run."""
 
+    def cpu(self) -> Answers:
+        """The same on the CPU."""
+        return Answers(self.classes.cpu(), self.confidence.cpu(), self.depth.cpu())
+
     @classmethod
     def joined(cls, parts: Sequence[Answers]) -> Answers:
         """The answers of several batches, in order."""

@@ -86,6 +86,8 @@ def classify(settings: Settings) -> Classified:
         examples = examples.at([int(number * step) for number in range(count)])
     model = load_model(settings.model, "class")
     model.train(False)
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
     own = own_classifiers(settings.model, model_parts(model))
     runner = EarlyExitClassifier(model, layers, own)
     order = batches(examples, settings.batch_size)
@@ -128,6 +130,7 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
         SeparateClassifiersOptions(), [*layers, parts.num_layers], parts.num_layers, parts.head
     )
     objective.load_state_dict(found)
+    objective.to(next(parts.body.parameters()).device)
     objective.train(False)
     return objective.classifiers()
 
@@ -153,22 +156,30 @@ def _rounds(
     # disable=None: no bar where the output is not a terminal.
     for number in tqdm(range(settings.repeats + 1), desc="classifying", disable=None):
         full, early = 0.0, dict.fromkeys(thresholds, 0.0)
-        for batch in inputs:
-            start = time.perf_counter()
+        for given in inputs:
+            batch = {name: tensor.to(model.device) for name, tensor in given.items()}
+            start = _now(model.device)
             with torch.inference_mode():
                 model(**batch)
-            full += time.perf_counter() - start
+            full += _now(model.device) - start
             for threshold in thresholds:
-                start = time.perf_counter()
+                start = _now(model.device)
                 said = runner(batch, threshold)
-                early[threshold] += time.perf_counter() - start
+                early[threshold] += _now(model.device) - start
                 if number == 0:
-                    rounds.answers[threshold].append(said)
+                    rounds.answers[threshold].append(said.cpu())
         if number > 0:
             rounds.full.append(full)
             for threshold, seconds in early.items():
                 rounds.early[threshold].append(seconds)
     return rounds
+
+
+def _now(device: torch.device) -> float:
+    """The time when all that was asked of a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _in_order(answers: Answers, rows: Sequence[int]) -> Answers:
