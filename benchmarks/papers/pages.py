@@ -149,9 +149,16 @@ TABLES: dict[str, Callable[[], str]] = {
     **_by_depths("aligned-images", 6),
     "aligned-sentences-exits": lambda: exits_table("aligned-sentences", THRESHOLDS),
     "aligned-images-exits": lambda: exits_table("aligned-images", THRESHOLDS),
+    "aligned-sentences-minimal": lambda: _minimal_depth("aligned-sentences", 0.99),
     "aligned-images-minimal": lambda: _minimal_depth("aligned-images", 0.99),
     "aligned-images-shifted": lambda: by_depth_table(
         "aligned-images", "shifted", "accuracy", range(1, 7), ".3f"
+    ),
+    "aligned-writing-coherence": lambda: by_depth_table(
+        "aligned-writing", "written", "coherence", range(1, 7), ".3f"
+    ),
+    "aligned-writing-diversity": lambda: by_depth_table(
+        "aligned-writing", "written", "diversity", range(1, 7), ".3f"
     ),
     "aligned-transfer-probed": lambda: by_depth_table(
         "aligned-transfer", "probed", "accuracy", range(1, 7), ".3f"

@@ -26,6 +26,8 @@ OPERATIONS = (
     "exit_check",
     "compact_rows",
     "propagate_kv",
+    "simreg",
+    "dispersion",
 )
 """Folders with a `fused` module; each has its `VARIANTS`."""
 

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.in_triton import inner_products, sums_over_pairs
 
-TILE = 64
-"""Tokens a side of a tile."""
-TILE_D = 32
+# float32 products take the most registers; these spill none on any target.
+SUMS: dict[str, int] = {"BLOCK": 64, "BLOCK_D": 16, "num_warps": 4}
+COEFFICIENTS: dict[str, int] = {"BLOCK": 64, "BLOCK_D": 16, "num_warps": 8}
 
 
 @triton.jit
@@ -156,7 +156,7 @@ class _LogSums(torch.autograd.Function):
         sequences, tokens, width = vectors.shape
         negatives = torch.empty(labels.shape, dtype=torch.float32, device=vectors.device)
         positives = torch.empty_like(negatives)
-        _sums[(sequences * triton.cdiv(tokens, TILE),)](
+        _sums[(sequences * triton.cdiv(tokens, SUMS["BLOCK"]),)](
             vectors,
             labels,
             negatives,
@@ -165,9 +165,7 @@ class _LogSums(torch.autograd.Function):
             width,
             *vectors.stride(),
             temperature,
-            BLOCK=TILE,
-            BLOCK_D=TILE_D,
-            num_warps=WARPS,
+            **SUMS,
         )
         ctx.save_for_backward(vectors, labels, negatives, positives)
         ctx.temperature = temperature
@@ -181,11 +179,12 @@ class _LogSums(torch.autograd.Function):
         vectors, labels, negatives, positives = ctx.saved_tensors
         of_negatives, of_positives = of_negatives.contiguous(), of_positives.contiguous()
         sequences, tokens, width = vectors.shape
+        block = COEFFICIENTS["BLOCK"]
 
         def coefficients(start: int, stop: int) -> Tensor:
             rows = stop - start
             out = negatives.new_empty((sequences, rows, tokens))
-            _coefficients[(sequences * triton.cdiv(rows, TILE) * triton.cdiv(tokens, TILE),)](
+            _coefficients[(sequences * triton.cdiv(rows, block) * triton.cdiv(tokens, block),)](
                 vectors,
                 labels,
                 negatives,
@@ -199,18 +198,43 @@ class _LogSums(torch.autograd.Function):
                 width,
                 *vectors.stride(),
                 ctx.temperature,
-                BLOCK=TILE,
-                BLOCK_D=TILE_D,
-                num_warps=WARPS,
+                **COEFFICIENTS,
             )
             return out
 
         return sums_over_pairs(coefficients, vectors, labels >= 0), None, None
 
 
-WARPS = 8
-
-
 def log_sums(vectors: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`reference.log_sums`; at least one number in the vectors."""
-    return _LogSums.apply(vectors, labels.contiguous(), temperature)  # type: ignore[no-any-return]
+    return _LogSums.apply(vectors, labels.contiguous(), float(temperature))  # type: ignore[no-any-return]
+
+
+def _variant(name: str, kernel: Any, kind: str, launch: dict[str, int], *extra: str) -> Variant:
+    sizes = ("tokens", "width", "batch_stride", "stride", *extra)
+    sums = ("negatives", "positives")
+    pointers = (*sums, "of_negatives", "of_positives", "out") if extra else sums
+    return Variant(
+        f"simreg {name}, {kind}",
+        kernel,
+        {
+            "vectors": f"*{kind}",
+            "labels": "*i64",
+            **dict.fromkeys(pointers, "*fp32"),
+            **dict.fromkeys(sizes, "i32:16"),
+            "temperature": "fp32",
+        },
+        # Triton makes a constant of a stride of 1.
+        {"step": 1, "BLOCK": launch["BLOCK"], "BLOCK_D": launch["BLOCK_D"]},
+        num_warps=launch["num_warps"],
+    )
+
+
+VARIANTS = [
+    variant
+    for kind in ("fp32", "bf16")
+    for variant in (
+        _variant("sums", _sums, kind, SUMS),
+        _variant("coefficients", _coefficients, kind, COEFFICIENTS, "first", "rows"),
+    )
+]

@@ -130,7 +130,7 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
         SeparateClassifiersOptions(), [*layers, parts.num_layers], parts.num_layers, parts.head
     )
     objective.load_state_dict(found)
-    objective.to(next(parts.body.parameters()).device)
+    objective.to(next(parts.layers.parameters()).device)
     objective.train(False)
     return objective.classifiers()
 
