@@ -1,0 +1,212 @@
+"""Classifiers trained with one classifier for all layers: what is learnt, kept and refused."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from exitserve.checkpoint import read_multi_exit
+from exitserve.errors import ExitServeError
+from exitserve_training.classification.early_exit import EarlyExitClassifier
+from exitserve_training.classification.inputs import encoder
+from exitserve_training.classification.labelled import (
+    Examples,
+)
+from exitserve_training.models import load_model
+
+Build = Callable[..., dict[str, Any]]
+Trained = Callable[[Path, dict[str, Any]], Path]
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+
+BERT = {
+    "architecture": "bert",
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+VIT = {
+    "architecture": "vit",
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+TRAINING = {
+    "max_steps": 80,
+    "per_device_train_batch_size": 16,
+    "learning_rate": 3e-3,
+    "logging_steps": 20,
+    "disable_tqdm": True,
+}
+
+
+def test_every_layer_learns_to_say_the_class(text_model: Path, image_model: Path) -> None:
+    for folder in (text_model, image_model):
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        assert report["says"] == "class"
+        for depth in ("1", "2", "3"):
+            # The task is one word, or one colour: even the first layer can tell.
+            assert report["layers"][depth]["accuracy"] > 0.9, (folder, depth)
+            assert report["layers"][depth]["loss"] < report["initial_layers"][depth]["loss"] / 2
+        assert "| 1 of 3 |" in (folder / "report.md").read_text(encoding="utf-8")
+        block = read_multi_exit(folder)
+        assert block is not None
+        assert block.exit_layers == (1, 2)
+
+
+def test_checkpoints_are_ordinary_ones(text_model: Path, image_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(text_model)
+    model = AutoModelForSequenceClassification.from_pretrained(text_model)
+    logits = model(**tokenizer(["a good film", "the bad plot"], padding=True, return_tensors="pt"))
+    assert [model.config.id2label[int(i)] for i in logits.logits.argmax(-1)] == ["1", "0"]
+    vision = AutoModelForImageClassification.from_pretrained(image_model)
+    assert vision.config.label2id == {"blue": 0, "green": 1, "red": 2}
+    assert json.loads((image_model / "preprocessor_config.json").read_text())["size"] == {
+        "height": 8,
+        "width": 8,
+    }
+
+
+def test_balanced_cross_entropy_finds_the_rare_class(
+    tmp_path: Path, of_texts: Build, trained: Trained
+) -> None:
+    rare = tmp_path / "rare.tsv"
+    draw = random.Random(3)
+    rows = []
+    for number in range(400):
+        is_rare = number % 20 == 0
+        # The word tells the class in four of five rows: enough for one in twenty to be given up.
+        word = "odd" if (is_rare and draw.random() < 0.8) or draw.random() < 0.1 else "even"
+        rows.append(f"{word} number {draw.randint(0, 99)}\t{'rare' if is_rare else 'usual'}")
+    rare.write_text("\n".join(["sentence\tlabel", *rows]), encoding="utf-8")
+    found = {}
+    for balanced in (False, True):
+        tree = of_texts(rare, objectives=[{"name": "ce", "balanced": balanced}], exit_layers=[1])
+        (tmp_path / str(balanced)).mkdir()
+        folder = trained(tmp_path / str(balanced), tree)
+        model = load_model(str(folder), "class")
+        model.train(False)
+        inputs = encoder(str(folder), model.config)(
+            Examples([("odd number 7", None), ("even number 7", None)], ["", ""])
+        )
+        said = EarlyExitClassifier(model, [])(inputs, 1.0).classes.tolist()
+        found[balanced] = [model.config.id2label[one] for one in said]
+    assert found == {False: ["usual", "usual"], True: ["rare", "usual"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objectives": ["simreg", "ce"]}, "objective 'simreg' is about the tokens of a sequence"),
+        ({"exit_aware": {}}, "exit_aware is for language models, not for classifiers"),
+        ({"lora": {}, "config": None, "model": "x"}, "lora is for language models"),
+        ({"config": VIT}, "a model of type 'vit' cannot be trained on data.format=labelled"),
+        ({"config": {**BERT, "architecture": "llama"}}, "texts are classified by bert"),
+    ],
+)
+def test_what_classifiers_cannot_have(
+    change: dict[str, Any],
+    message: str,
+    make_recipe: MakeRecipe,
+    reviews: Path,
+    train: Train,
+    of_texts: Build,
+) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        train(make_recipe(**of_texts(reviews, **change)))
+
+
+def test_data_that_cannot_be_read(
+    tmp_path: Path, make_recipe: MakeRecipe, train: Train, of_texts: Build, of_images: Build
+) -> None:
+    one_class = tmp_path / "one.tsv"
+    one_class.write_text("sentence\tlabel\na\t1\nb\t1\nc\t1\n")
+    with pytest.raises(ExitServeError, match="all rows have the class '1'"):
+        train(make_recipe(**of_texts(one_class)))
+    gap = tmp_path / "gap.tsv"
+    gap.write_text("sentence\tlabel\na\t1\nb\t\n")
+    with pytest.raises(ExitServeError, match=r"gap.tsv', row 2: its text or its class is missing"):
+        train(make_recipe(**of_texts(gap)))
+    (tmp_path / "cats").mkdir()
+    with pytest.raises(ExitServeError, match="has no images in folders of their classes"):
+        train(make_recipe(**of_images(tmp_path)))
+    (tmp_path / "cats" / "1.png").write_text("no image")
+    (tmp_path / "dogs").mkdir()
+    for number in range(9):
+        Image.new("RGB", (8, 8)).save(tmp_path / "dogs" / f"{number}.png")
+        Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"1{number}.png")
+    with pytest.raises(ExitServeError, match=r"cats/1.png' is no image that can be read"):
+        train(make_recipe(**of_images(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_a_resumed_run_makes_the_same_steps(
+    kind: str,
+    make_recipe: MakeRecipe,
+    reviews: Path,
+    images: Path,
+    train: Train,
+    tmp_path: Path,
+    of_texts: Build,
+    of_images: Build,
+) -> None:
+    steps = {**TRAINING, "max_steps": 7, "save_steps": 3, "save_total_limit": 5}
+    tree = of_texts(reviews) if kind == "texts" else of_images(images)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        assert train(make_recipe(**{**tree, "output_dir": str(folder), "training": steps})) == 0
+    for checkpoint in parts.glob("checkpoint-*"):
+        if checkpoint.name != "checkpoint-3":
+            for file in checkpoint.iterdir():
+                file.unlink()
+            checkpoint.rmdir()
+    recipe = make_recipe(**{**tree, "output_dir": str(parts), "training": steps})
+    assert train(recipe, "resume=true") == 0
+    mine, truth = (load_file(folder / "model.safetensors") for folder in (parts, whole))
+    assert mine.keys() == truth.keys()
+    assert all(torch.equal(mine[name], truth[name]) for name in truth)
+
+
+def test_the_best_checkpoint_is_taken_back(
+    images: Path, make_recipe: MakeRecipe, train: Train, tmp_path: Path, of_images: Build
+) -> None:
+    steps = {**TRAINING, "max_steps": 6, "save_steps": 2, "eval_steps": 2, "save_total_limit": 5}
+    # The loss falls, so that the greatest is not the last.
+    steps |= {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}
+    recipe = make_recipe(**of_images(images, training=steps, output_dir=str(tmp_path / "out")))
+    assert train(recipe) == 0
+    state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"])
+    assert best.name != "checkpoint-6"
+    mine, truth = (load_file(one / "model.safetensors") for one in (tmp_path / "out", best))
+    assert all(torch.equal(mine[name], truth[name]) for name in truth)
+
+
+def test_another_task_begins_with_a_new_classifier(
+    text_model: Path, reviews: Path, tmp_path: Path, of_texts: Build, trained: Trained
+) -> None:
+    other = tmp_path / "three.tsv"
+    rows = reviews.read_text().splitlines()[1:100]
+    kinds = [f"{row.split(chr(9))[0]}\t{'abc'[n % 3]}" for n, row in enumerate(rows)]
+    other.write_text("\n".join(["sentence\tlabel", *kinds]), encoding="utf-8")
+    tree = of_texts(other, config=None, model=str(text_model), tokenizer=None)
+    folder = trained(tmp_path, {**tree, "training": {**TRAINING, "max_steps": 1}})
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert list(model.config.id2label.values()) == ["a", "b", "c"]
