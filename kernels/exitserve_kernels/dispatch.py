@@ -18,6 +18,7 @@ VARIABLE = "EXITSERVE_KERNELS"
 _log = logging.getLogger("exitserve.kernels")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def choose(operation: str, device: torch.device, asked: Asked = "auto") -> Form:
     """Returns the form of an operation for tensors on a device; logs each choice once.
 

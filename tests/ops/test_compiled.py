@@ -1,0 +1,74 @@
+"""Operations inside `torch.compile`: one graph, and the same numbers."""
+
+import pytest
+import torch
+
+from exitserve_kernels import Batch, Caches, FinalNorm, KeyNorm, Rotary, compact_rows, exit_check
+from exitserve_kernels.dispatch import Form
+from exitserve_kernels.propagate_kv import fill
+
+
+@pytest.fixture
+def form(device: torch.device) -> Form:
+    """On a GPU the kernels; the compiler makes nothing of the interpreter's."""
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def test_exit_check(device: torch.device, form: Form) -> None:
+    weight, thresholds = torch.randn(300, 32, device=device), torch.rand(4, device=device)
+    norm = FinalNorm(torch.ones(32, device=device), 1e-6)
+
+    def check(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return exit_check(states * 2.0, weight, thresholds, norm=norm, implementation=form)
+
+    states = torch.randn(4, 32, device=device)
+    for one, other in zip(torch.compile(check, fullgraph=True)(states), check(states), strict=True):
+        # Compiled sums run in another order.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_propagate_kv(device: torch.device, form: Form) -> None:
+    options = {
+        "key_norm": KeyNorm(torch.rand(2, 8, device=device), 1e-5),
+        "rotary": Rotary([torch.rand(10, 8, device=device)] * 2),
+    }
+    positions, slots = torch.tensor([1, 5, 7]), torch.tensor([0, 9, 2])
+    projected = torch.randn(3, 2, 2, 16, device=device)
+    filled = []
+    for compiled in (False, True):
+        caches = Caches(*(list(torch.zeros(2, 4, 4, 2, 8, device=device)) for _ in range(2)))
+
+        def write(projected: torch.Tensor, caches: Caches = caches) -> None:
+            fill(
+                projected * 2.0,
+                positions.to(device),
+                slots.to(device),
+                caches,
+                implementation=form,
+                **options,
+            )
+
+        (torch.compile(write, fullgraph=form == "triton") if compiled else write)(projected)
+        filled.append([*caches.keys, *caches.values])
+    for one, other in zip(*filled, strict=True):
+        assert one.count_nonzero()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU it waits for its rows")
+def test_compact_rows(device: torch.device) -> None:
+    batch = Batch(
+        states=torch.randn(4, 8, device=device),
+        positions=torch.arange(4, device=device),
+        slots=torch.arange(4, device=device),
+        starts=torch.arange(5, dtype=torch.int32, device=device),
+        lengths=torch.ones(4, dtype=torch.int32, device=device),
+        blocks=torch.zeros(4, 2, dtype=torch.int32, device=device),
+    )
+
+    def compact(exits: torch.Tensor) -> torch.Tensor:
+        return compact_rows(exits, batch, implementation="triton").batch.states
+
+    exits = torch.tensor([True, False, False, True], device=device)
+    compiled = torch.compile(compact, fullgraph=True)(exits)
+    assert torch.equal(compiled, compact(exits))
