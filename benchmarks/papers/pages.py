@@ -148,7 +148,11 @@ TABLES: dict[str, Callable[[], str]] = {
     **_by_depths("aligned-sentences", 6),
     **_by_depths("aligned-images", 6),
     "aligned-sentences-exits": lambda: exits_table("aligned-sentences", THRESHOLDS),
-    "aligned-images-exits": lambda: exits_table("aligned-images", THRESHOLDS),
+    "aligned-images-exits": lambda: exits_table(
+        "aligned-images",
+        ("0.3", "0.4", "0.5", "0.6"),
+        ("plain", "aligned", "separate classifiers"),
+    ),
     "aligned-sentences-minimal": lambda: _minimal_depth("aligned-sentences", 0.99),
     "aligned-images-minimal": lambda: _minimal_depth("aligned-images", 0.99),
     "aligned-images-shifted": lambda: by_depth_table(

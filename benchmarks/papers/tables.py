@@ -98,7 +98,7 @@ def by_depth_table(study: str, group: str, key: str, depths: Sequence[int], form
     return numbers_table(study, columns, having)
 
 
-def exits_table(study: str, thresholds: Sequence[str]) -> str:
+def exits_table(study: str, thresholds: Sequence[str], only: Sequence[str] = ()) -> str:
     """Accuracy and depth speedup at some thresholds, and the full model's accuracy."""
     columns: list[Column] = [("full, %", lambda run: 100 * run["full_accuracy"], ".1f")]
     for one in thresholds:
@@ -106,7 +106,7 @@ def exits_table(study: str, thresholds: Sequence[str]) -> str:
             (f"τ {one}: %", lambda run, one=one: 100 * run["exits"][one]["accuracy"], ".1f"),
             (f"τ {one}: depth speedup", at("exits", one, "depth_speedup"), ".2f"),
         ]
-    return numbers_table(study, columns)
+    return numbers_table(study, columns, only)
 
 
 def steps_to(curve: Mapping[str, float], loss: float) -> float:
