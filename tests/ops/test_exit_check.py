@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exitserve.confidence import exit_mask, max_prob
 from exitserve_kernels import ExitCheck, FinalNorm, exit_check, finish, join, summarise_slice
 from exitserve_kernels.exit_check import CRITERIA
 from exitserve_kernels.exit_check.reference import Head
@@ -195,6 +196,27 @@ def test_tokens_masked_with_minus_infinity_add_nothing(form: Any, device: torch.
     )
     assert nothing.confidence.isnan().all()
     assert not nothing.exits.any()
+
+
+@pytest.mark.parametrize("form", ["triton", "torch"])
+def test_the_engines_own_arithmetic_says_the_same(form: Any, device: torch.device) -> None:
+    states, weight, thresholds = inputs((30, 48, 260), torch.float32, device)
+    end_ids = torch.tensor([3, 200], device=device)
+    ends = torch.zeros(260, dtype=torch.bool, device=device)
+    ends[end_ids] = True
+    states[7] = weight[200] * 9  # one that ends the text
+    found = exit_check(
+        states,
+        weight,
+        thresholds,
+        ends=ends,
+        end_thresholds=(1 + thresholds) / 2,
+        implementation=form,
+    )
+    confidence, ending = max_prob(states @ weight.T, end_ids)
+    torch.testing.assert_close(found.confidence, confidence, rtol=1e-5, atol=1e-6)
+    assert ending[7]
+    assert torch.equal(found.exits, exit_mask(confidence, ending, thresholds, (1 + thresholds) / 2))
 
 
 def test_thresholds_at_both_ends(device: torch.device) -> None:
