@@ -72,7 +72,7 @@ def writing(data: list[str]) -> Study:
             "max_position_embeddings": 256,
         }
         masked = {**recipe, "config": config, "objectives": ["ce"], "exit_layers": []}
-        return train_quietly(masked, Path(home.name) / "reader", 0, max_steps=1500)
+        return train_quietly(masked, Path(home.name) / "reader", 0, max_steps=800)
 
     variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in ("plain", "aligned")}
     return _study("aligned-writing", variants, measure)

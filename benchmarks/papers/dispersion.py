@@ -19,7 +19,7 @@ from decoders import Recipe, decoder
 from study import Run, Study, seeds_of, study_command, train_quietly
 
 SIZES = {"4 layers, D = 64": (4, 64), "6 layers, D = 128": (6, 128), "8 layers, D = 192": (8, 192)}
-STEPS = 300
+STEPS = 200
 SAVED = 50
 """A checkpoint each so many steps is measured."""
 
@@ -70,7 +70,7 @@ def _gpt2(novels: list[str], objectives: list[Any], layers: int, hidden: int) ->
         "num_attention_heads": hidden // 32,
         "max_position_embeddings": 256,
     }
-    recipe["training"] = {**recipe["training"], "max_steps": STEPS, "warmup_steps": 30}
+    recipe["training"] = {**recipe["training"], "max_steps": STEPS, "warmup_steps": 20}
     return recipe
 
 

@@ -104,7 +104,7 @@ def writing(folder: Path, texts: Sequence[str], reader: Path) -> Measured:
         rows=8,
         samples=500,
         length=128,
-        prompts=16,
+        prompts=12,
         prompt_tokens=32,
         new_tokens=64,
         sentence_model=str(reader),

@@ -49,7 +49,7 @@ OF_GPT2: list[Column] = [
     ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
     ("Spearman's rho", at("spearman"), ".2f"),
 ]
-ALONG = ("0", "50", "100", "200", "300")
+ALONG = ("0", "50", "100", "150", "200")
 GRID = ("simreg-grid", "plain")
 
 

@@ -64,7 +64,7 @@ def arccos(x):
 
 
 @triton.jit
-def inner_products(vectors, first, second, tokens, width, stride, step, BLOCK_D: tl.constexpr):
+def inner_products(vectors, first, second, tokens, width, stride, step, block_d: tl.constexpr):
     """[M, N] float32: the products of tokens `first` [M] with `second` [N]; 0 beyond `tokens`.
 
     `vectors` points at one sequence [T, D] with these strides.
@@ -72,8 +72,8 @@ def inner_products(vectors, first, second, tokens, width, stride, step, BLOCK_D:
     first_at = vectors + first.to(tl.int64)[:, None] * stride
     second_at = vectors + second.to(tl.int64)[:, None] * stride
     total = tl.zeros([first.shape[0], second.shape[0]], dtype=tl.float32)
-    for start in range(0, width, BLOCK_D):
-        place = start + tl.arange(0, BLOCK_D)[None, :]
+    for start in range(0, width, block_d):
+        place = start + tl.arange(0, block_d)[None, :]
         a = tl.load(first_at + place * step, (first < tokens)[:, None] & (place < width), 0.0)
         b = tl.load(second_at + place * step, (second < tokens)[:, None] & (place < width), 0.0)
         total = dot(a, tl.trans(b), total)
@@ -94,11 +94,13 @@ def sums_over_pairs(
         counted: bool [B, T]; where it is False the coefficients are 0 and the vector may be NaN.
     """
     tokens = vectors.shape[1]
-    wide = vectors.float().masked_fill(~counted[..., None], 0.0)
+    absent = ~counted[..., None]
+    wide = vectors.float().masked_fill(absent, 0.0)
     sums = torch.empty_like(wide)
     # In bfloat16 these sums, in which the vectors' common part cancels, would have no digits.
     with torch.autocast(vectors.device.type, enabled=False):
         for start in range(0, tokens, ROWS):
             stop = min(start + ROWS, tokens)
             sums[:, start:stop] = coefficients(start, stop) @ wide
-    return sums.to(vectors.dtype)
+    # 0 times NaN, where another token has one.
+    return sums.masked_fill_(absent, 0.0).to(vectors.dtype)

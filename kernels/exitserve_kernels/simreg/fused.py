@@ -20,9 +20,15 @@ from torch.autograd.function import once_differentiable
 from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.in_triton import inner_products, sums_over_pairs
 
-# float32 products take the most registers; these spill none on any target.
-SUMS: dict[str, int] = {"BLOCK": 64, "BLOCK_D": 16, "num_warps": 4}
-COEFFICIENTS: dict[str, int] = {"BLOCK": 64, "BLOCK_D": 16, "num_warps": 8}
+BLOCK = 64
+"""Tokens a side of a tile. float32 products, which take the most registers, spill none of them
+on any target with these sizes."""
+BLOCK_D = 16
+"""The same of both kernels: scores in backward are then the same bits as in forward. Were they
+rounded otherwise, a token's shares exp(s - log sum) would not sum to 1, and at temperature 0.05
+the gradient would err 2.5 times as much."""
+SUMS_WARPS = 4
+COEFFICIENTS_WARPS = 8
 
 
 @triton.jit
@@ -79,6 +85,13 @@ def _sums(
 
 
 @triton.jit
+def _of_kind(same, negatives, positives, at, inside):
+    """A token's number for each of its pairs: one for its negative ones, one for its positive."""
+    negative = tl.load(negatives + at, mask=inside, other=0.0)
+    return tl.where(same, tl.load(positives + at, mask=inside, other=0.0), negative)
+
+
+@triton.jit
 def _coefficients(
     vectors,
     labels,
@@ -115,30 +128,13 @@ def _coefficients(
     scores = scores / temperature
     same = of_row[:, None] == of_column[None, :]
 
-    # What the pair adds as (i, j) and as (j, i): a positive pair is one for both, and so is a
-    # negative one.
-    row_sum = tl.where(
-        same,
-        tl.load(positives + row_at, mask=row < tokens, other=0.0)[:, None],
-        tl.load(negatives + row_at, mask=row < tokens, other=0.0)[:, None],
-    )
-    row_gradient = tl.where(
-        same,
-        tl.load(of_positives + row_at, mask=row < tokens, other=0.0)[:, None],
-        tl.load(of_negatives + row_at, mask=row < tokens, other=0.0)[:, None],
-    )
-    found = row_gradient * tl.exp(scores - row_sum)
-    column_sum = tl.where(
-        same,
-        tl.load(positives + column_at, mask=column < tokens, other=0.0)[None, :],
-        tl.load(negatives + column_at, mask=column < tokens, other=0.0)[None, :],
-    )
-    column_gradient = tl.where(
-        same,
-        tl.load(of_positives + column_at, mask=column < tokens, other=0.0)[None, :],
-        tl.load(of_negatives + column_at, mask=column < tokens, other=0.0)[None, :],
-    )
-    found += column_gradient * tl.exp(scores - column_sum)
+    # What the pair adds as (i, j) and as (j, i).
+    at, inside = row_at[:, None], (row < tokens)[:, None]
+    total = _of_kind(same, negatives, positives, at, inside)
+    found = _of_kind(same, of_negatives, of_positives, at, inside) * tl.exp(scores - total)
+    at, inside = column_at[None, :], (column < tokens)[None, :]
+    total = _of_kind(same, negatives, positives, at, inside)
+    found += _of_kind(same, of_negatives, of_positives, at, inside) * tl.exp(scores - total)
     # Chosen last: the sums of tokens that do not count are -inf, their gradients may be NaN.
     both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
     found = tl.where(both, found / temperature, 0.0)
@@ -156,7 +152,7 @@ class _LogSums(torch.autograd.Function):
         sequences, tokens, width = vectors.shape
         negatives = torch.empty(labels.shape, dtype=torch.float32, device=vectors.device)
         positives = torch.empty_like(negatives)
-        _sums[(sequences * triton.cdiv(tokens, SUMS["BLOCK"]),)](
+        _sums[(sequences * triton.cdiv(tokens, BLOCK),)](
             vectors,
             labels,
             negatives,
@@ -165,7 +161,9 @@ class _LogSums(torch.autograd.Function):
             width,
             *vectors.stride(),
             temperature,
-            **SUMS,
+            BLOCK=BLOCK,
+            BLOCK_D=BLOCK_D,
+            num_warps=SUMS_WARPS,
         )
         ctx.save_for_backward(vectors, labels, negatives, positives)
         ctx.temperature = temperature
@@ -173,18 +171,15 @@ class _LogSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, of_negatives: Tensor, of_positives: Tensor
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, of_negatives: Tensor, of_positives: Tensor) -> tuple[Tensor, None, None]:
         vectors, labels, negatives, positives = ctx.saved_tensors
         of_negatives, of_positives = of_negatives.contiguous(), of_positives.contiguous()
         sequences, tokens, width = vectors.shape
-        block = COEFFICIENTS["BLOCK"]
 
         def coefficients(start: int, stop: int) -> Tensor:
             rows = stop - start
             out = negatives.new_empty((sequences, rows, tokens))
-            _coefficients[(sequences * triton.cdiv(rows, block) * triton.cdiv(tokens, block),)](
+            _coefficients[(sequences * triton.cdiv(rows, BLOCK) * triton.cdiv(tokens, BLOCK),)](
                 vectors,
                 labels,
                 negatives,
@@ -198,7 +193,9 @@ class _LogSums(torch.autograd.Function):
                 width,
                 *vectors.stride(),
                 ctx.temperature,
-                **COEFFICIENTS,
+                BLOCK=BLOCK,
+                BLOCK_D=BLOCK_D,
+                num_warps=COEFFICIENTS_WARPS,
             )
             return out
 
@@ -207,10 +204,10 @@ class _LogSums(torch.autograd.Function):
 
 def log_sums(vectors: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """`reference.log_sums`; at least one number in the vectors."""
-    return _LogSums.apply(vectors, labels.contiguous(), float(temperature))  # type: ignore[no-any-return]
+    return _LogSums.apply(vectors, labels.contiguous(), float(temperature))
 
 
-def _variant(name: str, kernel: Any, kind: str, launch: dict[str, int], *extra: str) -> Variant:
+def _variant(name: str, kernel: Any, kind: str, warps: int, *extra: str) -> Variant:
     sizes = ("tokens", "width", "batch_stride", "stride", *extra)
     sums = ("negatives", "positives")
     pointers = (*sums, "of_negatives", "of_positives", "out") if extra else sums
@@ -225,8 +222,8 @@ def _variant(name: str, kernel: Any, kind: str, launch: dict[str, int], *extra: 
             "temperature": "fp32",
         },
         # Triton makes a constant of a stride of 1.
-        {"step": 1, "BLOCK": launch["BLOCK"], "BLOCK_D": launch["BLOCK_D"]},
-        num_warps=launch["num_warps"],
+        {"step": 1, "BLOCK": BLOCK, "BLOCK_D": BLOCK_D},
+        num_warps=warps,
     )
 
 
@@ -234,7 +231,7 @@ VARIANTS = [
     variant
     for kind in ("fp32", "bf16")
     for variant in (
-        _variant("sums", _sums, kind, SUMS),
-        _variant("coefficients", _coefficients, kind, COEFFICIENTS, "first", "rows"),
+        _variant("sums", _sums, kind, SUMS_WARPS),
+        _variant("coefficients", _coefficients, kind, COEFFICIENTS_WARPS, "first", "rows"),
     )
 ]

@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve.errors import ExitServeError
+from exitserve_kernels.dispatch import choose
+from exitserve_kernels.simreg import log_sums
 from exitserve_training.losses.pairs import (
+    FAR,
     ZERO,
     check_temperature,
     counted_vectors,
@@ -173,13 +176,27 @@ def _token_losses(
         columns = counted[:, None, :]
         return log_sum(scores, ~same & columns) - log_sum(scores, same & columns)
 
-    log_ratio = row_losses(log_ratios, labels.shape[1])
+    if vectors.dtype == torch.float32 and choose("simreg", vectors.device) == "triton":
+        log_ratio = _fused_log_ratios(vectors, labels, counted, temperature)
+    else:
+        log_ratio = row_losses(log_ratios, labels.shape[1])
     negatives = counted.sum(dim=1, keepdim=True) - positives
     if grouping == "mean":
         sizes = torch.stack([positives, negatives]).clamp(min=1).to(log_ratio.dtype).log()
         log_ratio = log_ratio + sizes[0] - sizes[1]
     contributes = counted & (negatives > 0)
     return functional.softplus(log_ratio).masked_fill(~contributes, 0.0)
+
+
+def _fused_log_ratios(
+    vectors: Tensor, labels: Tensor, counted: Tensor, temperature: float
+) -> Tensor:
+    """L_i [B, T] from the kernels; arguments as in `_token_losses`."""
+    # Any number but -100 may be a label; to the kernels, negative ones do not count.
+    keys = (labels - labels.amin()).long().masked_fill(~counted, -1)
+    negatives, positives = log_sums(vectors, keys, temperature)
+    # -inf, the sum of no pair: -inf - -inf would be NaN.
+    return negatives.clamp(min=FAR) - positives.clamp(min=FAR)
 
 
 def _token_weights(

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from exitserve.errors import ExitServeError
+from exitserve_kernels.dispatch import choose
+from exitserve_kernels.dispersion import log_sum
 from exitserve_training.losses.measures import LARGEST, prepared
 from exitserve_training.losses.tokens import (
     SHORTEST,
@@ -72,7 +74,12 @@ def dispersion(
         logits = -_angles(units, start) / temperature
         return _log_sum_exp(logits, _pairs(counted, start))
 
-    parts = _blocks(block, unit_vectors(states), counted)
+    units = unit_vectors(states)
+    if units.dtype == torch.float32 and choose("dispersion", units.device) == "triton":
+        # The kernel's sum has each pair twice, as (i, j) and as (j, i).
+        parts = log_sum(units, counted, temperature)[:, None] - math.log(2.0)
+    else:
+        parts = _blocks(block, units, counted)
     pairs = _pair_count(counted)
     return reduced(_log_mean_exp(parts, pairs), pairs > 0, reduction)
 
