@@ -69,11 +69,18 @@ def test_a_study_goes_on_where_it_stopped(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    study = script("study")
+    study, measures = script("study"), script("measures")
     measured = []
 
     def measure(folder: Path) -> dict[str, Any]:
         measured.append(folder)
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        along = measures.curve(folder)
+        assert along["loss"] == pytest.approx(report["last_layer"]["loss"], abs=1e-4)
+        assert list(along["curve"]) == ["0", "1", "2"]
+        states = measures.spread_of_states(folder, [str(text_file)], rows=2)["states"]
+        assert list(states) == ["1", "2"]
+        assert all(1.0 <= one["effective_rank"] <= 32.0 for one in states.values())
         return {"kept": len(measured)}
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -81,7 +88,12 @@ def test_a_study_goes_on_where_it_stopped(
         "config": {"architecture": "llama", "num_hidden_layers": 2, **sizes},
         "tokenizer": {"train_bpe": {"vocab_size": 300}},
         "data": {"files": [str(text_file)], "sequence_length": 32, "validation_blocks": 4},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 2},
+        "training": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        },
     }
     runs = [study.Run("plain", seed, recipe, measure) for seed in (0, 1)]
     study.Study("small", runs[:1], tmp_path).go_on()
