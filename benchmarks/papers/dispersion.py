@@ -76,7 +76,7 @@ def _gpt2(novels: list[str], objectives: list[Any], layers: int, hidden: int) ->
 
 def _along(name: str, seed: int, recipe: Recipe, texts: list[str]) -> Run:
     """A run whose states are measured as it begins, at each checkpoint, and at its end."""
-    saving = {"save_strategy": "steps", "save_steps": SAVED, "save_only_model": True}
+    saving = {"save_strategy": "steps", "save_steps": SAVED, "save_total_limit": STEPS // SAVED}
     saved: Recipe = {**recipe, "training": {**recipe["training"], **saving}}
 
     def measure(folder: Path) -> dict[str, Any]:

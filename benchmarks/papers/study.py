@@ -78,13 +78,12 @@ class Study:
             f"{self.name}: {len(missing)} of {len(self.runs)} runs to make, about "
             f"{_minutes(_estimate(missing))} on this machine"
         )
-        started, steps = time.perf_counter(), 0
+        started = time.perf_counter()
         for number, run in enumerate(missing, start=1):
             self.found[run.name] = _made(run)
             self._write()
-            steps += run.steps
-            left = sum(one.steps for one in missing[number:])
-            seconds = (time.perf_counter() - started) / steps * left
+            # By the run: what is measured of one takes its time too, however few its steps.
+            seconds = (time.perf_counter() - started) / number * (len(missing) - number)
             console.print(
                 f"{self.name}: {run.name} done ({number} of {len(missing)}), "
                 f"about {_minutes(seconds)} left"
@@ -155,8 +154,9 @@ def _made(run: Run) -> Measured:
 
 
 def _estimate(runs: Sequence[Run]) -> float:
-    """Seconds that the runs will take, from a few steps of the first one."""
-    first, short = runs[0], {"max_steps": PROBE_STEPS, "warmup_steps": 0}
+    """Seconds that the runs will take, from a few steps of the longest one; measuring aside."""
+    first = max(runs, key=lambda run: run.steps)
+    short = {"max_steps": PROBE_STEPS, "warmup_steps": 0}
     with tempfile.TemporaryDirectory() as folder:
         # The first imports and compiles what all later ones have.
         train_quietly(first.recipe, Path(folder) / "first", 0, **{**short, "max_steps": 1})
