@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from exitserve.report import machine, markdown_table, versions
-from exitserve_kernels import Batch, Caches, FinalNorm, KeyNorm, Rotary, compact_rows, exit_check
+from exitserve_kernels.compact_rows import Batch, compact_rows
 from exitserve_kernels.dispatch import can_run_triton
-from exitserve_kernels.propagate_kv import fill
+from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 7

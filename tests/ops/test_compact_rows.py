@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exitserve_kernels import Batch, Compacted, compact_rows
+from exitserve_kernels.compact_rows import Batch, Compacted, compact_rows
 from exitserve_kernels.testing import poisoned_allocations
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from exitserve_kernels import Batch, Caches, FinalNorm, KeyNorm, Rotary, compact_rows, exit_check
+from exitserve_kernels.compact_rows import Batch, compact_rows
 from exitserve_kernels.dispatch import Form
-from exitserve_kernels.propagate_kv import fill
+from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 
 @pytest.fixture

@@ -10,8 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exitserve.confidence import exit_mask, max_prob
-from exitserve_kernels import ExitCheck, FinalNorm, exit_check, finish, join, summarise_slice
-from exitserve_kernels.exit_check import CRITERIA
+from exitserve_kernels.exit_check import (
+    CRITERIA,
+    ExitCheck,
+    FinalNorm,
+    exit_check,
+    finish,
+    join,
+    summarise_slice,
+)
 from exitserve_kernels.exit_check.reference import Head
 from exitserve_kernels.testing import assert_no_worse, poisoned_allocations
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve_kernels import Caches, KeyNorm, Rotary
-from exitserve_kernels.propagate_kv import fill, normalised
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill, normalised
 from exitserve_kernels.testing import assert_no_worse, error
 
 BLOCKS, BLOCK_SIZE, LAYERS = 7, 4, 3
