@@ -104,3 +104,14 @@ def sums_over_pairs(
             sums[:, start:stop] = coefficients(start, stop) @ wide
     # 0 times NaN, where another token has one.
     return sums.masked_fill_(absent, 0.0).to(vectors.dtype)
+
+
+@triton.jit
+def taken_in(top, total, scores):
+    """The running greatest and the running sum of exp(score - greatest), with more scores."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # -inf - -inf is NaN: where nothing is chosen yet, all powers are to be 0.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    # NaN may vanish from the greatest, but never from this sum.
+    powers = tl.sum(tl.exp(scores - base[:, None]), axis=1)
+    return new_top, total * tl.exp(top - base) + powers

@@ -56,7 +56,9 @@ def test_propagate_kv(device: torch.device, form: Form) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU it waits for its rows")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: only the kernel compiles whole"
+)
 def test_compact_rows(device: torch.device) -> None:
     batch = Batch(
         states=torch.randn(4, 8, device=device),

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.dispersion.reference import MARGIN
-from exitserve_kernels.in_triton import arccos, inner_products, sums_over_pairs
+from exitserve_kernels.in_triton import arccos, inner_products, sums_over_pairs, taken_in
 
 BLOCK = 64
 """Tokens a side of a tile. float32 products, which take the most registers, spill none of them
@@ -67,13 +67,7 @@ def _sums(
         logits = arccos(_cut(cosines, MARGIN)) * scale
         chosen = row_counts[:, None] & column_counts[None, :] & (row[:, None] < column[None, :])
         logits = tl.where(chosen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, axis=1))
-        # -inf - -inf is NaN: where nothing is chosen yet, all powers are to be 0.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        # NaN may vanish from the greatest, but never from this sum.
-        powers = tl.sum(tl.exp(logits - base[:, None]), axis=1)
-        total = total * tl.exp(top - base) + powers
-        top = new_top
+        top, total = taken_in(top, total, logits)
     # Nothing chosen: -inf + log 0 is -inf.
     tl.store(sums + sequence * tokens + row, top + tl.log(total), mask=row < tokens)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from exitserve_kernels.ahead_of_time import Variant
-from exitserve_kernels.in_triton import inner_products, sums_over_pairs
+from exitserve_kernels.in_triton import inner_products, sums_over_pairs, taken_in
 
 BLOCK = 64
 """Tokens a side of a tile. float32 products, which take the most registers, spill none of them
@@ -29,17 +29,6 @@ rounded otherwise, a token's shares exp(s - log sum) would not sum to 1, and at 
 the gradient would err 2.5 times as much."""
 SUMS_WARPS = 4
 COEFFICIENTS_WARPS = 8
-
-
-@triton.jit
-def _taken_in(top, total, scores):
-    """The running greatest and the running sum of exp(score - greatest), with more scores."""
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    # -inf - -inf is NaN: where nothing is chosen yet, all powers are to be 0.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    # NaN may vanish from the greatest, but never from this sum.
-    powers = tl.sum(tl.exp(scores - base[:, None]), axis=1)
-    return new_top, total * tl.exp(top - base) + powers
 
 
 @triton.jit
@@ -75,9 +64,9 @@ def _sums(
         both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
         same = of_row[:, None] == of_column[None, :]
         other = tl.where(both & (same == 0), scores, float("-inf"))
-        top_other, sum_other = _taken_in(top_other, sum_other, other)
+        top_other, sum_other = taken_in(top_other, sum_other, other)
         alike = tl.where(both & same, scores, float("-inf"))
-        top_same, sum_same = _taken_in(top_same, sum_same, alike)
+        top_same, sum_same = taken_in(top_same, sum_same, alike)
     at = sequence * tokens + row
     # Nothing chosen: -inf + log 0 is -inf.
     tl.store(negatives + at, top_other + tl.log(sum_other), mask=row < tokens)

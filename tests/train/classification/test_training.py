@@ -31,32 +31,6 @@ MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
 
-BERT = {
-    "architecture": "bert",
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-VIT = {
-    "architecture": "vit",
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-TRAINING = {
-    "max_steps": 80,
-    "per_device_train_batch_size": 16,
-    "learning_rate": 3e-3,
-    "logging_steps": 20,
-    "disable_tqdm": True,
-}
-
-
 def test_every_layer_learns_to_say_the_class(text_model: Path, image_model: Path) -> None:
     for folder in (text_model, image_model):
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -117,8 +91,11 @@ def test_balanced_cross_entropy_finds_the_rare_class(
         ({"objectives": ["simreg", "ce"]}, "objective 'simreg' is about the tokens of a sequence"),
         ({"exit_aware": {}}, "exit_aware is for language models, not for classifiers"),
         ({"lora": {}, "config": None, "model": "x"}, "lora is for language models"),
-        ({"config": VIT}, "a model of type 'vit' cannot be trained on data.format=labelled"),
-        ({"config": {**BERT, "architecture": "llama"}}, "texts are classified by bert"),
+        (
+            {"config": {"architecture": "vit"}},
+            "a model of type 'vit' cannot be trained on data.format=labelled",
+        ),
+        ({"config": {"architecture": "llama"}}, "texts are classified by bert"),
     ],
 )
 def test_what_classifiers_cannot_have(
@@ -167,8 +144,8 @@ def test_a_resumed_run_makes_the_same_steps(
     of_texts: Build,
     of_images: Build,
 ) -> None:
-    steps = {**TRAINING, "max_steps": 7, "save_steps": 3, "save_total_limit": 5}
     tree = of_texts(reviews) if kind == "texts" else of_images(images)
+    steps = {**tree["training"], "max_steps": 7, "save_steps": 3, "save_total_limit": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         assert train(make_recipe(**{**tree, "output_dir": str(folder), "training": steps})) == 0
@@ -187,7 +164,8 @@ def test_a_resumed_run_makes_the_same_steps(
 def test_the_best_checkpoint_is_taken_back(
     images: Path, make_recipe: MakeRecipe, train: Train, tmp_path: Path, of_images: Build
 ) -> None:
-    steps = {**TRAINING, "max_steps": 6, "save_steps": 2, "eval_steps": 2, "save_total_limit": 5}
+    usual = of_images(images)["training"]
+    steps = {**usual, "max_steps": 6, "save_steps": 2, "eval_steps": 2, "save_total_limit": 5}
     # The loss falls, so that the greatest is not the last.
     steps |= {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}
     recipe = make_recipe(**of_images(images, training=steps, output_dir=str(tmp_path / "out")))
@@ -207,6 +185,6 @@ def test_another_task_begins_with_a_new_classifier(
     kinds = [f"{row.split(chr(9))[0]}\t{'abc'[n % 3]}" for n, row in enumerate(rows)]
     other.write_text("\n".join(["sentence\tlabel", *kinds]), encoding="utf-8")
     tree = of_texts(other, config=None, model=str(text_model), tokenizer=None)
-    folder = trained(tmp_path, {**tree, "training": {**TRAINING, "max_steps": 1}})
+    folder = trained(tmp_path, {**tree, "training": {**tree["training"], "max_steps": 1}})
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert list(model.config.id2label.values()) == ["a", "b", "c"]
