@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitserve.confidence import exit_mask, max_prob
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
 from exitserve.policy import BY_CONFIDENCE, EXACT, NUM_DRAFTS, ExitPolicy
 from exitserve.schedule import CheckSchedule
+from exitserve_kernels.exit_check import check_logits
 
 
 @dataclass(frozen=True)
@@ -257,13 +257,12 @@ class _FrozenRows:
         if threshold == float("inf") or not rows.numel():
             return
         logits = self.ref.parts.classify(hidden[rows])
-        confidence, ends = max_prob(logits, self.ref.eos_token_ids)
-        exits = exit_mask(
-            confidence,
-            ends,
-            torch.full_like(confidence, threshold),
-            torch.full_like(confidence, eos_threshold),
-        )
+        exits = check_logits(
+            logits,
+            torch.full((rows.numel(),), threshold),
+            end_tokens=self.ref.eos_token_ids,
+            end_thresholds=torch.full((rows.numel(),), eos_threshold),
+        ).exits
         exits &= self._scheduled(depth, exits)
         for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
             self.exit_logits[row] = row_logits

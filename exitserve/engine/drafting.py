@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 
-from exitserve.engine.compat import repair_sampling_with_drafts
+from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.options import options_of
 from exitserve.engine.paying import Paying
 from exitserve.engine.plan import Draft
@@ -32,8 +32,8 @@ class Drafter:
 
         vLLM refuses logits processors beside speculative decoding, because it would not apply
         them to drafts. Ours leaves logits as they are: the worker puts it back
-        (`exitserve.engine.compat.watch_rows`), and the front end, which checks each request's
-        fields with it, has its list already.
+        (`exitserve.engine.compat.runner.watch_rows`), and the front end, which checks each
+        request's fields with it, has its list already.
         """
         model_config = vllm_config.model_config
         own = [one for one in model_config.logits_processors or [] if one != PROCESSOR]

@@ -54,6 +54,10 @@ class Family(MultiExitMixin):
             return self.model.norm(hidden)  # type: ignore[no-any-return]
         return self.model.norm(hidden, residual)[0]  # type: ignore[no-any-return]
 
+    def output_head(self) -> nn.Module:
+        """The LM head, vLLM's `ParallelLMHead`."""
+        return self.lm_head  # type: ignore[no-any-return, attr-defined]  # of the vLLM class
+
     def layer_kv(self, layer: Any) -> LayerKV:
         """How `layer` makes its keys and values."""
         attention = layer.self_attn
@@ -89,6 +93,10 @@ class MultiExitPhi3ForCausalLM(Family, Phi3ForCausalLM):
 
 class MultiExitGemma2ForCausalLM(Family, Gemma2ForCausalLM):
     """Gemma 2 with exits: sandwich norms, soft caps, windows in every other layer."""
+
+    def output_head(self) -> nn.Module:
+        """The embeddings: Gemma 2 always ties them, and vLLM keeps no other head."""
+        return self.model.embed_tokens  # type: ignore[no-any-return]
 
 
 class MultiExitGemma3ForCausalLM(Family, Gemma3ForCausalLM):  # type: ignore[misc]  # its extra keyword arguments

@@ -1,6 +1,10 @@
-"""The LM head as an exit check: confidence, and the logits of those that pass.
+"""The LM head as an exit check: who passes, and the logits of those that do.
 
-With tensor parallelism every rank holds a slice of the vocabulary. A check then exchanges three
+Where kernels run (`exitserve_kernels.dispatch`) and the head's weights can be read, one pass over
+them checks the rows and writes their logits. Elsewhere the logits are vLLM's own, which has the
+head packed for the CPU, or quantised; the check reads them.
+
+With tensor parallelism every rank holds a slice of the vocabulary. A check then exchanges six
 numbers a row instead of the logits; every rank computes the same answer from them, so all take
 the same branch. Logits are gathered for the rows that pass only.
 
@@ -16,11 +20,20 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
-from exitserve.confidence import join_slices, max_prob, slice_summary
+from exitserve.engine.compat.weights import readable_head
+from exitserve_kernels.dispatch import choose
+from exitserve_kernels.exit_check import (
+    ExitCheck,
+    Head,
+    check_logits,
+    finish,
+    summarise_logits,
+    summarise_slice,
+)
 
 
 class CheckedHead:
-    """The head of one model."""
+    """The head of one model: on each rank, its slice of the vocabulary."""
 
     def __init__(
         self,
@@ -31,38 +44,74 @@ class CheckedHead:
         """Takes the head's parts.
 
         Args:
-            model: has vLLM's `lm_head` and `logits_processor`.
+            model: a `Family`.
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
         """
-        self._model = model
+        self._lm_head = model.output_head()
+        self._processor = model.logits_processor
         self._compute_logits = compute_logits
-        self._eos_token_ids = eos_token_ids
         self._sliced = get_tensor_model_parallel_world_size() > 1
+        shard = self._lm_head.shard_indices
+        self._first: int = shard.org_vocab_start_index
+        self._columns: int = shard.num_org_elements
+        """Tokens of this slice, without padding."""
+        ends = eos_token_ids - self._first
+        self._ends = ends[(ends >= 0) & (ends < self._columns)]
+        self._prepared = False
+        self._readable: Head | None = None
 
-    def check(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Confidences [N], ends of sequence [N], and what `logits_of` needs, of normed states."""
+    def check(
+        self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor
+    ) -> tuple[ExitCheck, Tensor]:
+        """Checks normed states [N, D] against thresholds [N] for any token and for ends [N].
+
+        Returns:
+            Who exits, and what `logits_of` needs.
+        """
+        device = normed.device
+        if not self._prepared:  # weights are there once the first check is made
+            self._prepared = True
+            self._ends = self._ends.to(device)
+            if choose("exit_check", device) == "triton":
+                self._readable = readable_head(
+                    self._lm_head, self._processor, self._columns, self._ends
+                )
+        thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
+        if self._readable is None:
+            logits = self._own_logits(normed)
+            if not self._sliced:
+                return check_logits(
+                    logits, thresholds, end_tokens=self._ends, end_thresholds=end_thresholds
+                ), logits
+            summary = summarise_logits(logits, end_tokens=self._ends)
+        else:
+            logits = normed.new_full((len(normed), self._readable.weight.shape[0]), -torch.inf)
+            kept = logits[:, : self._columns]
+            summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
+        slices = summary[:, None]  # [N, R, 6]
+        if self._sliced:
+            every = tensor_model_parallel_all_gather(summary, dim=-1)
+            slices = every.view(len(normed), -1, summary.shape[-1])
+        size = self._processor.org_vocab_size
+        return finish(slices, thresholds, vocab_size=size, end_thresholds=end_thresholds), logits
+
+    def _own_logits(self, normed: Tensor) -> Tensor:
+        """This slice's logits [N, V / R], -inf where padded, as vLLM computes them."""
         if not self._sliced:
-            logits = self._compute_logits(normed)
-            assert logits is not None
-            return (*max_prob(logits, self._eos_token_ids), logits)
-        head = self._model.lm_head
-        logits = self._model.logits_processor(
+            whole = self._compute_logits(normed)
+            assert whole is not None
+            return whole
+        head = self._lm_head
+        logits: Tensor = self._processor(
             head, normed, getattr(head, "bias", None), skip_gather=True
         )
-        shard = head.shard_indices
-        if shard.num_org_vocab_padding:
-            logits[..., -shard.num_org_vocab_padding :] = -torch.inf
-        columns = self._eos_token_ids - shard.org_vocab_start_index
-        columns = columns[(columns >= 0) & (columns < logits.shape[-1])]
-        own = slice_summary(logits, columns)  # [N, 3]
-        all_ranks = tensor_model_parallel_all_gather(own, dim=-1).view(own.shape[0], -1, 3)
-        return (*join_slices(all_ranks), logits)
+        logits[:, self._columns :] = -torch.inf
+        return logits
 
     def logits_of(self, checked: Tensor, passed: list[bool]) -> Tensor:
         """Full logits [M, V] of the rows that passed, from what `check` returned."""
         kept = checked if all(passed) else checked[torch.tensor(passed)]
-        if not self._sliced or not kept.shape[0]:
-            return kept
-        full: Tensor = tensor_model_parallel_all_gather(kept)
-        return full[..., : self._model.logits_processor.org_vocab_size]
+        if self._sliced and kept.shape[0]:
+            kept = tensor_model_parallel_all_gather(kept)
+        return kept[..., : self._processor.org_vocab_size]

@@ -1,10 +1,10 @@
 """How a decoder layer makes keys and values from the residual stream, for every architecture.
 
-    x_hat = normalise(stream)           the input norm without its gain; the same for all layers
+    x_hat = normalised(stream)          the input norm without its gain; the same for all layers
     k, v  = W x_hat + b                 gain and shift of the norm folded into W and b
     k     = key_norm(k), then rotary    where the architecture has them
 
-Shapes: N tokens, D hidden, H kv heads, P head size.
+Shapes: N tokens, D hidden, H kv heads, P head size, R rotated part of it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,6 @@ class Norm:
             gain = gain + 1.0 if isinstance(module, GemmaRMSNorm) else gain
             return cls(gain, shift, module.variance_epsilon, centred=False)
         return cls(module.weight.float(), shift, module.eps, centred=True)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        """Scales the last dimension of `x` to unit size in float32, without gain and shift."""
-        x = x.float()
-        if self.centred:
-            x = x - x.mean(dim=-1, keepdim=True)
-        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -94,3 +87,29 @@ def _weight_and_bias(linear: Any, part: slice, like: Tensor) -> tuple[Tensor, Te
 def packed_qkv(attention: Any, projection: Any) -> tuple[tuple[Any, slice], ...]:
     """The source of keys and values where one linear layer makes queries, keys and values."""
     return ((projection, slice(attention.num_heads * attention.head_size, None)),)
+
+
+def rotation_table(layer: LayerKV, longest: int, like: Tensor) -> Tensor | None:
+    """Cosines, then sines [longest, R] of a layer's rotary embedding, None if it has none.
+
+    They are read by rotating unit keys, so that every embedding (scaled, of several parts, of
+    Hugging Face) tells them in the same way: (1, 0) turns into (cos, sin).
+
+    Args:
+        layer: the layer.
+        longest: positions are below this.
+        like: any states, for their type and device.
+    """
+    rotary, size = layer.rotary, layer.attention.head_size
+    if rotary is None:
+        return None
+    width = getattr(rotary, "rotary_dim", size)
+    positions = torch.arange(longest, device=like.device)
+    unit = torch.zeros(longest, size, dtype=like.dtype, device=like.device)
+    halves = getattr(rotary, "is_neox_style", True)
+    first = slice(0, width // 2) if halves else slice(0, width, 2)
+    second = slice(width // 2, width) if halves else slice(1, width, 2)
+    unit[:, first] = 1.0
+    # Some rotary embeddings insist on a query; zeros will do.
+    turned = rotary(positions, torch.zeros_like(unit), unit)[1]
+    return torch.cat([turned[:, first], turned[:, second]], dim=-1).contiguous()

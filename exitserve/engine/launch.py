@@ -8,11 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from exitserve.checkpoint import parse_multi_exit, read_config
 from exitserve.engine.options import KEY, PROPOSER, make_rules
 from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
+from exitserve_kernels import dispatch
 
 DEFAULT_CPU_CACHE_GIB = "1"
 
@@ -74,7 +77,7 @@ def prepare_environment() -> None:
     """Sets what vLLM reads from the environment, where the user has not.
 
     Raises:
-        ExitServeError: vLLM is not installed.
+        ExitServeError: vLLM is not installed, or kernels are asked for that cannot run here.
     """
     if find_spec("vllm") is None:
         raise ExitServeError(
@@ -90,6 +93,10 @@ def prepare_environment() -> None:
         os.environ["VLLM_PLUGINS"] = ",".join([*names, "exitserve"])
     from vllm.platforms import current_platform  # reads the variables above
 
+    try:
+        dispatch.choose("exit_check", torch.device(current_platform.device_type))
+    except ValueError as error:
+        raise ExitServeError(str(error)) from None
     if current_platform.is_cpu():
         # vLLM 0.32 saves ahead-of-time compiled code on a CPU, but fails to load it ("no attribute
         # 'finalize_loading'") and compiles anew. Without it, a start finds Inductor's own cache.

@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from exitserve.confidence import exit_mask
 from exitserve.engine.pending import Pending, Tokens
 from exitserve.policy import ALWAYS, ExitPolicy, ExitRules
 from exitserve.schedule import CheckSchedule
@@ -188,29 +187,17 @@ class StepPlan:
         found = {row: one.take(layer) for row, one in self.pending.items() if row not in gone}
         return {row: tokens for row, tokens in found.items() if tokens is not None}
 
-    def decide(
-        self,
-        checked: Sequence[Candidate],
-        layer: int,
-        confidence: Tensor,
-        ends: Tensor,
-        forced: list[bool] | None = None,
-    ) -> list[bool]:
-        """Who exits after a check, and a note of it in each request's past.
-
-        Args:
-            checked: [N] what `due` returned.
-            layer: the exit layer.
-            confidence: [N].
-            ends: [N] bool, whether the check's greedy token ends the sequence.
-            forced: [N] who exits instead, in benchmarks.
-        """
+    @staticmethod
+    def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
+        """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
         pairs = torch.tensor([one.policy.thresholds_at(layer) for one in checked])
-        mask = exit_mask(confidence, ends, pairs[:, 0], pairs[:, 1])
-        exits: list[bool] = mask.tolist() if forced is None else forced
+        return pairs[:, 0], pairs[:, 1]
+
+    @staticmethod
+    def decided(checked: Sequence[Candidate], layer: int, exits: Sequence[bool]) -> None:
+        """Notes in each request's past which of the rows checked after `layer` layers exit."""
         for one, passed in zip(checked, exits, strict=True):
             one.schedule.saw(layer, passed)
-        return exits
 
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
         """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""

@@ -5,6 +5,7 @@ Light to import: the command line reads the table before vLLM is loaded.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -49,3 +50,12 @@ def register() -> None:
     for location in architectures().values():
         if class_name(location) not in known:
             ModelRegistry.register_model(class_name(location), location)
+    _log_as_vllm_does()
+
+
+def _log_as_vllm_does() -> None:
+    """Shows what we log, such as which kernels run, where and how vLLM shows its own."""
+    ours, its = logging.getLogger("exitserve"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(its.handlers)
+        ours.setLevel(its.level)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from exitserve.engine.compat import BatchShape, cached_block, eos_token_ids
+from exitserve.engine.compat.config import cached_block, eos_token_ids
+from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.forced import Forced
 from exitserve.engine.options import options_of, rules_from
 from exitserve.engine.pending import Bounds, Pending

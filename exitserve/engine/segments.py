@@ -29,12 +29,12 @@ from torch import Tensor
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from exitserve.engine.active import Active, total_of
-from exitserve.engine.compat import (
+from exitserve.engine.compat.config import refuse_unsupported
+from exitserve.engine.compat.context import (
     batch_shape,
     cache_slots,
     can_rearrange,
     rearranged_context,
-    refuse_unsupported,
     slots_at,
 )
 from exitserve.engine.compiled import Segment, Stream, compiled_segment
@@ -67,6 +67,7 @@ class MultiExitMixin:
                 for start, end in pairwise([0, *exit_layers, len(layers)])
             )
         self._propagation: Propagation | None = None
+        self._longest: int = vllm_config.model_config.max_model_len
         self._pairs = False  # whether layers carry the stream as a pair
         self._plan: StepPlan | None = None
         self._context: ForwardContext | None = None
@@ -123,7 +124,8 @@ class MultiExitMixin:
         if self._propagation is None:  # weights are there once the first pass runs
             model: Any = self
             layers = [model.layer_kv(layer) for layer in self._layers]
-            self._propagation = Propagation(layers, self._rows.rules.exit_layers, like)
+            exit_layers = self._rows.rules.exit_layers
+            self._propagation = Propagation(layers, exit_layers, self._longest, like)
         return self._propagation
 
     def _run(self, active: Active, plan: StepPlan, segments: Sequence[Segment]) -> Tensor:
@@ -282,13 +284,15 @@ class MultiExitMixin:
         exits = [True] * len(due)
         if asked:
             some = normed if len(asked) == len(due) else normed[asked]
-            confidence, ends, logits = self._head.check(some)
-            forced = self._rows.force_checks([due[i] for i in asked], layer, plan)
-            decided = plan.decide([due[i] for i in asked], layer, confidence, ends, forced)
-            gone = [due[i].row for i, leaves in zip(asked, decided, strict=True) if leaves]
+            checked = [due[index] for index in asked]
+            found, logits = self._head.check(some, *plan.thresholds(checked, layer))
+            forced = self._rows.force_checks(checked, layer, plan)
+            leaving: list[bool] = found.exits.tolist() if forced is None else forced
+            plan.decided(checked, layer, leaving)
+            gone = [one.row for one, leaves in zip(checked, leaving, strict=True) if leaves]
             if gone:
-                plan.keep_logits(gone, self._head.logits_of(logits, decided))
-            for index, leaves in zip(asked, decided, strict=True):
+                plan.keep_logits(gone, self._head.logits_of(logits, leaving))
+            for index, leaves in zip(asked, leaving, strict=True):
                 exits[index] = leaves
         passed = [index for index, leaves in enumerate(exits) if leaves]
         plan.depth.update((due[index].row, layer) for index in passed)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from exitserve.engine.compat import check_version, living_requests, request_ids, watch_rows
+from exitserve.engine.compat.config import check_version
+from exitserve.engine.compat.runner import living_requests, request_ids, watch_rows
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.rows import RowsProcessor, rows_of
 from exitserve.engine.seeds import seed_keeper
+from exitserve_kernels.dispatch import chosen
 
 
 class ExitWorkerExtension:
@@ -35,6 +37,10 @@ class ExitWorkerExtension:
         rows = rows_of(self.vllm_config)
         rows.recorder.pending_tokens = rows.num_pending()
         return rows.recorder.snapshot()
+
+    def exit_kernels(self) -> dict[str, str]:
+        """The form, triton or torch, in which each operation runs; see `dispatch.chosen`."""
+        return dict(chosen())
 
     def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """See `Recorder.take_traces`."""

@@ -16,6 +16,7 @@ VARIABLE = "EXITSERVE_KERNELS"
 """Environment variable that overrides `auto` everywhere: auto, triton or torch."""
 
 _log = logging.getLogger("exitserve.kernels")
+_chosen: dict[str, Form] = {}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
@@ -46,6 +47,11 @@ def choose(operation: str, device: torch.device, asked: Asked = "auto") -> Form:
     return form
 
 
+def chosen() -> dict[str, Form]:
+    """The form in which each operation of this process ran last."""
+    return dict(_chosen)
+
+
 def can_run_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on a device: on GPUs, and anywhere in its interpreter."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -72,6 +78,7 @@ def _has_triton() -> bool:
     return True
 
 
-@functools.cache
 def _tell(operation: str, device: str, form: Form) -> None:
-    _log.info("%s on %s: %s", operation, device, form)
+    if _chosen.get(operation) != form:
+        _chosen[operation] = form
+        _log.info("%s on %s: %s", operation, device, form)

@@ -108,7 +108,7 @@ def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, mes
     """Checked on the config, before any process starts."""
     from vllm import EngineArgs
 
-    from exitserve.engine.compat import refuse_unsupported
+    from exitserve.engine.compat.config import refuse_unsupported
     from exitserve.engine.launch import engine_options
 
     model = make_checkpoint("llama")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from exitserve.engine.launch import prepare_environment
+from exitserve.errors import ExitServeError
 
 
 def test_what_is_not_set_is_set(monkeypatch) -> None:
@@ -26,3 +29,9 @@ def test_what_is_set_stays(monkeypatch) -> None:
     prepare_environment()
     assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
     assert os.environ["VLLM_PLUGINS"] == "mine,exitserve"
+
+
+def test_kernels_that_cannot_run_here_are_refused_before_anything_starts(monkeypatch) -> None:
+    monkeypatch.setenv("EXITSERVE_KERNELS", "fast")
+    with pytest.raises(ExitServeError, match="EXITSERVE_KERNELS 'fast' is unknown; allowed: auto"):
+        prepare_environment()

@@ -32,7 +32,7 @@ def _update(rows, removed=(), added=(), moved=()) -> None:
 
 
 def _plan(rows, positions: list[int], row_ends: list[int]):
-    from exitserve.engine.compat import BatchShape
+    from exitserve.engine.compat.context import BatchShape
 
     return rows.plan(BatchShape(len(positions), torch.tensor(row_ends)), torch.tensor(positions))
 

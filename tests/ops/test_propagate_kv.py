@@ -118,9 +118,8 @@ def test_caches_of_eight_bits(dtype: torch.dtype, device: torch.device) -> None:
     for own, other in zip([*fused.keys, *fused.values], [*plain.keys, *plain.values], strict=True):
         one, two = own.float(), other.float()
         assert torch.equal(one.isfinite(), two.isfinite())
-        # Three bits: a value on an edge may round to its neighbour, one eighth away.
-        assert error(one, two) < 0.13
-        assert float((one != two).double().mean()) < 0.6
+        # A value on an edge may round to its neighbour, up to a quarter away; few lie on one.
+        assert float((one != two).double().mean()) < 0.05
     assert fused.values[0].float().abs().max() == torch.finfo(dtype).max
 
 

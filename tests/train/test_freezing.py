@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exitserve.confidence import max_prob
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, Trace
+from exitserve_kernels.exit_check import check_logits
 from exitserve_training.objectives import Batch
 from exitserve_training.skipping import SkipPlan
 
@@ -47,14 +47,18 @@ def by_confidence(planned: Callable[..., Any]) -> Plans:
     return freeze
 
 
+def confidence_of(logits: Tensor) -> Tensor:
+    """[N] of logits [N, V]."""
+    return check_logits(logits, torch.zeros(len(logits))).confidence
+
+
 @torch.no_grad()
 def confidences(model: Any, input_ids: Tensor) -> Tensor:
     """Of every check of a pass at full depth: [E, B, T]."""
     parts = decoder_parts(model)
     with capture_hidden(parts.layers, EXITS) as hidden:
         model.base_model(input_ids=input_ids, use_cache=False)
-    none = torch.empty(0, dtype=torch.long)
-    found = [max_prob(parts.classify(hidden[layer]).flatten(0, 1), none)[0] for layer in EXITS]
+    found = [confidence_of(parts.classify(hidden[layer]).flatten(0, 1)) for layer in EXITS]
     return torch.stack(found).unflatten(1, input_ids.shape)
 
 
@@ -202,8 +206,7 @@ def test_dropout_and_freezing_together(
     assert batch.depth is not None
     # Layer 2 is skipped by the first sequence: its check there reads what layer 1 left.
     states = batch.hidden[1][0].detach()
-    none = torch.empty(0, dtype=torch.long)
-    confident = max_prob(batch.classifier(states), none)[0] > middle
+    confident = confidence_of(batch.classifier(states)) > middle
     frozen_there = batch.depth[0] == EXITS[0]
     assert frozen_there.tolist() == (confident & (torch.arange(12) >= 3)).tolist()
     torch.testing.assert_close(batch.hidden[NUM_LAYERS][1], without.hidden[NUM_LAYERS][1])

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from exitserve.confidence import max_prob
+from exitserve_kernels.exit_check import check_logits
 from exitserve_training.draws import row_generators
 from exitserve_training.losses.chunked import CHUNK_TOKENS, IGNORED, Classifier
 from exitserve_training.recipe import ExitAware, LayerDropout
-
-_NOTHING = torch.empty(0, dtype=torch.long)
 
 
 class Skipping:
@@ -119,13 +118,14 @@ class SkipPlan:
         assert self.thresholds is not None
         rows = self.may_exit & (self.depth == self.num_layers)
         thresholds = self.thresholds[:, None].expand_as(rows)[rows]
-        states, confident = hidden.detach()[rows], []
-        for start in range(0, states.shape[0], CHUNK_TOKENS):
-            logits = classifier(states[start : start + CHUNK_TOKENS]).float()
-            confident.append(max_prob(logits, _NOTHING.to(logits.device))[0])
-        if confident:
-            exits = torch.cat(confident) > thresholds
-            self.depth[rows] = torch.where(exits, layer, self.num_layers)
+        states = hidden.detach()[rows]
+        bounds = [*range(0, len(states), CHUNK_TOKENS), len(states)]
+        exits = [
+            check_logits(classifier(states[start:end]).float(), thresholds[start:end]).exits
+            for start, end in pairwise(bounds)
+        ]
+        if exits:
+            self.depth[rows] = torch.where(torch.cat(exits), layer, self.num_layers)
 
     def metrics(self) -> dict[str, Tensor]:
         """What to log: the share of tokens frozen, the mean depth, the share of layers dropped."""

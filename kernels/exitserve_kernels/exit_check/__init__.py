@@ -1,8 +1,11 @@
 """The exit check: from states to the likeliest token, its confidence, and who exits.
 
 The head's logits are needed for three numbers a row. The fused form computes them tile by tile
-and keeps only running sums, so that the head's weights are read once and no logits are written.
-README.md beside this file has the formulas.
+and keeps only running sums, so that the head's weights are read once and no logits are written,
+unless a sampler wants those of the rows that exit. README.md beside this file has the formulas.
+
+`exit_check` does it all. Its parts serve an engine: `summarise_slice` (of states and weights) or
+`summarise_logits` (of logits that a library made), then `finish` over the slices of all ranks.
 
 Shapes: B rows, D hidden, V vocabulary, R slices of it (ranks of tensor parallelism).
 """
@@ -17,6 +20,20 @@ from torch import Tensor
 from exitserve_kernels.dispatch import Asked, choose
 from exitserve_kernels.exit_check import reference
 from exitserve_kernels.exit_check.reference import FIELDS, Head
+
+__all__ = [
+    "CRITERIA",
+    "Criterion",
+    "ExitCheck",
+    "FinalNorm",
+    "Head",
+    "check_logits",
+    "exit_check",
+    "finish",
+    "join",
+    "summarise_logits",
+    "summarise_slice",
+]
 
 Criterion = Literal["max_prob", "margin", "entropy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
@@ -33,16 +50,22 @@ class FinalNorm(NamedTuple):
 class ExitCheck(NamedTuple):
     """What a check says of each row."""
 
-    token: Tensor
-    """[B] int64, the likeliest token; of equals the first."""
+    token: Tensor | None
+    """[B] int64, the likeliest token; of equals the first. None where written logits were
+    checked: whoever has them can look."""
     top: Tensor
     """[B] float32, its logit."""
-    log_sum_exp: Tensor
-    """[B] float32, of all logits."""
+    total: Tensor
+    """[B] float32, sum of exp(logit - top)."""
     confidence: Tensor
     """[B] float32; NaN where a logit is NaN or infinite."""
     exits: Tensor
     """[B] bool: confidence above the row's threshold; never where it is NaN."""
+
+    @property
+    def log_sum_exp(self) -> Tensor:
+        """[B] float32, of all logits."""
+        return self.top + torch.log(self.total)
 
 
 def exit_check(
@@ -102,6 +125,7 @@ def summarise_slice(
     *,
     norm: FinalNorm | None = None,
     first_token: int = 0,
+    logits: Tensor | None = None,
     implementation: Asked = "auto",
 ) -> Tensor:
     """What one slice of the vocabulary adds to a check: [B, 6] float32, see `reference.FIELDS`.
@@ -111,17 +135,70 @@ def summarise_slice(
         head: this rank's slice.
         norm: as in `exit_check`.
         first_token: id of the slice's first token.
+        logits: [B, columns of the head] in any floating type and with rows in one piece, takes
+            the logits: for whoever samples from them, without a second pass over the head.
         implementation: as in `exit_check`.
 
     Raises:
         ValueError: shapes or types do not go together.
     """
     reference.check_shapes(rows, head, None if norm is None else norm.gain)
+    shape = (rows.shape[0], head.columns)
+    if logits is not None and (logits.shape != shape or logits.stride(1) != 1):
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}; expected "
+            f"{shape}, each row in one piece."
+        )
     if choose("exit_check", rows.device, implementation) == "torch" or not rows.shape[0]:
-        return reference.summarise(rows, head, norm, first_token)
+        return reference.summarise(rows, head, norm, first_token, logits)
     from exitserve_kernels.exit_check import fused
 
-    return fused.summarise(rows, head, norm, first_token)
+    return fused.summarise(rows, head, norm, first_token, logits)
+
+
+def summarise_logits(
+    logits: Tensor, *, criterion: Criterion = "max_prob", end_tokens: Tensor | None = None
+) -> Tensor:
+    """`summarise_slice` where the logits are written already: [B, 6] float32.
+
+    For heads whose product is a library's: packed for a CPU, quantised. In PyTorch everywhere,
+    and only what the criterion needs; the other fields are NaN.
+
+    Args:
+        logits: [B, V] of a slice; not changed.
+        criterion: as in `exit_check`.
+        end_tokens: [K] columns of tokens that end the text; needed where there are thresholds
+            for them.
+
+    Raises:
+        ValueError: the criterion is unknown.
+    """
+    _check_criterion(criterion)
+    return reference.stacked(reference.of_written(logits, criterion, end_tokens))
+
+
+def check_logits(
+    logits: Tensor,
+    thresholds: Tensor,
+    *,
+    criterion: Criterion = "max_prob",
+    end_tokens: Tensor | None = None,
+    end_thresholds: Tensor | None = None,
+) -> ExitCheck:
+    """`exit_check` where the logits [B, V] of the whole vocabulary are written already.
+
+    Arguments as in `summarise_logits` and `finish`.
+
+    Raises:
+        ValueError: shapes or options do not go together.
+    """
+    _check_criterion(criterion)
+    _check_thresholds(len(logits), thresholds, end_thresholds)
+    fields = reference.of_written(logits, criterion, end_tokens)
+    confidence, exits = reference.decided(
+        fields, thresholds, criterion, logits.shape[1], end_thresholds
+    )
+    return ExitCheck(None, fields.top.float(), fields.total, confidence, exits)
 
 
 def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:
@@ -155,27 +232,39 @@ def finish(
     Raises:
         ValueError: shapes or the criterion are wrong.
     """
-    if criterion not in CRITERIA:
-        raise ValueError(f"criterion {criterion!r} is unknown; allowed: {', '.join(CRITERIA)}.")
+    _check_criterion(criterion)
     if summaries.dim() != 3 or summaries.shape[-1] != len(FIELDS):
         raise ValueError(
             f"summaries have shape {tuple(summaries.shape)}; expected [B, R, {len(FIELDS)}]."
         )
-    for name, given in (("thresholds", thresholds), ("end_thresholds", end_thresholds)):
-        if given is not None and given.shape != summaries.shape[:1]:
-            raise ValueError(
-                f"{name} has shape {tuple(given.shape)}; expected one a row, "
-                f"[{summaries.shape[0]}]."
-            )
+    _check_thresholds(len(summaries), thresholds, end_thresholds)
     if choose("exit_check", summaries.device, implementation) == "torch" or not len(summaries):
         whole = reference.join(summaries)
-        confidence = reference.confidence(whole, criterion, vocab_size)
-        exits = reference.exits(whole, confidence, thresholds, end_thresholds)
+        confidence, exits = reference.decided(
+            reference.Fields(*whole.unbind(dim=-1)),
+            thresholds,
+            criterion,
+            vocab_size,
+            end_thresholds,
+        )
     else:
         from exitserve_kernels.exit_check import fused
 
         whole, confidence, exits = fused.finish(
             summaries, thresholds, criterion, vocab_size, end_thresholds
         )
-    top, total, token = whole[:, 0], whole[:, 1], whole[:, 2]
-    return ExitCheck(token.to(torch.int64), top, top + torch.log(total), confidence, exits)
+    top, total, token, *_ = whole.unbind(dim=-1)
+    return ExitCheck(token.to(torch.int64), top, total, confidence, exits)
+
+
+def _check_thresholds(rows: int, thresholds: Tensor, end_thresholds: Tensor | None) -> None:
+    for name, given in (("thresholds", thresholds), ("end_thresholds", end_thresholds)):
+        if given is not None and given.shape != (rows,):
+            raise ValueError(
+                f"{name} has shape {tuple(given.shape)}; expected one a row, [{rows}]."
+            )
+
+
+def _check_criterion(criterion: str) -> None:
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion {criterion!r} is unknown; allowed: {', '.join(CRITERIA)}.")

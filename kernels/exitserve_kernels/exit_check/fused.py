@@ -36,6 +36,7 @@ def _tiles(
     bias,
     ends,
     out,
+    kept,
     num_rows,
     width,
     columns,
@@ -44,6 +45,7 @@ def _tiles(
     row_step,
     weight_stride,
     weight_step,
+    kept_stride,
     epsilon,
     soft_cap,
     scale,
@@ -52,6 +54,7 @@ def _tiles(
     HAS_CAP: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,6 +96,10 @@ def _tiles(
     logits = logits * scale
     if ROUNDED:
         logits = narrowed(logits, rows.dtype.element_ty).to(tl.float32)
+    if KEEP:
+        at = kept + row.to(tl.int64)[:, None] * kept_stride + token[None, :]
+        inside = row_in[:, None] & token_in[None, :]
+        tl.store(at, narrowed(logits, kept.dtype.element_ty), mask=inside)
     logits = tl.where(token_in[None, :], logits, float("-inf"))
 
     bad = tl.max((logits != logits).to(tl.int32), axis=1) > 0
@@ -208,9 +215,13 @@ def _join(
 
 
 def summarise(
-    rows: Tensor, head: Head, norm: tuple[Tensor, float] | None, first_token: int
+    rows: Tensor,
+    head: Head,
+    norm: tuple[Tensor, float] | None,
+    first_token: int,
+    kept: Tensor | None,
 ) -> Tensor:
-    """`reference.summarise`; at least one row."""
+    """`reference.summarise`; at least one row. `kept` [B, columns] takes the logits."""
     num_rows, width = rows.shape
     columns = head.columns
     block_b = block_of_rows(num_rows)
@@ -224,6 +235,7 @@ def summarise(
         rows if head.bias is None else head.bias,
         rows if head.ends is None else head.ends,
         out,
+        rows if kept is None else kept,
         num_rows,
         width,
         columns,
@@ -232,6 +244,7 @@ def summarise(
         rows.stride(1),
         head.weight.stride(0),
         head.weight.stride(1),
+        0 if kept is None else kept.stride(0),
         epsilon,
         1.0 if head.soft_cap is None else head.soft_cap,
         head.scale,
@@ -240,6 +253,7 @@ def summarise(
         HAS_CAP=head.soft_cap is not None,
         HAS_ENDS=head.ends is not None,
         ROUNDED=head.rounded,
+        KEEP=kept is not None,
         BLOCK_B=block_b,
         BLOCK_V=TILE_V,
         BLOCK_D=TILE_D,
@@ -310,9 +324,9 @@ def _joined(
 
 def _tiles_variant(block_b: int, kind: str) -> Variant:
     """Every option on: the greatest need for registers."""
-    pointers = dict.fromkeys(("rows", "gain", "weight", "bias"), f"*{kind}")
+    pointers = dict.fromkeys(("rows", "gain", "weight", "bias", "kept"), f"*{kind}")
     numbers = dict.fromkeys(("num_rows", "columns", "first_token"), "i32")
-    strides = dict.fromkeys(("width", "row_stride", "weight_stride"), "i32:16")
+    strides = dict.fromkeys(("width", "row_stride", "weight_stride", "kept_stride"), "i32:16")
     return Variant(
         f"exit_check tiles, {block_b} rows, {kind}",
         _tiles,
@@ -325,7 +339,8 @@ def _tiles_variant(block_b: int, kind: str) -> Variant:
             **dict.fromkeys(("epsilon", "soft_cap", "scale"), "fp32"),
         },
         {
-            **dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_CAP", "HAS_ENDS", "ROUNDED"), True),
+            **dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_CAP", "HAS_ENDS"), True),
+            **dict.fromkeys(("ROUNDED", "KEEP"), True),
             # Triton makes a constant of a stride of 1.
             "row_step": 1,
             "weight_step": 1,

@@ -12,12 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-FIELDS = ("top", "total", "token", "second", "weighted", "end")
-"""Of a summary [.., 6], all float32, x the logits and m their greatest:
 
-m; sum of exp(x - m); the first token that has m (exact up to 2^24); the second greatest logit;
-sum of (x - m) exp(x - m); the greatest logit of a token that ends the text.
-"""
+class Fields(NamedTuple):
+    """What a summary [B, 6] holds of each row's logits x, all [B] float32."""
+
+    top: Tensor
+    """m, the greatest."""
+    total: Tensor
+    """Sum of exp(x - m)."""
+    token: Tensor | None
+    """The first that has m (exact up to 2^24)."""
+    second: Tensor | None
+    """The second greatest logit."""
+    weighted: Tensor | None
+    """Sum of (x - m) exp(x - m)."""
+    end: Tensor | None
+    """The greatest logit of a token that ends the text."""
+
+
+FIELDS = Fields._fields
 
 
 class Head(NamedTuple):
@@ -64,9 +77,16 @@ def check_shapes(rows: Tensor, head: Head, gain: Tensor | None) -> None:
 
 
 def summarise(
-    rows: Tensor, head: Head, norm: tuple[Tensor, float] | None = None, first_token: int = 0
+    rows: Tensor,
+    head: Head,
+    norm: tuple[Tensor, float] | None = None,
+    first_token: int = 0,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """The summary [B, 6] of one slice; matrix product in the rows' type, the rest in float32."""
+    """The summary [B, 6] of one slice; matrix product in the rows' type, the rest in float32.
+
+    `kept` [B, columns] takes the logits.
+    """
     if norm is not None:
         gain, epsilon = norm
         wide = rows.float()
@@ -81,6 +101,8 @@ def summarise(
     own = own * head.scale
     if head.rounded:
         own = own.to(rows.dtype).float()
+    if kept is not None:
+        kept.copy_(own)
     return of_logits(own, None if head.ends is None else head.ends[: head.columns], first_token)
 
 
@@ -111,8 +133,41 @@ def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) 
     )
 
 
+def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
+    """`of_logits` where they are written already [B, V], in any type: the fast form on a CPU.
+
+    Only what `criterion` needs is computed, with as few calls and as little fresh memory as can
+    be; the token is not looked for. `ends` are columns [K].
+    """
+    top = logits.amax(dim=-1)
+    # One copy, worked on in place: fresh megabytes cost more than the arithmetic on them.
+    scores = logits.to(torch.float32, copy=True).sub_(top[:, None])
+    second = weighted = end = None
+    if criterion == "margin":
+        second = logits.topk(2, dim=-1).values[:, 1] if logits.shape[1] > 1 else top - math.inf
+    if criterion == "entropy":
+        powers = scores.exp()
+        total = powers.sum(dim=-1)
+        # 0 times infinity: a logit of -inf adds nothing.
+        finite = scores.clamp_(min=torch.finfo(torch.float32).min)
+        weighted = powers.mul_(finite).sum(dim=-1)
+    else:
+        total = scores.exp_().sum(dim=-1)
+    if ends is not None:
+        end = logits[:, ends].amax(dim=-1) if len(ends) else top - math.inf
+    return Fields(top, total, None, second, weighted, end)
+
+
+def stacked(fields: Fields) -> Tensor:
+    """The summary [B, 6]: fields that are not there are NaN."""
+    unknown = torch.full_like(fields.total, math.nan)
+    return torch.stack([unknown if one is None else one.float() for one in fields], dim=-1)
+
+
 def join(summaries: Tensor) -> Tensor:
     """One summary [B, 6] from those of slices [B, R, 6], in the order of their tokens."""
+    if summaries.shape[1] == 1:
+        return summaries[:, 0]
     top, total, token, second, weighted, end = summaries.unbind(dim=-1)
     best = top.amax(dim=-1)
     winner = (top == best[:, None]).int().argmax(dim=-1, keepdim=True)
@@ -135,21 +190,25 @@ def join(summaries: Tensor) -> Tensor:
     )
 
 
-def confidence(summary: Tensor, criterion: str, vocab_size: int) -> Tensor:
-    """The confidence [B] of whole summaries [B, 6]."""
-    top, total, _, second, weighted, _ = summary.unbind(dim=-1)
+def decided(
+    fields: Fields,
+    thresholds: Tensor,
+    criterion: str,
+    vocab_size: int,
+    end_thresholds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The confidence [B] and who exits [B]: above the threshold that applies to the row's top."""
+    top, total, _, second, weighted, end = fields
     if criterion == "max_prob":
-        return 1.0 / total
-    if criterion == "margin":
-        return (1.0 - torch.exp(second - top)) / total
-    entropy = torch.log(total) - weighted / total
-    return 1.0 - entropy / math.log(max(vocab_size, 2))
-
-
-def exits(
-    summary: Tensor, confidence: Tensor, thresholds: Tensor, end_thresholds: Tensor | None
-) -> Tensor:
-    """Which rows [B] exit: confidence above the threshold that applies to their top."""
+        confidence = total.reciprocal()
+    elif criterion == "margin":
+        assert second is not None
+        confidence = (1.0 - torch.exp(second.float() - top.float())) / total
+    else:
+        assert weighted is not None
+        entropy = torch.log(total) - weighted / total
+        confidence = 1.0 - entropy / math.log(max(vocab_size, 2))
     if end_thresholds is not None:
-        thresholds = torch.where(summary[:, 5] == summary[:, 0], end_thresholds, thresholds)
-    return confidence > thresholds
+        assert end is not None, "end_thresholds need tokens that end the text"
+        thresholds = torch.where(end == top, end_thresholds, thresholds)
+    return confidence, confidence > thresholds

@@ -2,7 +2,8 @@
 
 A library's GEMM makes all keys and values from one normalised state (`normalised`, then the
 stacked weights of the layers); `fill` then does the rest in one pass over them: key norm, rotary
-embedding, and the write into each layer's paged cache.
+embedding, and the write into each layer's paged cache. A cache that only its owner can write,
+such as one packed for a CPU's attention, takes part as a `KVStore`.
 
 Shapes: N rows, S layers filled, H kv heads, P head size, R rotated part of it.
 """
@@ -10,7 +11,7 @@ Shapes: N rows, S layers filled, H kv heads, P head size, R rotated part of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,23 @@ from exitserve_kernels.dispatch import Asked, choose
 from exitserve_kernels.propagate_kv import reference
 from exitserve_kernels.propagate_kv.reference import normalised
 
-__all__ = ["Caches", "KeyNorm", "Rotary", "fill", "normalised"]
+__all__ = ["Caches", "KVStore", "KeyNorm", "Rotary", "fill", "normalised"]
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class KVStore(Protocol):
+    """Where keys and values of S layers go."""
+
+    layers: int
+    """S."""
+    heads: int
+    """H."""
+    head_size: int
+    """P."""
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes [N, S, H, P] of each at slots [N], or [S, N] where layers have their own."""
 
 
 class KeyNorm(NamedTuple):
@@ -53,6 +68,18 @@ class Rotary:
             )
         self.tables, self.interleaved = list(tables), interleaved
         self.addresses = _addresses(self.tables)
+        shared = {id(table): table for table in self.tables}
+        order = list(shared)
+        which = [order.index(id(table)) for table in self.tables]
+        self._shared = list(shared.values())
+        self._which = torch.tensor(which, device=tables[0].device)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Cosines and sines of positions [N]: [N, S, R], or [N, 1, R] where layers share them."""
+        found = [table[positions] for table in self._shared]
+        if len(found) == 1:
+            return found[0][:, None]
+        return torch.stack(found, dim=1)[:, self._which]
 
 
 class Caches:
@@ -95,9 +122,14 @@ class Caches:
                         f"{tuple(first.shape)}, {first.stride()}."
                     )
         self.keys, self.values = list(keys), list(values)
+        self.layers, self.heads, self.head_size = len(keys), first.shape[2], first.shape[3]
         self.key_scales, self.value_scales = key_scales, value_scales
         # Kernels reach each layer's cache by its address: keys, then values.
         self.addresses = _addresses([*self.keys, *self.values])
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """See `KVStore`; rows with a negative slot write nothing."""
+        reference.write(keys, values, slots, self)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
@@ -110,7 +142,7 @@ def fill(
     projected: Tensor,
     positions: Tensor,
     slots: Tensor,
-    caches: Caches,
+    caches: Caches | KVStore,
     *,
     key_norm: KeyNorm | None = None,
     rotary: Rotary | None = None,
@@ -121,8 +153,9 @@ def fill(
     Args:
         projected: [N, S, 2, H * P], keys first, as the stacked weights make them.
         positions: [N] int64, of each row's token in its text.
-        slots: [N] int64, block * block size + place in it; negative: the row writes nothing.
-        caches: where to write; elements elsewhere do not change.
+        slots: [N] int64, block * block size + place in it, or [S, N] where layers keep a row in
+            different blocks; negative: the row writes nothing.
+        caches: where to write; elements elsewhere do not change. The fused form is for `Caches`.
         key_norm: before the rotation.
         rotary: of the keys.
         implementation: `auto`, `triton` or `torch`.
@@ -131,33 +164,39 @@ def fill(
         ValueError: shapes do not go together.
     """
     _check(projected, positions, slots, caches, key_norm, rotary)
-    if choose("propagate_kv", projected.device, implementation) == "torch" or not len(projected):
-        reference.fill(projected, positions, slots, caches, key_norm, rotary)
-        return
-    from exitserve_kernels.propagate_kv import fused
+    # A store that only its owner can write leaves no choice.
+    asked = implementation if isinstance(caches, Caches) else "torch"
+    form = choose("propagate_kv", projected.device, asked)
+    if form == "triton" and isinstance(caches, Caches) and len(projected):
+        from exitserve_kernels.propagate_kv import fused
 
-    fused.fill(projected, positions, slots, caches, key_norm, rotary)
+        fused.fill(projected, positions, slots, caches, key_norm, rotary)
+        return
+    found = reference.keys_and_values(projected, positions, caches.heads, key_norm, rotary)
+    caches.write(*found, slots)
 
 
 def _check(
     projected: Tensor,
     positions: Tensor,
     slots: Tensor,
-    caches: Caches,
+    caches: Caches | KVStore,
     key_norm: KeyNorm | None,
     rotary: Rotary | None,
 ) -> None:
-    layers = len(caches.keys)
-    _, _, heads, size = caches.keys[0].shape
+    layers, heads, size = caches.layers, caches.heads, caches.head_size
     rows = projected.shape[0]
     if projected.shape != (rows, layers, 2, heads * size):
         raise ValueError(
             f"projected has shape {tuple(projected.shape)}; these caches need "
             f"[N, {layers}, 2, {heads * size}]."
         )
-    for name, vector in (("positions", positions), ("slots", slots)):
-        if vector.shape != (rows,):
-            raise ValueError(f"{name} has shape {tuple(vector.shape)}; expected ({rows},).")
+    if positions.shape != (rows,):
+        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected ({rows},).")
+    if slots.shape not in ((rows,), (layers, rows)):
+        raise ValueError(
+            f"slots has shape {tuple(slots.shape)}; expected ({rows},) or ({layers}, {rows})."
+        )
     if key_norm is not None:
         shape = tuple(key_norm.gains.shape)
         if shape not in ((layers, size), (layers, heads * size)):
@@ -172,6 +211,7 @@ def _check(
                 f"rotary has {len(rotary.tables)} tables of width {width}; expected {layers}, of "
                 f"an even width up to {size}."
             )
-    scaled = caches.key_scales is not None and caches.value_scales is not None
-    if caches.keys[0].dtype in EIGHT_BITS and not scaled:
-        raise ValueError("caches of 8 bits need key_scales and value_scales.")
+    if isinstance(caches, Caches) and caches.keys[0].dtype in EIGHT_BITS:
+        scaled = caches.key_scales is not None and caches.value_scales is not None
+        if not scaled:
+            raise ValueError("caches of 8 bits need key_scales and value_scales.")

@@ -35,6 +35,7 @@ def _fill(
     key_scales,
     value_scales,
     num_layers,
+    slot_stride,
     row_stride,
     layer_stride,
     block_stride,
@@ -58,7 +59,7 @@ def _fill(
 ):
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
-    slot = tl.load(slots + row)
+    slot = tl.load(slots + layer * slot_stride + row)
     if slot >= 0:
         head = tl.arange(0, BLOCK_H)[:, None]
         dim = tl.arange(0, BLOCK_P)[None, :]
@@ -139,14 +140,15 @@ def fill(
     scaled = caches.key_scales is not None
     _fill[(rows, layers)](
         projected,
-        positions,
-        slots,
+        positions.contiguous(),
+        slots.contiguous(),
         caches.addresses,
         gains,
         caches.addresses if rotary is None else rotary.addresses,
         caches.key_scales if scaled else projected,
         caches.value_scales if scaled else projected,
         layers,
+        0 if slots.dim() == 1 else rows,
         projected.stride(0),
         projected.stride(1),
         *first.stride(),
@@ -177,7 +179,7 @@ def _variant(cache: Any, name: str) -> Variant:
             **dict.fromkeys(("projected", "gains"), "*bf16"),
             **dict.fromkeys(("positions", "slots", "addresses", "tables"), "*i64"),
             **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
-            "num_layers": "i32",
+            **dict.fromkeys(("num_layers", "slot_stride"), "i32"),
             **dict.fromkeys(
                 (
                     "row_stride",

@@ -17,69 +17,71 @@ def normalised(states: Tensor, epsilon: float, *, centred: bool = False) -> Tens
     The gain of each layer's input norm is folded into its K/V weights, so that one normalised
     state serves all. `centred` subtracts the mean first (layer norm). In float32, rounded once.
     """
-    wide = states if states.dtype == torch.float64 else states.float()
+    wide = _wide(states)
     if centred:
         wide = wide - wide.mean(dim=-1, keepdim=True)
     scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return scaled.to(states.dtype)
 
 
-def fill(
-    projected: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    caches: Any,
-    key_norm: Any | None,
-    rotary: Any | None,
-) -> None:
-    """See `propagate_kv.fill`."""
-    _, block_size, heads, size = caches.keys[0].shape
-    written = slots >= 0
-    block = slots[written] // block_size
-    place = slots[written] % block_size
-    for layer in range(len(caches.keys)):
-        keys, values = (_wide(projected[:, layer, kind]) for kind in (0, 1))
-        keys = keys.view(-1, heads, size)
-        if key_norm is not None:
-            keys = _normed(keys, key_norm.gains[layer], key_norm.epsilon)
-        if rotary is not None:
-            keys = rotated(keys, rotary.tables[layer][positions], rotary.interleaved)
-        values = values.view(-1, heads, size)
-        for cache, new, scales in (
-            (caches.keys[layer], keys, caches.key_scales),
-            (caches.values[layer], values, caches.value_scales),
-        ):
-            if scales is not None:
-                new = new / scales[layer]
-            cache[block, place] = narrowed(new[written], cache.dtype)
+def keys_and_values(
+    projected: Tensor, positions: Tensor, heads: int, key_norm: Any | None, rotary: Any | None
+) -> tuple[Tensor, Tensor]:
+    """What the caches are to hold: [N, S, H, P] each, keys in float32 (or float64).
+
+    All layers at once: on a CPU a call costs more than its arithmetic.
+    """
+    size = projected.shape[3] // heads
+    keys, values = projected.reshape(*projected.shape[:3], heads, size).unbind(dim=2)
+    if key_norm is not None:
+        keys = _normed(_wide(keys), key_norm.gains, key_norm.epsilon)
+    if rotary is not None:
+        keys = rotated(_wide(keys), rotary.angles(positions), rotary.interleaved)
+    return keys, values
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _normed(keys: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Key norm of [N, H, P], over each head or over all of a token's heads together."""
-    grouped = keys if gain.shape[0] == keys.shape[-1] else keys.flatten(1)
+def _normed(keys: Tensor, gains: Tensor, epsilon: float) -> Tensor:
+    """Key norm of [N, S, H, P], over each head or over all of a token's heads together."""
+    grouped = keys if gains.shape[1] == keys.shape[-1] else keys.flatten(2)[:, :, None]
     scale = torch.rsqrt(grouped.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (grouped * scale * gain.to(keys.dtype)).view(keys.shape)
+    return (grouped * scale * gains[:, None].to(keys.dtype)).view(keys.shape)
 
 
-def rotated(keys: Tensor, table: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first R of each head of [N, H, P] by angles whose [N, R] are cos, then sin."""
-    width = table.shape[-1]
-    cos, sin = table[:, None].to(keys.dtype).chunk(2, dim=-1)
-    turned, rest = keys[..., :width], keys[..., width:]
+def rotated(keys: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first R of each head of [N, S, H, P] by angles [N, S or 1, R]: cos, then sin."""
+    width = angles.shape[-1]
+    cos, sin = angles[:, :, None].to(keys.dtype).chunk(2, dim=-1)
+    turned = keys[..., :width]
     if interleaved:
         first, second = turned[..., ::2], turned[..., 1::2]
     else:
         first, second = turned.chunk(2, dim=-1)
-    one, other = first * cos - second * sin, second * cos + first * sin
+    one = torch.addcmul(first * cos, second, sin, value=-1)
+    other = torch.addcmul(second * cos, first, sin)
     if interleaved:
-        turned = torch.stack([one, other], dim=-1).flatten(-2)
-    else:
-        turned = torch.cat([one, other], dim=-1)
-    return torch.cat([turned, rest], dim=-1)
+        one, other = torch.stack([one, other], dim=-1).flatten(-2), keys[..., :0]
+    return torch.cat([one, other, keys[..., width:]], dim=-1)
+
+
+def write(keys: Tensor, values: Tensor, slots: Tensor, caches: Any) -> None:
+    """Puts keys and values [N, S, H, P] into paged `Caches`; slots are [N] or [S, N]."""
+    block_size = caches.keys[0].shape[1]
+    for layer in range(caches.layers):
+        own = slots if slots.dim() == 1 else slots[layer]
+        written = own >= 0
+        block, place = own[written] // block_size, own[written] % block_size
+        for cache, new, scales in (
+            (caches.keys[layer], keys[:, layer], caches.key_scales),
+            (caches.values[layer], values[:, layer], caches.value_scales),
+        ):
+            wide = _wide(new[written])
+            if scales is not None:
+                wide = wide / scales[layer]
+            cache[block, place] = narrowed(wide, cache.dtype)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

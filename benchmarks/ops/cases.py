@@ -1,0 +1,164 @@
+"""What `run.py` times: every operation at the sizes of a large model, or at sizes for a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import liger
+import torch
+from timing import FUSED, Case, Work
+from torch import Tensor
+from torch.nn import functional
+
+from exitserve_kernels import dispersion, simreg
+from exitserve_kernels.compact_rows import Batch, compact_rows
+from exitserve_kernels.dispatch import VARIABLE, Form, can_run_triton
+from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
+from exitserve_training import losses
+
+BATCHES = (1, 8, 32, 128, 512)
+
+
+def all_cases(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
+    """One after the other, so that few tensors exist at a time.
+
+    Args:
+        device: where.
+        small: sizes for a CPU.
+        liger_tiles: with `liger.log_probability_by_tiles` as a rival of the exit check.
+    """
+    yield from _exit_checks(device, small, liger_tiles)
+    yield from _fills(device, small)
+    yield from _compactions(device, small)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _sums_over_pairs(device, dtype, small)
+    yield from _training_losses(device, small)
+
+
+def _forms(work: Callable[..., Any], device: torch.device) -> dict[str, Work]:
+    """Work that takes an `implementation`, by form."""
+    fused = device.type == "cuda" and can_run_triton(device)
+    forms = {FUSED: "triton", "PyTorch": "torch"} if fused else {"PyTorch": "torch"}
+    return {name: partial(work, implementation=form) for name, form in forms.items()}
+
+
+def _has_liger(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(liger.versions())
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" + ("s" if count > 1 else "")
+
+
+def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
+    """Llama 3 8B's head with the norm in front."""
+    vocabulary, width = (4096, 256) if small else (128_256, 4096)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    weight = torch.randn(vocabulary, width, device=device, dtype=dtype)
+    norm = FinalNorm(torch.ones(width, device=device, dtype=dtype), 1e-6)
+    for rows in BATCHES[: 2 if small else None]:
+        states = torch.randn(rows, width, device=device, dtype=dtype)
+        check = partial(exit_check, states, weight, torch.full((rows,), 0.5, device=device))
+        forms = _forms(partial(check, norm=norm), device)
+        if _has_liger(device):
+            tokens = check(norm=norm).token
+            given = (states, weight, tokens, norm)
+            forms["Liger"] = partial(liger.top_and_log_probability, *given)
+            if liger_tiles:
+                forms["Liger, tiles"] = partial(liger.log_probability_by_tiles, *given)
+        yield Case("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
+
+
+def _fills(device: torch.device, small: bool) -> Iterator[Case]:
+    """24 layers above an exit, 8 kv heads of 128, key norm and rotary, blocks of 16."""
+    layers, heads, size, blocks = (3, 2, 16, 64) if small else (24, 8, 128, 2048)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    whole = [
+        torch.zeros(blocks, heads, 16, 2 * size, device=device, dtype=dtype) for _ in range(layers)
+    ]
+    views = [cache.transpose(1, 2).chunk(2, dim=-1) for cache in whole]
+    caches = Caches([view[0] for view in views], [view[1] for view in views])
+    table = torch.randn(8192, size, device=device, dtype=dtype)
+    key_norm = KeyNorm(torch.ones(layers, size, device=device, dtype=dtype), 1e-6)
+    rotary = Rotary([table] * layers)
+    for rows in BATCHES[: 2 if small else None]:
+        projected = torch.randn(rows, layers, 2, heads * size, device=device, dtype=dtype)
+        positions = torch.randint(0, 8192, (rows,), device=device)
+        slots = torch.randperm(blocks * 16, device=device)[:rows]
+        given = (projected, positions, slots, caches)
+        forms = _forms(partial(fill, *given, key_norm=key_norm, rotary=rotary), device)
+        if _has_liger(device):
+            forms["Liger"] = partial(liger.fill, *given, key_norm, rotary)
+        yield Case("propagate_kv", _rows(rows), forms)
+
+
+def _compactions(device: torch.device, small: bool) -> Iterator[Case]:
+    """Decode batches of which half the rows exit; contexts of 8k tokens."""
+    width, blocks = (64, 8) if small else (4096, 512)
+    for rows in BATCHES[1 : 2 if small else None]:
+        batch = Batch(
+            states=torch.randn(rows, width, device=device),
+            positions=torch.arange(rows, device=device),
+            slots=torch.arange(rows, device=device),
+            starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            lengths=torch.ones(rows, dtype=torch.int32, device=device),
+            blocks=torch.zeros(rows, blocks, dtype=torch.int32, device=device),
+        )
+        exits = torch.arange(rows, device=device) % 2 == 0
+        yield Case("compact_rows", _rows(rows), _forms(partial(compact_rows, exits, batch), device))
+
+
+def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str, Tensor, Tensor]:
+    """Size in words, unit vectors [B, T, D] with gradient, labels [B, T]."""
+    shape = (2, 96, 32) if small else (4, 2048, 2048)
+    # A common part, as trained models' states have: without it SimReg's loss is 0.
+    states = torch.randn(shape, device=device) + 3.0 * torch.randn(shape[2], device=device)
+    vectors = functional.normalize(states, dim=-1).to(dtype)
+    labels = torch.randint(0, shape[1] // 4, shape[:2], device=device)
+    size = " x ".join(map(str, shape)) + f", {str(dtype).removeprefix('torch.')}"
+    return size, vectors.requires_grad_(), labels
+
+
+def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+    """The kernels by themselves, against all pairs at once in PyTorch."""
+    size, vectors, labels = _states(device, dtype, small)
+    yield Case("simreg", size, _forms(partial(_simreg, vectors, labels), device))
+    mask = torch.ones_like(labels, dtype=torch.bool)
+    yield Case("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
+
+
+def _simreg(vectors: Tensor, labels: Tensor, *, implementation: Form) -> Any:
+    """Forward and backward; the vectors [B, T, D], labels [B, T]."""
+    negatives, positives = simreg.log_sums(vectors, labels, 0.01, implementation)
+    return torch.autograd.grad(functional.softplus(negatives - positives).mean(), vectors)
+
+
+def _dispersion(vectors: Tensor, mask: Tensor, *, implementation: Form) -> Any:
+    """Forward and backward; the vectors [B, T, D], mask [B, T]."""
+    return torch.autograd.grad(
+        dispersion.log_sum(vectors, mask, 1.0, implementation).mean(), vectors
+    )
+
+
+def _training_losses(device: torch.device, small: bool) -> Iterator[Case]:
+    """What a training step runs, unit vectors and averages included.
+
+    Both forms compute in float32 whatever the states' type. Without kernels some rows of pairs
+    exist at a time, and backward computes them again.
+    """
+    size, states, labels = _states(device, torch.bfloat16, small)
+    for name, loss in (
+        ("simreg, training's", partial(losses.simreg, states, labels)),
+        ("dispersion, training's", partial(losses.dispersion, states)),
+    ):
+        yield Case(name, size, _forms(partial(_training_loss, loss, states), device))
+
+
+def _training_loss(loss: Callable[[], Tensor], states: Tensor, *, implementation: Form) -> Any:
+    """Forward and backward. The losses go by the environment; all other cases by the argument."""
+    os.environ[VARIABLE] = implementation
+    return torch.autograd.grad(loss(), states)

@@ -1,0 +1,131 @@
+"""What Liger-Kernel has that is nearest to our operations, called at its best.
+
+Nothing in it compacts a batch, or sums over pairs of tokens as `simreg` and `dispersion` do.
+Nothing here keeps gradients. Liger-Kernel is imported where it is called: it may be missing, and it
+imports Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from exitserve_kernels.exit_check import FinalNorm
+    from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary
+
+PACKAGE, TESTED = "liger-kernel", "0.8.5"
+
+
+def versions() -> dict[str, str]:
+    """The installed version; empty if it is not installed."""
+    try:
+        return {PACKAGE: importlib.metadata.version(PACKAGE)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+
+
+def remark() -> str:
+    """One line about what is installed."""
+    found = versions().get(PACKAGE)
+    if found is None:
+        return f"{PACKAGE} is not installed: not compared with it; pip install {PACKAGE}=={TESTED}"
+    return f"{PACKAGE} {found}" + ("" if found == TESTED else f" (written for {TESTED})")
+
+
+@torch.no_grad()
+def top_and_log_probability(
+    rows: Tensor, weight: Tensor, tokens: Tensor, norm: FinalNorm | None = None
+) -> tuple[Tensor, Tensor]:
+    """The likeliest token [B] of each row, and log p [B] of a token that the caller names.
+
+    Liger's linear cross-entropy: a library's product writes the logits in the rows' type, a
+    kernel reads them once. Unlike `exit_check` it takes the token whose probability it gives
+    (our confidence, if that is the likeliest), it knows neither the second nor the entropy nor
+    thresholds, and it waits for the host, which counts the tokens.
+
+    Args:
+        rows: [B, D].
+        weight: [V, D].
+        tokens: [B] int64.
+        norm: the final norm, Liger's.
+    """
+    from liger_kernel.transformers.functional import (
+        liger_fused_linear_cross_entropy,
+        liger_rms_norm,
+    )
+
+    if norm is not None:
+        rows = liger_rms_norm(rows, norm.gain, norm.epsilon, casting_mode="gemma")
+    vocabulary, width = weight.shape
+    found = liger_fused_linear_cross_entropy(
+        rows,
+        weight,
+        tokens,
+        reduction="none",
+        return_predicted_tokens=True,
+        # All rows at once; by default a few, and the weights are read again for each few.
+        chunk_mem_const=-(-vocabulary // width),
+    )
+    return found.predicted_tokens, -found.loss
+
+
+@torch.no_grad()
+def log_probability_by_tiles(
+    rows: Tensor, weight: Tensor, tokens: Tensor, norm: FinalNorm | None = None
+) -> Tensor:
+    """log p [B] alone, by Liger's kernel in CuTe that writes no logits either.
+
+    Compute capability 9.0 and bfloat16 only, with `pip install liger-kernel[cutedsl]`; on other
+    GPUs Liger runs PyTorch in its place. Not run here yet. Arguments as above.
+    """
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    # Its check of the tokens waits for the host.
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
+    if norm is not None:
+        rows = liger_rms_norm(rows, norm.gain, norm.epsilon, casting_mode="gemma")
+    loss: Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(rows, weight, tokens)
+    return -loss
+
+
+@torch.no_grad()
+def fill(
+    projected: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    caches: Caches,
+    key_norm: KeyNorm,
+    rotary: Rotary,
+) -> None:
+    """`propagate_kv.fill` with Liger's norm and rotation, all layers at once.
+
+    Liger writes no cache, and its norm has one gain a call: gains and writes are PyTorch's. For
+    gains of each head [S, P], one rotary table for all layers, and slots that are not negative.
+    """
+    from liger_kernel.transformers.functional import liger_rms_norm
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    layers, block_size = len(caches.keys), caches.keys[0].shape[1]
+    heads, size = caches.keys[0].shape[2:]
+    apart = projected.reshape(len(positions), layers, 2, heads, size)
+    keys, values = apart.transpose(0, 1).unbind(dim=2)
+    keys = liger_rms_norm(keys, None, key_norm.epsilon, casting_mode="gemma")
+    keys.mul_(key_norm.gains[:, None, None])
+    angles = rotary.tables[0][positions][None]
+    cos, sin = angles.chunk(2, dim=-1)
+    # It rotates queries too: one head, which is forgotten.
+    query = keys.new_zeros(layers, 1, len(positions), size)
+    _, turned = liger_rotary_pos_emb(
+        query, keys.transpose(1, 2), cos, sin, rotary_dim=angles.shape[-1]
+    )
+    keys = turned.transpose(1, 2)
+    block, place = slots // block_size, slots % block_size
+    for layer in range(layers):
+        caches.keys[layer][block, place] = keys[layer]
+        caches.values[layer][block, place] = values[layer]

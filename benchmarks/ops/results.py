@@ -1,0 +1,143 @@
+"""What every operation gives for fixed inputs, in any form: what `errors.py` compares.
+
+Imports Triton. Shapes and letters as in the operations themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import liger
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from exitserve_kernels import dispersion, simreg
+from exitserve_kernels.compact_rows import Batch, compact_rows
+from exitserve_kernels.exit_check import CRITERIA, FinalNorm, exit_check
+from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+Cast = Callable[[Tensor], Tensor]
+"""Moves a float32 tensor of inputs to where, and in which type, an operation takes it."""
+Results = Callable[[Any, Cast], dict[str, Tensor]]
+"""Results by name, of a form: `triton`, `torch`, or `liger` for what that has of them."""
+
+
+class Run(NamedTuple):
+    """An operation with inputs of one type."""
+
+    operation: str
+    dtype: torch.dtype
+    results: Results
+    in_liger: bool
+    """Whether Liger-Kernel has any, and runs here."""
+
+
+def runs(interpreted: bool) -> Iterator[Run]:
+    """Every operation with every type. Triton's interpreter cannot run Liger-Kernel's norm."""
+    operations: list[tuple[str, Results, bool]] = [
+        ("exit_check", _exit_check, True),
+        ("exit_check, norm", partial(_exit_check, normed=True), not interpreted),
+        ("propagate_kv", _propagate_kv, not interpreted),
+        ("compact_rows", _compact_rows, False),
+        ("simreg", _simreg, False),
+        ("dispersion", _dispersion, False),
+    ]
+    for name, results, in_liger in operations:
+        for dtype in TYPES:
+            yield Run(name, dtype, results, in_liger)
+    for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
+        name = f"propagate_kv, {str(kept).removeprefix('torch.')}"
+        yield Run(name, torch.bfloat16, partial(_propagate_kv, kept=kept), in_liger=False)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _exit_check(form: Any, cast: Cast, *, normed: bool = False) -> dict[str, Tensor]:
+    """33 rows of 256; a head [1000, 256] that gives logits of standard deviation 3."""
+    rows, weight = cast(_random(33, 256)), cast(_random(1000, 256, seed=1) * 3 / 16)
+    norm = FinalNorm(cast(_random(256, seed=2).abs() + 0.5), 1e-6) if normed else None
+    thresholds = torch.zeros(33, device=rows.device)
+    check: Any = partial(exit_check, rows, weight, thresholds, norm=norm)
+    if form == "liger":
+        tokens = check(implementation="torch").token
+        _, logarithms = liger.top_and_log_probability(rows, weight, tokens, norm)
+        return {"confidence, max_prob": logarithms.exp()}
+    checks = {name: check(criterion=name, implementation=form) for name in CRITERIA}
+    found = {f"confidence, {name}": own.confidence for name, own in checks.items()}
+    return {"log_sum_exp": checks["max_prob"].log_sum_exp, **found}
+
+
+def _propagate_kv(form: Any, cast: Cast, *, kept: torch.dtype | None = None) -> dict[str, Tensor]:
+    """33 rows, 3 layers, 2 heads of 64, key norm and rotary, blocks of 4; what the slots hold.
+
+    `kept` is the type of a cache of 8 bits; the truth's is float64 nevertheless.
+    """
+    layers, heads, size, rows = 3, 2, 64, 33
+    projected = cast(_random(rows, layers, 2, heads * size))
+    device, dtype = projected.device, projected.dtype
+    if kept is not None and dtype != torch.float64:
+        dtype = kept
+    whole = torch.zeros(2, layers, 12, 4, heads, size, device=device).to(dtype)
+    scales = None if kept is None else torch.linspace(0.5, 2.0, layers, device=device)
+    caches = Caches(list(whole[0]), list(whole[1]), scales, scales)
+    key_norm = KeyNorm(cast(_random(layers, size, seed=1).abs() + 0.5), 1e-6)
+    angles = _random(50, size // 2, seed=2) * 3
+    rotary = Rotary([cast(torch.cat([angles.cos(), angles.sin()], dim=-1))] * layers)
+    positions = torch.arange(rows, device=device)
+    slots = torch.randperm(48, generator=torch.Generator().manual_seed(3))[:rows].to(device)
+    given = (projected, positions, slots, caches)
+    if form == "liger":
+        liger.fill(*given, key_norm, rotary)
+    else:
+        fill(*given, key_norm=key_norm, rotary=rotary, implementation=form)
+    keys, values = whole.double().flatten(2, 3)[:, :, slots]
+    return {"keys": keys, "values": values}
+
+
+def _compact_rows(form: Any, cast: Cast) -> dict[str, Tensor]:
+    """33 rows of 64, a third of which leave."""
+    states = cast(_random(33, 64))
+    places = torch.arange(34, dtype=torch.int32, device=states.device)
+    batch = Batch(
+        states=states,
+        positions=places[:33].long(),
+        slots=places[:33].long(),
+        starts=places,
+        lengths=places[:33] + 1,
+        blocks=places[:33, None].repeat(1, 5),
+    )
+    left = compact_rows(places[:33] % 3 == 0, batch, implementation=form)
+    others = [part.flatten() for part in (*left.batch[1:], left.rows, left.num_left)]
+    return {"states": left.batch.states, "all the rest": torch.cat(others)}
+
+
+def _simreg(form: Any, cast: Cast) -> dict[str, Tensor]:
+    """2 sequences of 150 unit vectors of 70 with a common part, 5 labels, temperature 0.05.
+
+    The loss of each counted token, and the gradient of their sum.
+    """
+    common = _random(70, seed=1)
+    vectors = cast(functional.normalize(_random(2, 150, 70) + common, dim=-1)).requires_grad_()
+    labels = torch.arange(300, device=vectors.device).reshape(2, 150) % 6 - 1
+    negatives, positives = simreg.log_sums(vectors, labels, 0.05, form)
+    losses = functional.softplus(negatives - positives)[labels >= 0]
+    (gradient,) = torch.autograd.grad(losses.sum(), vectors)
+    return {"loss": losses.detach(), "gradient": gradient}
+
+
+def _dispersion(form: Any, cast: Cast) -> dict[str, Tensor]:
+    """8 sequences of 150 unit vectors of 70 in a cone, one token in ten not counted.
+
+    The loss of each sequence, and the gradient of their sum.
+    """
+    units = cast(functional.normalize(_random(8, 150, 70) + 0.7, dim=-1)).requires_grad_()
+    mask = (torch.arange(150, device=units.device) % 10 != 3).repeat(8, 1)
+    losses = dispersion.log_sum(units, mask, 1.0, form)
+    (gradient,) = torch.autograd.grad(losses.sum(), units)
+    return {"loss": losses.detach(), "gradient": gradient}

@@ -1,0 +1,64 @@
+"""vLLM's version and configuration: what is supported, and what a model's files say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.options import PROPOSER, QUANTISED
+
+SUPPORTED_VLLM = "0.32"
+
+
+def check_version() -> None:
+    """Raises `RuntimeError` unless vLLM is of the minor version this release was built on."""
+    from vllm import __version__
+
+    if not __version__.startswith(f"{SUPPORTED_VLLM}."):
+        raise RuntimeError(
+            f"exitserve needs vLLM {SUPPORTED_VLLM}, found {__version__}; "
+            f"install vllm=={SUPPORTED_VLLM}.0."
+        )
+
+
+def eos_token_ids(vllm_config: Any) -> Tensor:
+    """[K] end-of-sequence ids from the model's config and generation config."""
+    found: set[int] = set()
+    generation = vllm_config.model_config.try_get_generation_config() or {}
+    for value in (
+        getattr(vllm_config.model_config.hf_config, "eos_token_id", None),
+        generation.get("eos_token_id"),
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return torch.tensor(sorted(found), dtype=torch.long)
+
+
+def cached_block(vllm_config: Any) -> int | None:
+    """Tokens of a block of the prefix cache; None without one."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return None
+    return int(cache.prefix_match_unit or cache.block_size)
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises `ValueError` at start-up for features that exits do not support yet."""
+    parallel = vllm_config.parallel_config
+    speculation = getattr(vllm_config.speculative_config, "model", None)
+    scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
+    refusals = {
+        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+        "speculative decoding (--speculative-config)": speculation not in (None, PROPOSER),
+        f"{scheme} weights (supported: {', '.join(QUANTISED)})": scheme not in ("none", *QUANTISED),
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "micro-batching (--enable-dbo)": parallel.use_ubatching,
+        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+    }
+    for feature, asked in refusals.items():
+        if asked:
+            raise ValueError(
+                f"exitserve does not support {feature} together with early exit; "
+                f"drop it, or serve this checkpoint with plain vLLM."
+            )

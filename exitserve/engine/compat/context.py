@@ -1,0 +1,148 @@
+"""The forward pass as vLLM's attention sees it: rows, tokens, slots, and the same for some rows.
+
+Read from `vllm/forward_context.py` and `vllm/v1/attention/backends/cpu_attn.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from exitserve.engine.active import Active
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How the tokens of one forward pass belong to rows."""
+
+    num_tokens: int
+    """T, padding excluded."""
+    row_ends: Tensor
+    """[B] index after each row's last token."""
+
+
+def batch_shape() -> BatchShape | None:
+    """The batch in the current forward context; None in profiling and warm-up runs."""
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:
+        return None
+    assert isinstance(metadata, dict), "micro-batching is refused at start-up"
+    first: Any = next(iter(metadata.values()))  # each backend has a metadata class of its own
+    return BatchShape(int(first.num_actual_tokens), first.query_start_loc[1:])
+
+
+def can_rearrange(context: ForwardContext) -> bool:
+    """Whether `rearranged_context` knows the attention backend of a pass."""
+    metadata: Any = context.attn_metadata
+    return all(isinstance(one, CPUAttentionMetadata) for one in _distinct(metadata))
+
+
+def _distinct(metadata: dict[str, Any]) -> list[Any]:
+    """The distinct metadata objects: layers of one cache group share theirs."""
+    return list({id(one): one for one in metadata.values()}.values())
+
+
+def cache_slots() -> tuple[Tensor, ...]:
+    """Where keys and values of the current pass go in the cache: [T] for each cache group."""
+    slots: Any = get_forward_context().slot_mapping
+    return tuple(_distinct(slots))
+
+
+def slots_at(rows: Sequence[int], positions: Tensor) -> tuple[Tensor, ...]:
+    """Where keys and values go in the cache: G times [N].
+
+    Args:
+        rows: [N] rows of the current pass.
+        positions: [N] in their sequences.
+    """
+    context = get_forward_context()
+    metadata: Any = context.attn_metadata
+    slots: Any = context.slot_mapping
+    found = []
+    for group in _distinct(slots):
+        name = next(name for name, one in slots.items() if one is group)
+        size = context.no_compile_layers[name].kv_cache.shape[2]
+        blocks = metadata[name].block_table[torch.tensor(rows), positions // size]
+        found.append(blocks.to(group.dtype) * size + positions % size)
+    return tuple(found)
+
+
+def rearranged_context(base: ForwardContext, active: Active) -> ForwardContext:
+    """The context of a pass for some of its rows, with other tokens.
+
+    Args:
+        base: the context of the whole pass.
+        active: the tokens that run, those of a row the last of its sequence.
+    """
+    rows, lengths, slots, seq_lens = active.rows, active.lengths, active.slots, active.ends()
+    metadata: Any = base.attn_metadata
+    old: Any = base.slot_mapping
+    fresh = {id(one): new for one, new in zip(_distinct(old), slots, strict=True)}
+    layers: dict[int, list[str]] = {}
+    for name, one in metadata.items():
+        layers.setdefault(id(one), []).append(name)
+    chosen, counts = torch.tensor(rows), torch.tensor(lengths, dtype=torch.int32)
+    changed = {
+        id(one): _rearranged(
+            one,
+            chosen,
+            counts,
+            seq_lens,
+            fresh[id(old[layers[id(one)][0]])],
+            [base.no_compile_layers[name] for name in layers[id(one)]],
+        )
+        for one in _distinct(metadata)
+    }
+    return replace(
+        base,
+        attn_metadata={name: changed[id(one)] for name, one in metadata.items()},
+        slot_mapping={name: fresh[id(one)] for name, one in old.items()},
+    )
+
+
+def _rearranged(
+    metadata: Any,
+    rows: Tensor,
+    lengths: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    layers: list[Any],
+) -> Any:
+    """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
+    starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    windows = {layer.impl.sliding_window for layer in layers}
+    first = layers[0]
+    return replace(
+        metadata,
+        num_actual_tokens=slots.shape[0],
+        max_query_len=int(lengths.max()),
+        query_start_loc=starts,
+        max_seq_len=int(seq_lens.max()),
+        seq_lens=seq_lens,
+        block_table=metadata.block_table[rows],
+        slot_mapping=slots,
+        scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=rows.shape[0],
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            seq_lens=seq_lens,
+            dtype=first.kv_cache_torch_dtype,
+            query_start_loc=starts,
+            causal=metadata.causal,
+            sliding_window_size=windows.pop() if len(windows) == 1 else -1,
+            isa=first.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=first.kv_cache_dtype,
+        ),
+    )

@@ -1,0 +1,64 @@
+"""The model runner: its batch, its requests, and its sampling beside drafts.
+
+Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_batch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
+
+
+def request_ids(model_runner: Any) -> Callable[[], list[str]]:
+    """Reads the internal request id of each batch row, in row order."""
+    return lambda: list(model_runner.input_batch.req_ids)
+
+
+def watch_rows(model_runner: Any, processor: Any) -> None:
+    """Lets `processor` follow the batch of an engine with speculative decoding.
+
+    Also lets drafts be asked for up to the end of the context: else vLLM sends every row of the
+    batch drafts of zeros (`_input_fits_in_drafter`) once one of its rows comes near.
+    """
+    processors = model_runner.input_batch.logitsprocs.argmax_invariant
+    if not any(type(one) is type(processor) for one in processors):
+        processors.append(processor)
+    model_runner.effective_drafter_max_model_len = model_runner.max_model_len + (
+        model_runner.num_spec_tokens
+    )
+
+
+def repair_sampling_with_drafts() -> None:
+    """Lets requests that sample, and whose drafts are judged, have their own temperature on a CPU.
+
+    vLLM 0.32 spreads a request's temperature, top-k and top-p over its drafts by a kernel whose
+    CPU version (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted
+    copy of its output unless that is of 64-bit integers: all three are then whatever lay in
+    memory, and samples follow another distribution. vLLM's registry takes a better one.
+    """
+    if current_platform.is_cpu() and not HAS_TRITON:
+        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+
+def _expand(
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replace_from: float,
+    replace_to: float,
+    _most: int | None = None,
+) -> None:
+    """Repeats each of `values` [B] for the tokens that end before `ends` [B], into `output` [T]."""
+    values = torch.where(values == replace_from, replace_to, values).to(output.dtype)
+    output.copy_(values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+
+def living_requests(model_runner: Any) -> Callable[[str], bool]:
+    """Tells whether a request, by its internal id, has not ended; preempted ones have not."""
+    return lambda request_id: request_id in model_runner.requests

@@ -1,0 +1,55 @@
+"""vLLM's loaded weights: what kernels can read, and how its CPU form packs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from exitserve_kernels.exit_check import Head
+
+
+def readable_head(head: Any, processor: Any, columns: int, ends: Tensor) -> Head | None:
+    """An LM head for the kernels; None where its product is not a plain one.
+
+    Args:
+        head: vLLM's head, loaded.
+        processor: vLLM's `LogitsProcessor` of the model.
+        columns: tokens of this rank's slice, without padding.
+        ends: [K] those of them that end the text.
+    """
+    method = type(getattr(head, "quant_method", None))
+    plain = method in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    if not plain or processor.logits_as_input or head.weight.dim() != 2:
+        return None
+    if processor.head_dtype not in (None, head.weight.dtype):
+        return None
+    ending = torch.zeros(head.weight.shape[0], dtype=torch.bool, device=head.weight.device)
+    ending[ends] = True
+    return Head(
+        weight=head.weight.detach(),
+        bias=getattr(head, "bias", None),
+        soft_cap=processor.soft_cap,
+        scale=processor.scale,
+        vocab_size=columns,
+        ends=ending,
+        rounded=True,  # the sampler gets logits of that type: the check judges what it gets
+    )
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A linear map [N, D] to [N, K] with `weight` [K, D], packed as vLLM packs its own."""
+    if not current_platform.is_cpu():
+        return lambda x: functional.linear(x, weight, bias)
+    holder: Any = nn.Module()
+    holder.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    holder.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
+    return lambda x: holder.cpu_linear(x, holder.weight, holder.bias)

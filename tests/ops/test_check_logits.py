@@ -1,0 +1,128 @@
+"""The exit check of logits that are written already: what the oracle and a CPU's engine run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve_kernels.exit_check import (
+    CRITERIA,
+    Criterion,
+    check_logits,
+    finish,
+    reference,
+    summarise_logits,
+)
+
+LOGITS = st.lists(st.floats(-60, 60, width=32), min_size=4, max_size=40)
+ZERO = torch.zeros(1)
+
+
+@given(LOGITS, st.sampled_from(CRITERIA))
+def test_confidence_is_that_of_the_probabilities(row: list[float], criterion: Criterion) -> None:
+    logits = torch.tensor([row])
+    found = check_logits(logits, ZERO, criterion=criterion)
+    chances = logits.double().softmax(dim=-1)
+    best, second = chances.topk(2).values[0].tolist()
+    entropy = -float(torch.special.xlogy(chances, chances).sum())
+    truth = {
+        "max_prob": best,
+        "margin": best - second,
+        "entropy": 1 - entropy / math.log(len(row)),
+    }
+    # Sums of exponentials of differences up to 120 carry about 120 * 2^-24 in float32; the
+    # entropy and the margin are differences of such numbers.
+    tolerance = {"rel": 1e-5, "abs": 0.0 if criterion == "max_prob" else 2e-6}
+    assert found.confidence.item() == pytest.approx(truth[criterion], **tolerance)
+    assert torch.equal(logits, torch.tensor([row])), "the logits still go to the sampler"
+
+
+@given(LOGITS, st.sampled_from(CRITERIA), st.integers(0, 3))
+def test_it_says_what_the_whole_reference_says(
+    row: list[float], criterion: Criterion, end: int
+) -> None:
+    logits = torch.tensor([row])
+    ends = torch.arange(len(row)) == end
+    whole = reference.of_logits(logits, ends)
+    own = summarise_logits(logits, criterion=criterion, end_tokens=torch.tensor([end]))
+    for field, one, other in zip(reference.FIELDS, own[0].tolist(), whole[0].tolist(), strict=True):
+        if not math.isnan(one):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5), field
+    assert torch.equal(own[:, 5] == own[:, 0], whole[:, 5] == whole[:, 0])
+
+
+@given(LOGITS, st.integers(1, 3), st.integers(0, 3), st.sampled_from(CRITERIA))
+def test_slices_of_the_vocabulary_come_to_the_whole(
+    row: list[float], cut: int, eos: int, criterion: Criterion
+) -> None:
+    """What tensor parallelism does with each rank's share of the head."""
+    logits, half = torch.tensor([row]), torch.tensor([0.5])
+    parts = []
+    for start, part in ((0, logits[:, :cut]), (cut, logits[:, cut:])):
+        columns = torch.tensor([eos]) - start
+        columns = columns[(columns >= 0) & (columns < part.shape[1])]
+        parts.append(summarise_logits(part, criterion=criterion, end_tokens=columns))
+    joined = finish(
+        torch.stack(parts, dim=1),
+        half,
+        criterion=criterion,
+        vocab_size=len(row),
+        end_thresholds=half,
+    )
+    whole = check_logits(
+        logits, half, criterion=criterion, end_tokens=torch.tensor([eos]), end_thresholds=half
+    )
+    torch.testing.assert_close(joined.confidence, whole.confidence, rtol=1e-5, atol=2e-6)
+
+
+@given(LOGITS, st.integers(0, 3))
+def test_an_end_of_sequence_in_first_place_uses_the_other_threshold(
+    row: list[float], eos: int
+) -> None:
+    found = check_logits(
+        torch.tensor([row]),
+        torch.tensor([-1.0]),
+        end_tokens=torch.tensor([eos]),
+        end_thresholds=torch.tensor([math.inf]),
+    )
+    assert found.exits.tolist() == [max(row) != row[eos]]
+
+
+def test_masked_words_do_not_spoil_the_confidence() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    for criterion in CRITERIA:
+        assert check_logits(logits, ZERO, criterion=criterion).confidence.item() == 1.0
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("ends", [[], [1]])
+def test_nan_never_exits(ends: list[int], criterion: Criterion) -> None:
+    logits = torch.tensor([[torch.nan, 1.0], [5.0, torch.nan], [torch.inf, 0.0]])
+    low = torch.full((3,), -1.0)
+    found = check_logits(
+        logits, low, criterion=criterion, end_tokens=torch.tensor(ends).long(), end_thresholds=low
+    )
+    assert found.confidence.isnan().all()
+    assert not found.exits.any()
+
+
+def test_confidence_must_exceed_its_own_threshold() -> None:
+    thresholds = torch.tensor([0.4, 0.5, 0.6])
+    found = check_logits(torch.zeros(3, 2), thresholds)
+    assert found.confidence.tolist() == [0.5, 0.5, 0.5]
+    assert found.exits.tolist() == [True, False, False]
+
+
+def test_nothing_to_check() -> None:
+    found = check_logits(torch.zeros(0, 5), torch.zeros(0))
+    assert found.token is None
+    assert [part.shape for part in found[1:]] == [(0,)] * 4
+
+
+def test_unknown_criterion() -> None:
+    with pytest.raises(ValueError, match="criterion 'best' is unknown; allowed: max_prob, margin"):
+        check_logits(torch.zeros(1, 2), ZERO, criterion="best")  # type: ignore[arg-type]
