@@ -8,14 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from exitserve.checkpoint import parse_multi_exit, read_config
 from exitserve.engine.options import KEY, PROPOSER, make_rules
 from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
-from exitserve_kernels import dispatch
 
 DEFAULT_CPU_CACHE_GIB = "1"
 
@@ -91,7 +88,10 @@ def prepare_environment() -> None:
     names = plugins.split(",") if plugins else []
     if "exitserve" not in names:
         os.environ["VLLM_PLUGINS"] = ",".join([*names, "exitserve"])
+    import torch
     from vllm.platforms import current_platform  # reads the variables above
+
+    from exitserve_kernels import dispatch
 
     try:
         dispatch.choose("exit_check", torch.device(current_platform.device_type))

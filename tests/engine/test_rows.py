@@ -49,12 +49,9 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
     plan = _plan(rows, [3, 3, 3, 3], [1, 2, 3, 4])
     due = plan.due(2)
     assert [one.row for one in due] == [0, 3]
-    for confidence, ends, expected in (
-        ([0.3, 0.3], [False, False], [True, False]),
-        ([0.3, 0.6], [True, False], [False, True]),
-        ([0.7, 0.7], [True, True], [True, False]),
-    ):
-        assert plan.decide(due, 2, torch.tensor(confidence), torch.tensor(ends)) == expected
+    any_token, ends = plan.thresholds(due, 2)
+    assert any_token.tolist() == [0.25, 0.5]
+    assert ends.tolist() == [0.625, 0.75]
     plan.depth[3] = 2
     assert [one.row for one in plan.due(4)] == [0, 1]
     assert plan.due(3) == plan.due(6) == [], "no exit layers"
