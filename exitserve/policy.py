@@ -23,6 +23,11 @@ EXACT: tuple[Mode, ...] = ("defer", "verify")
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
 
+NOT_ON_GPUS = (
+    "mode {mode!r} is not served on GPUs yet: tokens that wait for a later pass do not fit into a "
+    "CUDA graph. Modes here: off, confidence, and fixed (exit_layer)."
+)
+
 NUM_DRAFTS = 8
 """Most tokens drafted in a row in mode "verify", by default."""
 
@@ -119,6 +124,8 @@ class ExitRules:
     """Success rate from which a check pays, by exit layer; empty: every check is made."""
     num_drafts: int = 0
     """Tokens that a request in mode "verify" may draft at a time; 0: the mode is not allowed."""
+    tokens_may_wait: bool = True
+    """Whether modes are served in which tokens that exited wait for a later pass."""
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""
@@ -167,6 +174,8 @@ class ExitRules:
             mode = own.mode if own else "confidence"
         if mode not in EXIT_MODES:
             raise ExitServeError(f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {mode!r}.")
+        if mode in EXACT and not self.tokens_may_wait:
+            raise ExitServeError(NOT_ON_GPUS.format(mode=mode))
         if mode == "verify" and not self.num_drafts:
             raise ExitServeError(
                 "exit_mode 'verify' needs a server that was started for it: exitserve serve "

@@ -20,6 +20,14 @@ LONGEST_WAIT = 32
 """Tokens. A token then pays for a thirtieth of a check; waiting longer would hardly gain more."""
 
 
+def first_rate(break_even: float) -> float:
+    """The success rate that a new request begins with.
+
+    Twice the break-even: it gets the benefit of the doubt for a few checks.
+    """
+    return min(2.0 * break_even, 1.0)
+
+
 @dataclass
 class _LayerRecord:
     """The checks of one request at one exit layer."""
@@ -48,9 +56,8 @@ class CheckSchedule:
             break_even: for each exit layer, the success rate from which a check pays
                 (`exitserve.costs.break_even`). Layers left out are checked at every token.
         """
-        # Twice the break-even: new requests get the benefit of the doubt for a few checks.
         self._records = {
-            layer: _LayerRecord(break_even=rate, rate=min(2.0 * rate, 1.0))
+            layer: _LayerRecord(break_even=rate, rate=first_rate(rate))
             for layer, rate in break_even.items()
         }
 

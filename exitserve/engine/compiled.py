@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
@@ -18,6 +19,20 @@ Stream = tuple[Tensor, Tensor | None]
 
 RunLayer = Callable[[Any, Tensor, Stream], Stream]
 """Runs one decoder layer: (layer, positions [T], stream) to stream."""
+
+
+def restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
+    """Sets frozen tokens to their state, and leaves the others bit for bit.
+
+    Args:
+        stream: [T, D]; a pair becomes (0, state).
+        frozen: [T, 1] bool.
+        state: [T, D].
+    """
+    hidden, residual = stream
+    if residual is None:
+        return torch.where(frozen, state, hidden), None
+    return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
 
 
 class Segment(nn.Module):
@@ -42,15 +57,24 @@ class Segment(nn.Module):
 
 
 def compiled_segment(
-    vllm_config: Any, layers: list[nn.Module], start: int, end: int, run_layer: RunLayer
+    vllm_config: Any,
+    layers: list[nn.Module],
+    start: int,
+    end: int,
+    run_layer: RunLayer,
+    *,
+    masked: bool = False,
 ) -> Segment:
     """A segment that is compiled as one unit where vLLM compiles.
+
+    With `masked` it takes two more arguments and gives frozen tokens their state back after each
+    layer (`restored`; `exitserve.engine.masked.MaskedSegment`).
 
     vLLM's cache of compiled code knows a module by its forward's qualified name
     (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
     of its own: with a common one, a segment could be handed another's code.
     """
-    name = f"segment_{start}_{end}"
+    name = f"segment_{start}_{end}" + ("_masked" if masked else "")
 
     def forward(
         self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
@@ -59,10 +83,24 @@ def compiled_segment(
             hidden, residual = self.run_layer(layer, positions, (hidden, residual))
         return hidden, residual
 
-    forward.__qualname__ = f"{name}.forward"
-    arguments = ("positions", "hidden", "residual")
+    def masked_forward(
+        self: Segment,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor,
+        state: Tensor,
+    ) -> Stream:
+        stream: Stream = (hidden, residual)
+        for layer in self.layers:
+            stream = restored(self.run_layer(layer, positions, stream), frozen, state)
+        return stream
+
+    method: Any = masked_forward if masked else forward
+    method.__name__, method.__qualname__ = "forward", f"{name}.forward"
+    arguments = ["positions", "hidden", "residual", *(["frozen", "state"] if masked else [])]
     decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
-    segment_class: Any = decorate(type(name, (Segment,), {"forward": forward}))
+    segment_class: Any = decorate(type(name, (Segment,), {"forward": method}))
     with set_model_tag(name):
         segment: Segment = segment_class(
             vllm_config=vllm_config,

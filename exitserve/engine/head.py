@@ -56,6 +56,9 @@ class CheckedHead:
         self._first: int = shard.org_vocab_start_index
         self._columns: int = shard.num_org_elements
         """Tokens of this slice, without padding."""
+        padded: int = self._lm_head.num_embeddings_per_partition
+        self.width = padded if self._sliced else self._columns
+        """Of the logits that `check` and `own_logits` give."""
         ends = eos_token_ids - self._first
         self._ends = ends[(ends >= 0) & (ends < self._columns)]
         self._prepared = False
@@ -79,14 +82,14 @@ class CheckedHead:
                 )
         thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
         if self._readable is None:
-            logits = self._own_logits(normed)
+            logits = self.own_logits(normed)
             if not self._sliced:
                 return check_logits(
                     logits, thresholds, end_tokens=self._ends, end_thresholds=end_thresholds
                 ), logits
             summary = summarise_logits(logits, end_tokens=self._ends)
         else:
-            logits = normed.new_full((len(normed), self._readable.weight.shape[0]), -torch.inf)
+            logits = normed.new_full((len(normed), self.width), -torch.inf)
             kept = logits[:, : self._columns]
             summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
         slices = summary[:, None]  # [N, R, 6]
@@ -96,7 +99,12 @@ class CheckedHead:
         size = self._processor.org_vocab_size
         return finish(slices, thresholds, vocab_size=size, end_thresholds=end_thresholds), logits
 
-    def _own_logits(self, normed: Tensor) -> Tensor:
+    def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for the logits of some rows, from states of a type."""
+        own = self._processor.head_dtype or dtype
+        return torch.zeros((rows, self.width), dtype=own, device=device)
+
+    def own_logits(self, normed: Tensor) -> Tensor:
         """This slice's logits [N, V / R], -inf where padded, as vLLM computes them."""
         if not self._sliced:
             whole = self._compute_logits(normed)

@@ -15,6 +15,8 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
 
 DEFAULT_CPU_CACHE_GIB = "1"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's switch between its model runners."""
 
 
 def served_architecture(model_dir: Path | str) -> str:
@@ -103,6 +105,32 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
+def suit_runner(ours: dict[str, Any]) -> dict[str, Any]:
+    """Our engine options as vLLM's runner needs them; after `prepare_environment`.
+
+    On a GPU vLLM runs its runner V2: the device decides who exits, requests are checked by a
+    class of V2's kind, and passes are scheduled ahead. Where a graph can hold no branches
+    (PyTorch before 2.13), only pieces of a pass are captured, and the host takes the branches.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or os.environ.get(RUNNER) == "0":
+        return ours
+    os.environ[RUNNER] = "1"
+    from exitserve.engine.branches import can_branch_in_graphs
+
+    config = ours["additional_config"][KEY]
+    suited = {
+        **ours,
+        "additional_config": {KEY: {**config, "exit_path": "resident"}},
+        "logits_processors": ["exitserve.engine.compat.request_check:RequestCheck"],
+        "scheduler_cls": "exitserve.engine.scheduler.AsyncExitScheduler",
+    }
+    if not can_branch_in_graphs():
+        suited["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    return suited
+
+
 def start_engine(
     model_dir: Path | str, *, exits: Mapping[str, Any] | None = None, **llm: Any
 ) -> Any:
@@ -119,12 +147,13 @@ def start_engine(
     """
     arguments = engine_options(model_dir, exits or {})
     prepare_environment()
+    arguments = suit_runner(arguments)
     from vllm import LLM
 
     from exitserve.engine.rows import RowsProcessor
 
     RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY])
-    engine = LLM(model=str(model_dir), **arguments, **llm)
+    engine = LLM(model=str(model_dir), **{**arguments, **llm})
     engine.collective_rpc("exit_attach")
     return engine
 

@@ -12,6 +12,7 @@ from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     BY_CONFIDENCE,
     MODES,
+    NOT_ON_GPUS,
     NUM_DRAFTS,
     ExitPolicy,
     ExitRules,
@@ -38,8 +39,9 @@ PROPOSER = "exitserve.engine.drafting.Drafter"
 """How vLLM's configuration names what drafts in mode "verify"."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
-EXIT_PATHS = ("compact", "masked")
-"""How a batch of mixed depths runs: active rows alone, or, as a plain yardstick, all of them."""
+EXIT_PATHS = ("compact", "masked", "resident")
+"""How a batch of mixed depths runs: active rows alone; all of them, as a plain yardstick; or all
+of them with exits that the device decides, which is how a GPU runs (and a CPU in tests)."""
 
 
 def make_rules(
@@ -64,10 +66,11 @@ def make_rules(
     layers = options.get("exit_layers")
     exit_layers = check_exit_layers(declared_layers if layers is None else layers, num_layers)
     eos = options.get("eos_threshold")
-    choose(options, "exit_path", EXIT_PATHS)
+    path = choose(options, "exit_path", EXIT_PATHS)
     every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
     rules = ExitRules(
         num_drafts=_num_drafts(options, exit_layers),
+        tokens_may_wait=path != "resident",
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
@@ -79,6 +82,8 @@ def make_rules(
 def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...]) -> int:
     """How many tokens requests may draft at a time: any only on servers of mode "verify"."""
     given = options.get("num_drafts")
+    if options.get("mode") == "verify" and options.get("exit_path") == "resident":
+        raise ExitServeError(NOT_ON_GPUS.format(mode="verify"))
     if options.get("mode") != "verify":
         if given is not None:
             raise ExitServeError("num_drafts belongs to mode 'verify'; add --mode verify.")

@@ -24,6 +24,7 @@ from exitserve.engine.options import options_of, rules_from
 from exitserve.engine.pending import Bounds, Pending
 from exitserve.engine.plan import Candidate, Draft, StepPlan
 from exitserve.engine.recorder import Recorder
+from exitserve.engine.resident_requests import Known, ResidentRequests
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.schedule import CheckSchedule
 
@@ -93,6 +94,8 @@ class Rows:
         """Names of the requests in row order, once the worker is attached."""
         self.is_alive: Callable[[str], bool] = lambda _: True
         """Whether a request that left the batch may come back."""
+        self.resident: ResidentRequests | None = None
+        """Where runner V2 leaves exits to the device."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once the rows of a pass are known."""
         self._rows: dict[int, Row] = {}
@@ -182,6 +185,18 @@ class Rows:
         plan = StepPlan(ends, last, self.rules, candidates, known_depth, waiting, drafts)
         self.only_decodes = plan.num_samples == shape.num_tokens
         return plan
+
+    def known(self) -> dict[int, Known]:
+        """The requests of all rows, for an engine whose exits the device decides."""
+        return {
+            index: Known(self._request_id(index), row.policy, row.prompt_length, row.trace_key)
+            for index, row in self._rows.items()
+        }
+
+    def length(self, index: int) -> int:
+        """Tokens of a row's request that are known."""
+        row = self._rows[index]
+        return row.prompt_length + len(row.output_ids)
 
     def _past(self, index: int, row: Row) -> Past:
         if row.past is None:

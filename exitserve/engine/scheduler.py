@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from exitserve.engine.options import rules_from
 
 
-class ExitScheduler(Scheduler):
-    """vLLM's scheduler with exit policies in block hashes."""
+class _Salted:
+    """Exit policies in block hashes; put it before one of vLLM's schedulers."""
 
     num_lookahead_tokens: int
+    vllm_config: Any
+    requests: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,4 +42,12 @@ class ExitScheduler(Scheduler):
                 request.cache_salt = salt if own is None else f"{own}|{salt}"
                 request.block_hashes.clear()
                 request.update_block_hashes()
-        super().add_request(request)
+        super().add_request(request)  # type: ignore[misc]  # of the scheduler behind this
+
+
+class ExitScheduler(_Salted, Scheduler):
+    """vLLM's scheduler with exit policies in block hashes."""
+
+
+class AsyncExitScheduler(_Salted, AsyncScheduler):
+    """The same over the scheduler that plans a pass while the one before it runs, as GPUs do."""

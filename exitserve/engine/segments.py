@@ -9,9 +9,10 @@ token waits at the exit layer until the next one of its request goes on, which t
 `draft` is the loop in mode "verify": after a pass, tokens that pass their check are followed by
 their guess at the next, again and again. All wait, each where it stopped, for the next pass.
 
-`_run` is that loop. `_run_masked` is the same semantic as plainly as it can be said, all rows
-through all layers: the yardstick that tests compare the loop with, and the way for the rare
-passes that recompute a preempted request, whose frozen tokens lie in the midst of a chunk.
+`_run` is that loop. `_run_masked` is the same semantic with every row in its place
+(`exitserve.engine.masked`): what a GPU runs, the yardstick that tests compare the loop with, and
+the way for the rare passes that recompute a preempted request, whose frozen tokens lie in the
+midst of a chunk.
 
 Shapes: T tokens, A active tokens, B rows, D hidden, V vocabulary.
 """
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
-from exitserve.engine.active import Active, total_of
+from exitserve.engine.active import Active
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.compat.context import (
     batch_shape,
@@ -37,11 +38,16 @@ from exitserve.engine.compat.context import (
     rearranged_context,
     slots_at,
 )
+from exitserve.engine.compat.runner_v1 import ResidentOnV1
 from exitserve.engine.compiled import Segment, Stream, compiled_segment
 from exitserve.engine.head import CheckedHead
+from exitserve.engine.masked import MaskedLayers, MaskedPass
 from exitserve.engine.options import options_of
 from exitserve.engine.plan import Candidate, Draft, StepPlan, draft_plan, merge_logits
+from exitserve.engine.planned import PlannedRows, settle
 from exitserve.engine.propagation import Propagation
+from exitserve.engine.resident import ResidentRows
+from exitserve.engine.resident_pass import ResidentPass
 from exitserve.engine.rows import rows_of
 
 
@@ -56,18 +62,29 @@ class MultiExitMixin:
         if exit_layers:
             refuse_unsupported(vllm_config)
         model: Any = self
-        self._masked = options_of(vllm_config).get("exit_path") == "masked"
         self._head = CheckedHead(model, parent.compute_logits, self._rows.eos_token_ids)
         layers = model.decoder_layers()
         self._layers: tuple[Any, ...] = tuple(layers)  # a tuple, as in Segment
+        self._longest: int = vllm_config.model_config.max_model_len
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        path = options_of(vllm_config).get("exit_path")
+        self._masked = path == "masked"
         self._segments: tuple[Segment, ...] = ()
         if exit_layers:
             self._segments = tuple(
-                compiled_segment(vllm_config, layers, start, end, model.run_layer)
+                compiled_segment(
+                    vllm_config, layers, start, end, model.run_layer, masked=path == "resident"
+                )
                 for start, end in pairwise([0, *exit_layers, len(layers)])
             )
+        self._resident: ResidentPass | None = None
+        self._on_v1: ResidentOnV1 | None = None
+        if path == "resident":
+            self._resident = ResidentPass(model, self._segments, self._head, self._load_propagation)
+            if not vllm_config.use_v2_model_runner:
+                most = vllm_config.scheduler_config.max_num_seqs
+                self._on_v1 = ResidentOnV1(self._rows, model, most)
         self._propagation: Propagation | None = None
-        self._longest: int = vllm_config.model_config.max_model_len
         self._pairs = False  # whether layers carry the stream as a pair
         self._plan: StepPlan | None = None
         self._context: ForwardContext | None = None
@@ -79,17 +96,38 @@ class MultiExitMixin:
         positions: Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
+        exits: ResidentRows | None = None,
     ) -> Tensor:
-        """Runs each row to its own depth; returns normed states [T, D]."""
+        """Runs each row to its own depth; returns normed states [T, D].
+
+        Args:
+            input_ids: [T].
+            positions: [T].
+            intermediate_tensors: vLLM's, for parts of a model.
+            inputs_embeds: [T, D] instead of `input_ids`.
+            exits: from runner V2, which leaves all decisions to the device.
+        """
         model: Any = self
+        own: Any = super().forward  # type: ignore[misc]  # from the vLLM class
         shape = batch_shape()
+        if self._resident is not None:
+            if self._on_v1 is not None:
+                exits = None if shape is None else self._on_v1.begin(shape, positions)
+            normed: Tensor = self._resident.run(
+                exits,
+                positions,
+                lambda: model.embed(input_ids, positions, inputs_embeds),
+                lambda: own(input_ids, positions, intermediate_tensors, inputs_embeds),
+            )
+            if self._on_v1 is not None and shape is not None:
+                self._on_v1.ended()
+            return normed
         plan = self._plan = None if shape is None else self._rows.plan(shape, positions)
         if plan is None and self._segments:
             self._warm_up(model.embed(input_ids, positions, inputs_embeds), positions)
         if plan is None or plan.is_plain():
             # Where nobody may exit, the pass is vLLM's own, bit for bit.
-            own: Any = super().forward  # type: ignore[misc]  # from the vLLM class
-            normed: Tensor = own(input_ids, positions, intermediate_tensors, inputs_embeds)
+            normed = own(input_ids, positions, intermediate_tensors, inputs_embeds)
             self._rows.recorder.ran(self._rows.rules.num_layers)
         else:
             hidden: Tensor = model.embed(input_ids, positions, inputs_embeds)
@@ -106,6 +144,17 @@ class MultiExitMixin:
             self._context = get_forward_context() if self._rows.rules.num_drafts else None
             self._rows.record(plan)
         return normed
+
+    @staticmethod
+    def get_model_state_cls() -> Any:
+        """Runner V2's door; runner V1 never asks."""
+        from exitserve.engine.compat.model_state import ExitModelState
+
+        return ExitModelState
+
+    def logits_room(self, rows: int, device: torch.device) -> Tensor:
+        """Room for the logits [rows, V / R] of a pass whose exits the device decides."""
+        return self._head.room(rows, self._dtype, device)
 
     def _warm_up(self, hidden: Tensor, positions: Tensor) -> None:
         """Loads what propagation needs, and compiles the segments.
@@ -281,52 +330,35 @@ class MultiExitMixin:
         normed: Tensor = model.final_norm(rows, None)
         # Who exits unconditionally needs no check, and gets logits with the others at the end.
         asked = [index for index, one in enumerate(due) if not one.is_sure(layer)]
-        exits = [True] * len(due)
+        leaving, logits = list[bool](), normed
         if asked:
             some = normed if len(asked) == len(due) else normed[asked]
-            checked = [due[index] for index in asked]
-            found, logits = self._head.check(some, *plan.thresholds(checked, layer))
-            forced = self._rows.force_checks(checked, layer, plan)
-            leaving: list[bool] = found.exits.tolist() if forced is None else forced
-            plan.decided(checked, layer, leaving)
-            gone = [one.row for one, leaves in zip(checked, leaving, strict=True) if leaves]
-            if gone:
-                plan.keep_logits(gone, self._head.logits_of(logits, leaving))
-            for index, leaves in zip(asked, leaving, strict=True):
-                exits[index] = leaves
-        passed = [index for index, leaves in enumerate(exits) if leaves]
-        plan.depth.update((due[index].row, layer) for index in passed)
-        self._rows.recorder.checked(layer, len(due), len(passed), head_passes=bool(asked))
+            thresholds = plan.thresholds([due[index] for index in asked], layer)
+            found, logits = self._head.check(some, *thresholds)
+            leaving = found.exits.tolist()
+        passed = settle(
+            self._rows, plan, layer, due, leaving, lambda gone: self._head.logits_of(logits, gone)
+        )
         return normed, passed
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> Tensor:
-        """All rows through all layers; frozen tokens are restored after each."""
+        """All rows through all layers, as a GPU runs them; see `exitserve.engine.masked`."""
         model: Any = self
         self._rows.recorder.ran(len(self._layers))
-        frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
-        state, left = torch.zeros_like(hidden), torch.zeros_like(hidden)
-        stream: Stream = (hidden, None)
-        for depth, layer in enumerate(self._layers, start=1):
-            stream = model.run_layer(layer, positions, stream)
-            total = torch.where(frozen, state, total_of(stream))
-            freezing = torch.zeros_like(frozen)
-            if plan.known_depth is not None and depth < len(self._layers):
-                freezing |= (plan.known_depth == depth)[:, None]
-            if due := plan.due(depth):
-                places = torch.tensor([plan.row_ends[one.row] - 1 for one in due])
-                normed, passed = self._check(total, places, due, depth, plan)
-                freezes = [index for index in passed if due[index].pending is None]
-                self._rows.recorder.froze(len(freezes))
-                freezing[places[freezes]] = True
-                left[places[freezes]] = normed[freezes]
-            state = torch.where(freezing, total, state)
-            frozen = frozen | freezing
-            stream = _restored(stream, frozen, state)
-        return torch.where(frozen, left, model.final_norm(*stream))
+        bounds = pairwise([0, *self._rows.rules.exit_layers, len(self._layers)])
+        segments = [
+            MaskedLayers(self._layers[start:end], end, model.run_layer) for start, end in bounds
+        ]
+        loop = MaskedPass(segments, model.final_norm, self._head, self._load_propagation(hidden))
+        rows = PlannedRows(self._rows, plan, self._head, hidden.device)
+        return loop.run(positions, hidden, rows)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""
         own: Any = super().compute_logits  # type: ignore[misc]  # from the vLLM class
+        if self._resident is not None:
+            found = self._resident.take_logits(hidden_states.shape[0])
+            return own(hidden_states) if found is None else found
 
         def compute(normed: Tensor) -> Tensor | None:
             self._rows.recorder.final_heads += 1
@@ -350,17 +382,3 @@ class MultiExitMixin:
         if plan is not None and logits is not None:
             self._rows.force_acceptance(plan, logits)
         return logits
-
-
-def _restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
-    """Sets frozen tokens to their state, and leaves the others bit for bit.
-
-    Args:
-        stream: [T, D]; a pair becomes (0, state).
-        frozen: [T, 1] bool.
-        state: [T, D].
-    """
-    hidden, residual = stream
-    if residual is None:
-        return torch.where(frozen, state, hidden), None
-    return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)

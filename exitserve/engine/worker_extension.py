@@ -8,7 +8,6 @@ import torch
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import living_requests, request_ids, watch_rows
-from exitserve.engine.recorder import Recorder
 from exitserve.engine.rows import RowsProcessor, rows_of
 from exitserve.engine.seeds import seed_keeper
 from exitserve_kernels.dispatch import chosen
@@ -24,6 +23,8 @@ class ExitWorkerExtension:
         """Lets the rows see vLLM's batch; called once, after start-up."""
         check_version()
         rows = rows_of(self.vllm_config)
+        if self.vllm_config.use_v2_model_runner:
+            return
         rows.request_ids = request_ids(self.model_runner)
         rows.is_alive = living_requests(self.model_runner)
         rows.before_pass = seed_keeper(self.model_runner)
@@ -36,6 +37,9 @@ class ExitWorkerExtension:
         """Counts since start, and the tokens that wait now."""
         rows = rows_of(self.vllm_config)
         rows.recorder.pending_tokens = rows.num_pending()
+        if rows.resident is not None:
+            rows.resident.drain(wait=True)
+            rows.resident.count_checks()
         return rows.recorder.snapshot()
 
     def exit_kernels(self) -> dict[str, str]:
@@ -44,7 +48,7 @@ class ExitWorkerExtension:
 
     def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """See `Recorder.take_traces`."""
-        return self._exit_recorder().take_traces(key)
-
-    def _exit_recorder(self) -> Recorder:
-        return rows_of(self.vllm_config).recorder
+        rows = rows_of(self.vllm_config)
+        if rows.resident is not None:
+            rows.resident.drain(wait=True)
+        return rows.recorder.take_traces(key)

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from exitserve.checkpoint import read_config
-from exitserve.engine.launch import check_rules, engine_options, prepare_environment
+from exitserve.engine.launch import (
+    check_rules,
+    engine_options,
+    prepare_environment,
+    suit_runner,
+)
 from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -110,6 +115,8 @@ def serve(args: argparse.Namespace) -> int:
     if rules.exit_layers:
         refuse_checkpoint(read_config(args.model))
     prepare_environment()
+    ours = suit_runner(ours)
+    check_rules(args.model, ours["additional_config"][KEY])
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
@@ -182,6 +189,12 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
                 "to drafts. Drop one of them."
             )
         vllm_args.speculative_config = ours["speculative_config"]
+    if "compilation_config" in ours:
+        from vllm.config.compilation import CUDAGraphMode
+
+        mode = CUDAGraphMode[ours["compilation_config"]["cudagraph_mode"]]
+        if vllm_args.compilation_config.cudagraph_mode is None:
+            vllm_args.compilation_config.cudagraph_mode = mode
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
     vllm_args.logits_processors = [
         *(vllm_args.logits_processors or []),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from exitserve.engine.options import PROPOSER, QUANTISED
 
@@ -43,6 +44,11 @@ def cached_block(vllm_config: Any) -> int | None:
     return int(cache.prefix_match_unit or cache.block_size)
 
 
+def _graphs(vllm_config: Any) -> str | None:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return None if mode is None else str(mode.name)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
@@ -55,6 +61,12 @@ def refuse_unsupported(vllm_config: Any) -> None:
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "one graph for prompts (cudagraph_mode FULL)": _graphs(vllm_config) == "FULL",
+        "CUDA graphs on runner V1 (VLLM_USE_V2_MODEL_RUNNER=0 without --enforce-eager)": (
+            current_platform.is_cuda()
+            and not vllm_config.use_v2_model_runner
+            and _graphs(vllm_config) not in (None, "NONE")
+        ),
     }
     for feature, asked in refusals.items():
         if asked:

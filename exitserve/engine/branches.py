@@ -1,0 +1,50 @@
+"""Branches that the device decides, inside CUDA graphs and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_EVERY: ContextVar[bool] = ContextVar("exitserve every branch", default=False)
+
+
+def when(flag: Tensor, body: Callable[[], None]) -> None:
+    """Runs `body` where `flag` holds.
+
+    A CUDA graph is recorded once and replayed without Python. While one is captured, the body
+    becomes the body of an IF node (CUDA 12.4; PyTorch 2.13, `CUDAGraph.begin_capture_to_if_node`),
+    and each replay reads the flag on the device. Else the host reads it, and waits for it.
+
+    Args:
+        flag: [] bool.
+        body: writes into tensors that were there before; others that it makes are lost.
+    """
+    if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+        graph: Any = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+        graph.begin_capture_to_if_node(flag)
+        try:
+            body()
+        finally:
+            graph.end_capture_to_conditional_node()
+    elif _EVERY.get() or bool(flag):
+        body()
+
+
+@contextmanager
+def every_branch() -> Iterator[None]:
+    """Runs all bodies, whatever their flags: warms up what a graph is to hold."""
+    token = _EVERY.set(True)
+    try:
+        yield
+    finally:
+        _EVERY.reset(token)
+
+
+def can_branch_in_graphs() -> bool:
+    """Whether `when` works inside CUDA graphs here."""
+    return hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")

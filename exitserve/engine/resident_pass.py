@@ -1,0 +1,101 @@
+"""A pass whose exits the device decides: one graph, whoever exits.
+
+vLLM's runner V2 captures a model's forward pass once and replays it, so the graph holds both ways:
+its own pass where no row may exit, and the masked loop. Outside of graphs the host, which knows
+whether any row may, chooses. Either way the logits are ready when the pass is: those of a check
+for the rows that passed it, the head's for the others.
+
+Shapes: T tokens, B rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+
+from exitserve.engine.branches import every_branch, when
+from exitserve.engine.head import CheckedHead
+from exitserve.engine.masked import MaskedPass, MaskedSegment
+from exitserve.engine.propagation import Propagation
+from exitserve.engine.resident import ResidentRows
+
+
+class ResidentPass:
+    """The passes of one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        segments: Sequence[MaskedSegment],
+        head: CheckedHead,
+        load_propagation: Callable[[Tensor], Propagation],
+    ) -> None:
+        """Takes a model's parts; see `MaskedPass`."""
+        self._model, self._segments, self._head = model, segments, head
+        self._load_propagation = load_propagation
+        self._rows: ResidentRows | None = None
+        """Of all passes: what a graph was captured with is what it is replayed with."""
+
+    def run(
+        self,
+        rows: ResidentRows | None,
+        positions: Tensor,
+        embed: Callable[[], Tensor],
+        own: Callable[[], Tensor],
+    ) -> Tensor:
+        """Runs a pass; returns normed states [T, D].
+
+        Args:
+            rows: its rows, filled in; None before there is a cache.
+            positions: [T].
+            embed: gives the first layer's input [T, D].
+            own: vLLM's own pass.
+        """
+        self._rows = rows
+        if rows is None or get_forward_context().attn_metadata is None:
+            if self._segments:
+                self._warm_up(positions, embed())
+            return own()
+        if not rows.warms_up:
+            return self._loop(positions, embed(), rows) if rows.may_differ else own()
+        hidden = embed()
+        normed = torch.empty_like(hidden)
+        with every_branch():
+            when(rows.asked, lambda: _copy(normed, self._loop(positions, hidden, rows)))
+            when(~rows.asked, lambda: _copy(normed, own()))
+        return normed
+
+    def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
+        """Loads what propagation needs, and compiles the segments."""
+        self._load_propagation(hidden)
+        frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
+        stream: tuple[Tensor, Tensor | None] = (hidden, None)
+        for segment in self._segments:
+            stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
+
+    def _loop(self, positions: Tensor, hidden: Tensor, rows: ResidentRows) -> Tensor:
+        loop = MaskedPass(
+            self._segments, self._model.final_norm, self._head, self._load_propagation(hidden)
+        )
+        normed = loop.run(positions, hidden, rows)
+        when(
+            rows.rest().any(),
+            lambda: rows.take_rest(self._head.own_logits(normed[rows.places])),
+        )
+        return normed
+
+    def take_logits(self, count: int) -> Tensor | None:
+        """The logits [B, V] of the first rows of the last pass, once; None if it left none."""
+        rows = self._rows  # of the last capture too: a graph that is replayed calls nobody
+        if rows is None or not rows.has_logits:
+            return None
+        rows.has_logits = False
+        return self._head.logits_of(rows.logits[:count], [True] * count)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
