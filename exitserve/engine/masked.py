@@ -91,6 +91,16 @@ class MaskedLayers:
         return stream
 
 
+class Room:
+    """Where a pass keeps its state: pieces that are captured by themselves find it there again."""
+
+    def __init__(self, like: Tensor) -> None:
+        """Makes room for as many tokens as `like` [T, D] has."""
+        self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
+        self.state, self.left = torch.zeros_like(like), torch.zeros_like(like)
+        self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)
+
+
 @dataclass
 class MaskedPass:
     """A model's parts, as the loop needs them."""
@@ -100,23 +110,25 @@ class MaskedPass:
     head: CheckedHead
     propagation: Propagation
 
-    def run(self, positions: Tensor, hidden: Tensor, rows: MaskedRows) -> Tensor:
+    def run(
+        self, positions: Tensor, hidden: Tensor, rows: MaskedRows, room: Room | None = None
+    ) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
-        held = _Held(hidden, rows)
-        held.take(self.segments[0](positions, hidden, None, held.frozen, held.state))
+        held = _Held(hidden, rows, room or Room(hidden))
+        held.take(self.segments[0](positions, held.hidden, None, held.frozen, held.state))
         for segment, following in pairwise(self.segments):
             total = held.total()
             newly = self._check(segment.end, total, held, rows)
             ran = ~held.frozen.all()
             held.freeze(newly, total)
             runs = ~held.frozen.all()
-            when(runs, lambda following=following: held.take(held.through(following, positions)))  # type: ignore[misc]
+            when(runs, lambda following=following: held.go_through(following, positions))  # type: ignore[misc]
             end = segment.end
             when(
                 ran & ~runs,
                 lambda end=end: self.propagation.fill(held.state, positions, end),  # type: ignore[misc]
             )
-        return torch.where(held.frozen, held.left, self.final_norm(held.hidden, held.residual))
+        return torch.where(held.frozen, held.left, self.final_norm(*held.stream))
 
     def _check(self, layer: int, total: Tensor, held: _Held, rows: MaskedRows) -> Tensor:
         """Checks the rows that are due; returns the tokens [T, 1] that freeze."""
@@ -137,38 +149,47 @@ class MaskedPass:
 
 
 class _Held:
-    """The state of a pass, in tensors that stay where they are: branches write into them."""
+    """The state of a pass: branches write into it, and nothing of it moves."""
 
-    def __init__(self, hidden: Tensor, rows: MaskedRows) -> None:
-        self.hidden = torch.empty_like(hidden)
-        self.residual: Tensor | None = None
-        self.state = torch.zeros_like(hidden)
-        self.left = torch.zeros_like(hidden)
-        """Normed states of the tokens that froze."""
-        self.frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
-        if rows.padding is not None:
-            self.frozen |= rows.padding[:, None]
+    def __init__(self, hidden: Tensor, rows: MaskedRows, room: Room) -> None:
+        tokens = len(hidden)
+        self.hidden, self._residual = room.hidden[:tokens], room.residual[:tokens]
+        self.state, self.left = room.state[:tokens], room.left[:tokens]
+        """Of frozen tokens: their states, and the same normed."""
+        self.frozen = room.frozen[:tokens]
+        self._is_pair = False
+        self.hidden.copy_(hidden)
+        self.state.zero_()
+        self.left.zero_()
+        if rows.padding is None:
+            self.frozen.zero_()
+        else:
+            self.frozen.copy_(rows.padding[:, None])
+
+    @property
+    def stream(self) -> Stream:
+        """The stream [T, D], as layers carry it."""
+        return self.hidden, self._residual if self._is_pair else None
 
     def take(self, stream: Stream) -> None:
         """Keeps a segment's result."""
         hidden, residual = stream
-        if residual is not None and self.residual is None:
-            self.residual = torch.empty_like(hidden)  # the first segment's: never in a branch
         self.hidden.copy_(hidden)
-        if residual is not None and self.residual is not None:
-            self.residual.copy_(residual)
+        self._is_pair = residual is not None
+        if residual is not None:
+            self._residual.copy_(residual)
 
-    def through(self, segment: MaskedSegment, positions: Tensor) -> Stream:
-        """What a segment makes of the stream."""
-        hidden, residual = restored((self.hidden, self.residual), self.frozen, self.state)
-        return segment(positions, hidden, residual, self.frozen, self.state)
+    def go_through(self, segment: MaskedSegment, positions: Tensor) -> None:
+        """Runs a segment."""
+        self.take(restored(self.stream, self.frozen, self.state))
+        self.take(segment(positions, *self.stream, self.frozen, self.state))
 
     def total(self) -> Tensor:
         """The residual stream [T, D]."""
-        own = self.hidden if self.residual is None else self.hidden + self.residual
+        own = self.hidden + self._residual if self._is_pair else self.hidden
         return torch.where(self.frozen, self.state, own)
 
     def freeze(self, newly: Tensor, total: Tensor) -> None:
         """Freezes the tokens [T, 1] at `total` [T, D]."""
-        self.state = torch.where(newly, total, self.state)
-        self.frozen = self.frozen | newly
+        self.state.copy_(torch.where(newly, total, self.state))
+        self.frozen.logical_or_(newly)

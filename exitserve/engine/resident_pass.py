@@ -11,15 +11,17 @@ Shapes: T tokens, B rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, override_forward_context
 
 from exitserve.engine.branches import every_branch, when
 from exitserve.engine.head import CheckedHead
-from exitserve.engine.masked import MaskedPass, MaskedSegment
+from exitserve.engine.masked import MaskedPass, MaskedSegment, Room
 from exitserve.engine.propagation import Propagation
 from exitserve.engine.resident import ResidentRows
 
@@ -33,8 +35,19 @@ class ResidentPass:
         segments: Sequence[MaskedSegment],
         head: CheckedHead,
         load_propagation: Callable[[Tensor], Propagation],
+        most_tokens: int,
     ) -> None:
-        """Takes a model's parts; see `MaskedPass`."""
+        """Takes a model's parts.
+
+        Args:
+            model: a `MultiExitMixin`.
+            segments: see `MaskedPass`.
+            head: the model's.
+            load_propagation: gives it, once weights are loaded.
+            most_tokens: of a pass that is captured.
+        """
+        self._most_tokens = most_tokens
+        self._room: Room | None = None
         self._model, self._segments, self._head = model, segments, head
         self._load_propagation = load_propagation
         self._rows: ResidentRows | None = None
@@ -56,32 +69,46 @@ class ResidentPass:
             own: vLLM's own pass.
         """
         self._rows = rows
+        if not self._segments:
+            return own()
         if rows is None or get_forward_context().attn_metadata is None:
-            if self._segments:
-                self._warm_up(positions, embed())
+            self._warm_up(positions, embed())
             return own()
         if not rows.warms_up:
             return self._loop(positions, embed(), rows) if rows.may_differ else own()
         hidden = embed()
         normed = torch.empty_like(hidden)
+
+        def stops() -> None:
+            with _fresh_context():
+                normed.copy_(self._loop(positions, hidden, rows))
+
+        def runs_all() -> None:
+            with _fresh_context():
+                normed.copy_(own())
+
         with every_branch():
-            when(rows.asked, lambda: _copy(normed, self._loop(positions, hidden, rows)))
-            when(~rows.asked, lambda: _copy(normed, own()))
+            when(rows.asked, stops)
+            when(~rows.asked, runs_all)
         return normed
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
-        """Loads what propagation needs, and compiles the segments."""
+        """Loads what propagation needs, makes room, and compiles the segments."""
         self._load_propagation(hidden)
+        if self._room is None:
+            self._room = Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
         frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
         stream: tuple[Tensor, Tensor | None] = (hidden, None)
-        for segment in self._segments:
-            stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
+        with _fresh_context():
+            for segment in self._segments:
+                stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: ResidentRows) -> Tensor:
         loop = MaskedPass(
             self._segments, self._model.final_norm, self._head, self._load_propagation(hidden)
         )
-        normed = loop.run(positions, hidden, rows)
+        fits = len(hidden) <= self._most_tokens
+        normed = loop.run(positions, hidden, rows, self._room if fits else None)
         when(
             rows.rest().any(),
             lambda: rows.take_rest(self._head.own_logits(normed[rows.places])),
@@ -97,5 +124,6 @@ class ResidentPass:
         return self._head.logits_of(rows.logits[:count], [True] * count)
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+def _fresh_context() -> AbstractContextManager[None]:
+    """A forward context of its own: passes count their mixture-of-experts layers in it."""
+    return override_forward_context(replace(get_forward_context()))

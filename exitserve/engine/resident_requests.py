@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.resident import ResidentRows, Slots
-from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.policy import EXACT, ExitPolicy, ExitRules
 
 MOST_GONE = 4096
 """Requests remembered after they left, should they come back after a preemption."""
@@ -49,10 +49,12 @@ class Known:
         """
         fields = params.extra_args or {}
         policy = rules.policy_or_off(fields, structured=params.structured_outputs is not None)
+        if prompt_length is None or policy.mode in EXACT:  # which the front door refuses
+            policy = ExitPolicy.off()
         trace = fields.get("exit_trace")
         return cls(
             request_id=name,
-            policy=policy if prompt_length is not None else ExitPolicy.off(),
+            policy=policy,
             prompt_length=prompt_length or 0,
             trace_key=trace if isinstance(trace, str) else None,
         )

@@ -69,18 +69,22 @@ class MultiExitMixin:
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         path = options_of(vllm_config).get("exit_path")
         self._masked = path == "masked"
+        # Runner V2 captures passes whole, whoever started it.
+        is_resident = path == "resident" or vllm_config.use_v2_model_runner
         self._segments: tuple[Segment, ...] = ()
         if exit_layers:
             self._segments = tuple(
                 compiled_segment(
-                    vllm_config, layers, start, end, model.run_layer, masked=path == "resident"
+                    vllm_config, layers, start, end, model.run_layer, masked=is_resident
                 )
                 for start, end in pairwise([0, *exit_layers, len(layers)])
             )
         self._resident: ResidentPass | None = None
         self._on_v1: ResidentOnV1 | None = None
-        if path == "resident":
-            self._resident = ResidentPass(model, self._segments, self._head, self._load_propagation)
+        if is_resident:
+            captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+            parts = (model, self._segments, self._head, self._load_propagation)
+            self._resident = ResidentPass(*parts, captured)
             if not vllm_config.use_v2_model_runner:
                 most = vllm_config.scheduler_config.max_num_seqs
                 self._on_v1 = ResidentOnV1(self._rows, model, most)
