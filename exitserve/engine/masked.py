@@ -11,6 +11,7 @@ Shapes: T tokens, B rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -109,6 +110,8 @@ class MaskedPass:
     final_norm: Callable[[Tensor, Tensor | None], Tensor]
     head: CheckedHead
     propagation: Propagation
+    attending: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Around a segment, given who is frozen [T, 1]: spares them what they would read in vain."""
 
     def run(
         self, positions: Tensor, hidden: Tensor, rows: MaskedRows, room: Room | None = None
@@ -122,7 +125,12 @@ class MaskedPass:
             ran = ~held.frozen.all()
             held.freeze(newly, total)
             runs = ~held.frozen.all()
-            when(runs, lambda following=following: held.go_through(following, positions))  # type: ignore[misc]
+
+            def go_on(following: MaskedSegment = following) -> None:
+                with self.attending(held.frozen):
+                    held.go_through(following, positions)
+
+            when(runs, go_on)
             end = segment.end
             when(
                 ran & ~runs,

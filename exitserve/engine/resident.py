@@ -131,6 +131,7 @@ class ResidentRows:
         self._depth = torch.full((most_rows,), num_layers, dtype=torch.int32, device=device)
         self.counts = torch.zeros((len(slots.exit_layers), 2), dtype=torch.int64, device=device)
         """[E, 2] checks made and passed since the start."""
+        self._forced: Tensor | None = None
         self.num_rows = 0
         self._in_order = torch.arange(most_rows, device=device)
         self._every = torch.ones(most_rows, dtype=torch.bool, device=device)
@@ -187,6 +188,13 @@ class ResidentRows:
         self.freezes = self._every[:padded]
         self._one_each, self._padding = places is None, padding
 
+    def force(self, passes: Tensor) -> None:
+        """In benchmarks: which checks of the pass pass [E, B], on the host; from the first on."""
+        if self._forced is None:
+            shape = (len(passes), len(self._slots))
+            self._forced = torch.zeros(shape, dtype=torch.bool, device=self._slots.device)
+        self._forced[:, : passes.shape[1]].copy_(passes, non_blocking=True)
+
     @property
     def padding(self) -> Tensor | None:
         """[T] bool, on the device: tokens that are nobody's."""
@@ -232,6 +240,8 @@ class ResidentRows:
         """See `MaskedRows`; keeps the logits of the rows that exit."""
         index = self._all.exit_layers.index(layer)
         slots = self._slots[: self.num_rows]
+        if self._forced is not None:
+            passed = self._forced[index, : self.num_rows]
         sure = self._all.limits[index, slots] == ALWAYS
         exits = due & (passed | sure)
         self._all.paying.saw(index, slots, due, exits)

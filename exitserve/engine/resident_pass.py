@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from exitserve.engine.branches import every_branch, when
+from exitserve.engine.compat.context import without_reading_for
 from exitserve.engine.head import CheckedHead
 from exitserve.engine.masked import MaskedPass, MaskedSegment, Room
 from exitserve.engine.propagation import Propagation
@@ -105,7 +106,11 @@ class ResidentPass:
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: ResidentRows) -> Tensor:
         loop = MaskedPass(
-            self._segments, self._model.final_norm, self._head, self._load_propagation(hidden)
+            self._segments,
+            self._model.final_norm,
+            self._head,
+            self._load_propagation(hidden),
+            without_reading_for,
         )
         fits = len(hidden) <= self._most_tokens
         normed = loop.run(positions, hidden, rows, self._room if fits else None)

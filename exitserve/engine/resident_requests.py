@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from exitserve.engine.forced import Forced
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.resident import ResidentRows, Slots
 from exitserve.policy import EXACT, ExitPolicy, ExitRules
+
+if TYPE_CHECKING:
+    from exitserve.engine.rows import Rows
 
 MOST_GONE = 4096
 """Requests remembered after they left, should they come back after a preemption."""
@@ -36,6 +40,8 @@ class Known:
     """Depth of each generated token, by its index."""
     paying: Any = None
     """What its checks came to, while it has no slot."""
+    prompt_hash: int = 0
+    """For `Forced`."""
 
     @classmethod
     def of(cls, name: str, params: Any, prompt_length: int | None, rules: ExitRules) -> Known:
@@ -99,13 +105,19 @@ class ResidentRequests:
     """All requests of an engine that runs `ResidentRows`."""
 
     def __init__(
-        self, rules: ExitRules, slots: Slots, rows: ResidentRows, recorder: Recorder
+        self,
+        rules: ExitRules,
+        slots: Slots,
+        rows: ResidentRows,
+        recorder: Recorder,
+        forced: Forced | None,
     ) -> None:
         self._rules, self._slots, self.rows, self._recorder = rules, slots, rows, recorder
         self._by_slot: dict[int, Known] = {}
         self._gone: OrderedDict[str, Known] = OrderedDict()
         self._due: list[tuple[Known, int, int]] = []
         self._late: deque[_Outcome] = deque()
+        self._forced = forced
 
     def add(self, slot: int, request: Known) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
@@ -171,6 +183,21 @@ class ResidentRequests:
             padding,
             known_depth,
         )
+        if self._forced is not None:
+            self.rows.force(self._lots(batch))
+
+    def _lots(self, batch: PassRows) -> Tensor:
+        """In benchmarks: which checks of a pass pass [E, B]."""
+        assert self._forced is not None
+        nobody = Known("", ExitPolicy.off(), 0, None)
+        hashes = [self._by_slot.get(slot, nobody).prompt_hash for slot in batch.slots]
+        last = [a + b - 1 for a, b in zip(batch.computed, batch.scheduled, strict=True)]
+        return torch.tensor(
+            [
+                self._forced.passes([(*pair, layer) for pair in zip(hashes, last, strict=True)])
+                for layer in self._rules.exit_layers
+            ]
+        ).view(len(self._rules.exit_layers), len(hashes))
 
     def ended(self) -> None:
         """Asks for the outcome of the pass that is under way."""
@@ -214,18 +241,19 @@ class ResidentRequests:
 
 
 def resident_requests(
-    rules: ExitRules, recorder: Recorder, model: Any, most_rows: int, device: torch.device
+    every: Rows, model: Any, most_rows: int, device: torch.device
 ) -> ResidentRequests:
     """Makes room for the requests of an engine.
 
     Args:
-        rules: the model's.
-        recorder: counts what happens.
+        every: the engine's exit state.
         model: a `MultiExitMixin`.
         most_rows: requests that run together.
         device: where the model is.
     """
-    slots = Slots(rules, most_rows, device)
+    slots = Slots(every.rules, most_rows, device)
     room = model.logits_room(most_rows, device)
-    rows = ResidentRows(slots, most_rows, rules.num_layers, room)
-    return ResidentRequests(rules, slots, rows, recorder)
+    rows = ResidentRows(slots, most_rows, every.rules.num_layers, room)
+    found = ResidentRequests(every.rules, slots, rows, every.recorder, every.forced)
+    every.resident = found
+    return found

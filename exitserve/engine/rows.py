@@ -189,7 +189,13 @@ class Rows:
     def known(self) -> dict[int, Known]:
         """The requests of all rows, for an engine whose exits the device decides."""
         return {
-            index: Known(self._request_id(index), row.policy, row.prompt_length, row.trace_key)
+            index: Known(
+                self._request_id(index),
+                row.policy,
+                row.prompt_length,
+                row.trace_key,
+                prompt_hash=row.prompt_hash,
+            )
             for index, row in self._rows.items()
         }
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exitserve.engine.branches import every_branch, when
 from exitserve.engine.compat.model_state import ExitModelState
+from exitserve.engine.forced import Forced
 from exitserve.engine.masked import MaskedPass
 from exitserve.engine.resident_requests import Known, PassRows, ResidentRequests, resident_requests
 from exitserve.engine.rows import Rows
@@ -66,14 +67,10 @@ class Parts:
         self.loop = MaskedPass(*parts)
 
 
-def requests() -> ResidentRequests:
+def requests(forced: Forced | None = None) -> ResidentRequests:
     room: Callable[..., Tensor] = lambda rows, device: torch.zeros(rows, VOCABULARY)  # noqa: E731
-    recorder = rows_of_nothing().recorder
-    return resident_requests(RULES, recorder, SimpleNamespace(logits_room=room), MOST, CPU)
-
-
-def rows_of_nothing() -> Any:
-    return Rows(RULES, torch.tensor([1]))
+    rows = Rows(RULES, torch.tensor([1]), forced=forced)
+    return resident_requests(rows, SimpleNamespace(logits_room=room), MOST, CPU)
 
 
 def decode(names: list[str], first: int = 5) -> PassRows:
@@ -132,6 +129,25 @@ def test_the_pass_ends_where_its_last_row_does() -> None:
         assert depths == [*([2, 4, LAYERS][: len(names)]), *([0] * (MOST - len(names)))]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_benchmarks_draw_who_exits(share: float) -> None:
+    forced = Forced({"confidence": share, "acceptance": 0.0})
+    every = requests(forced)
+    for slot in range(MOST):
+        policy = ExitPolicy.confidence(0.9)
+        every.add(slot, Known(str(slot), policy, 3, None, prompt_hash=slot))
+    for position in (5, 6):
+        every.begin(decode(["0", "1", "2", "3"], position), None)
+        hidden = torch.randn(MOST, WIDTH)
+        Parts().loop.run(torch.zeros(MOST, dtype=torch.long), hidden, every.rows)
+        drawn = [
+            next((at for at in (2, 4) if forced.passes([(slot, position, at)])[0]), LAYERS)
+            for slot in range(MOST)
+        ]
+        assert every.rows.depth.tolist() == drawn
+        every.ended()
+
+
 def test_branches_outside_graphs_are_the_hosts() -> None:
     seen: list[str] = []
     when(torch.tensor(True), lambda: seen.append("taken"))
@@ -153,7 +169,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
 
     monkeypatch.setattr(DefaultModelState, "__init__", start)
     monkeypatch.setattr("exitserve.engine.compat.model_state.rows_of", lambda _: rows)
-    rows = rows_of_nothing()
+    rows = Rows(RULES, torch.tensor([1]))
     model: Any = SimpleNamespace(logits_room=lambda most, device: torch.zeros(most, VOCABULARY))
     made = ExitModelState(None, model, None, CPU)
     assert rows.resident is made._requests
@@ -225,3 +241,33 @@ def test_graphs_are_captured_with_nobody_in_them(state: ExitModelState) -> None:
     rows = state.prepare_inputs(batch(["a"], [3], [1], 4), None)["exits"]
     assert not rows.warms_up
     assert rows.padding.tolist() == [False, True, True, True]
+
+
+def test_frozen_rows_read_one_key_instead_of_all() -> None:
+    from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+    from exitserve.engine.compat.context import without_reading_for
+
+    nothing = torch.empty(0)
+    lengths = torch.tensor([900, 7, 8000], dtype=torch.int32)
+    metadata: Any = TritonAttentionMetadata(
+        3, 1, nothing, 8192, lengths, nothing, nothing, 0, 0, nothing, nothing, nothing, True
+    )
+    metadata.scheduler_metadata = torch.ones(4)
+    base: Any = ForwardContext(
+        no_compile_layers={}, attn_metadata={"a": metadata, "b": metadata}, slot_mapping={}
+    )
+    frozen = torch.tensor([[True], [False], [True]])
+    with override_forward_context(base):
+        with without_reading_for(frozen):
+            inside: Any = get_forward_context().attn_metadata
+            assert inside["a"] is inside["b"]
+            assert inside["a"].seq_lens.tolist() == [1, 7, 1]
+            assert inside["a"].seq_lens.dtype == torch.int32
+            assert inside["a"].scheduler_metadata is None
+        assert get_forward_context() is base
+        assert metadata.seq_lens is lengths
+        metadata.max_query_len = 5  # a prompt is among them
+        with without_reading_for(frozen):
+            assert get_forward_context() is base

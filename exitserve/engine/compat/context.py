@@ -6,6 +6,7 @@ Read from `vllm/forward_context.py` and `vllm/v1/attention/backends/cpu_attn.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from exitserve.engine.active import Active
@@ -106,6 +111,39 @@ def rearranged_context(base: ForwardContext, active: Active) -> ForwardContext:
         base,
         attn_metadata={name: changed[id(one)] for name, one in metadata.items()},
         slot_mapping={name: fresh[id(one)] for name, one in old.items()},
+    )
+
+
+def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
+    """A forward context in which rows read no more than one key and value.
+
+    What attention says of a frozen row is dropped, so what it reads is in vain. Known of the
+    FlashAttention and Triton backends, in passes of one token a row; others read on.
+
+    Args:
+        frozen: [T, 1] bool.
+    """
+    context = get_forward_context()
+    metadata: Any = context.attn_metadata or {}
+    known = all(
+        hasattr(one, "scheduler_metadata")
+        and not isinstance(one, CPUAttentionMetadata)
+        and one.max_query_len == 1
+        for one in metadata.values()
+    )
+    if not metadata or not known:
+        return nullcontext()
+    # A schedule made for other lengths would not fit; the kernel makes its own without one.
+    changed = {
+        id(one): replace(
+            one,
+            seq_lens=torch.where(frozen[: len(one.seq_lens), 0], 1, one.seq_lens),
+            scheduler_metadata=None,
+        )
+        for one in _distinct(metadata)
+    }
+    return override_forward_context(
+        replace(context, attn_metadata={name: changed[id(one)] for name, one in metadata.items()})
     )
 
 

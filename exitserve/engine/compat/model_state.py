@@ -25,17 +25,18 @@ class ExitModelState(DefaultModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         rows = rows_of(vllm_config)
-        self._rules = rows.rules
-        self._requests = rows.resident = resident_requests(
-            rows.rules, rows.recorder, model, self.max_num_reqs, device
-        )
+        self._rules, self._forces = rows.rules, rows.forced is not None
+        self._requests = resident_requests(rows, model, self.max_num_reqs, device)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request came, or came back after a preemption."""
         super().add_request(req_index, new_req_data)
         length = None if new_req_data.prompt_token_ids is None else new_req_data.prompt_len
         name, params = new_req_data.req_id, new_req_data.sampling_params
-        self._requests.add(req_index, Known.of(name, params, length, self._rules))
+        known = Known.of(name, params, length, self._rules)
+        if self._forces:
+            known.prompt_hash = hash(tuple(new_req_data.prompt_token_ids or ()))
+        self._requests.add(req_index, known)
 
     def remove_request(self, req_id: str) -> None:
         """A request has ended, or is preempted."""

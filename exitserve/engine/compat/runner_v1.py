@@ -23,9 +23,7 @@ class ResidentOnV1:
 
     def __init__(self, rows: Rows, model: Any, most_rows: int) -> None:
         self._rows = rows
-        self._requests = rows.resident = resident_requests(
-            rows.rules, rows.recorder, model, most_rows, torch.device("cpu")
-        )
+        self._requests = resident_requests(rows, model, most_rows, torch.device("cpu"))
         self._free = list(range(most_rows))
         self._slot_of: dict[str, int] = {}
 
