@@ -46,10 +46,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="also write JSON")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--skip-tests", action="store_true", help="only with --small")
+    parser.add_argument(
+        "--skip-tests",
+        action="store_true",
+        help="only with --small, or where they have just passed (benchmarks/gpu/run.py)",
+    )
     parser.add_argument("--liger-tiles", action="store_true", help="one more rival; see above")
     options = parser.parse_args()
-    if not (options.small and options.skip_tests):
+    if not options.skip_tests:
         _refuse_unless_green()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.small:

@@ -12,6 +12,13 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks gpu what asks for a device: without a GPU, only the interpreter runs it."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the fused form runs here."""

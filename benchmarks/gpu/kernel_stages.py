@@ -1,0 +1,84 @@
+"""The stages without engines: the kernels' tests, times and errors, each a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import xml.etree.ElementTree as ElementTree
+from importlib.util import find_spec
+from pathlib import Path
+
+from stages import Outcome, Run, StageError, command, last_lines
+
+ENGINE_TEST = "test_in_the_engine"
+"""Runs a whole engine: the kernels may be timed though it fails."""
+WORKERS = 4
+"""Most tests at a time: they wait for Triton's compiler, not for the GPU. Each has its own part of
+the card's memory, and the engine among them wants nine tenths to be free."""
+
+
+def tests(run: Run) -> Outcome:
+    """The tests marked gpu, as machine code; with --tiny a few, in Triton's interpreter."""
+    report = run.folder / "tests.xml"
+    where = "tests/ops/test_compact_rows.py" if run.tiny else "tests/ops"
+    arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", where]
+    if find_spec("xdist"):
+        arguments += ["-n", str(min(WORKERS, len(os.sched_getaffinity(0))))]
+    variables = {"TRITON_INTERPRET": "1"} if run.tiny else None
+    status, log = command(
+        run, "tests", [*arguments, f"--junitxml={report}"], most=180, variables=variables
+    )
+    if not report.is_file():
+        raise StageError(f"pytest ended with status {status}. {last_lines(log)}")
+    return _outcome_of_tests(run, report, log)
+
+
+def _outcome_of_tests(run: Run, report: Path, log: Path) -> Outcome:
+    failed, skipped, passed = list[str](), 0, 0
+    suites = ElementTree.parse(report).getroot()
+    for case in suites.iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    seconds = sum(float(suite.get("time", 0)) for suite in suites.iter("testsuite"))
+    run.kernels_tested = passed > 0 and all(ENGINE_TEST in name for name in failed)
+    page = f"{passed} passed, {len(failed)} failed, {skipped} skipped in {seconds:.0f} s"
+    if run.tiny:
+        page += ", in Triton's interpreter"
+    outcome = Outcome({"passed": passed, "failed": failed, "skipped": skipped}, page)
+    if failed:
+        outcome.failures.append(f"{len(failed)} tests fail. {last_lines(log)}")
+    elif not passed:
+        outcome.failures.append(f"no test ran. {last_lines(log)}")
+    return outcome
+
+
+def kernels(run: Run) -> Outcome:
+    """Times beside PyTorch, and Liger-Kernel where it is installed."""
+    arguments = ["--small"] if run.tiny else []
+    if run.tiny or run.kernels_tested:  # else that script tests first
+        arguments.append("--skip-tests")
+    return _table(run, "kernels", "benchmarks/ops/run.py", arguments)
+
+
+def errors(run: Run) -> Outcome:
+    """Distances from float64."""
+    return _table(run, "errors", "benchmarks/ops/errors.py", [])
+
+
+def _table(run: Run, name: str, script: str, arguments: list[str]) -> Outcome:
+    """Runs a script that prints a table and writes it as JSON."""
+    out = run.folder / f"{name}.json"
+    status, log = command(run, name, [script, *arguments, "--out", str(out)], most=150)
+    if status:
+        raise StageError(f"{script} ended with status {status}. {last_lines(log)}")
+    printed = log.read_text(encoding="utf-8").splitlines()
+    # Without what compilers say before: the first line of the table, and what explains it.
+    start = next(index for index, line in enumerate(printed) if line.startswith("| "))
+    told = [line for line in printed[:start] if line.startswith(("liger", "copy: "))]
+    table = [line for line in printed[start:] if line.startswith("|")]
+    return Outcome(json.loads(out.read_text(encoding="utf-8")), "\n".join([*told, "", *table]))

@@ -1,0 +1,196 @@
+"""All that needs a GPU, in one run: the kernels' tests, times and errors, and whole engines.
+
+    python benchmarks/gpu/run.py --out DIR
+
+Works on a bare machine without a network too, with a vLLM that was packed for it (README.md).
+Prints its tables last, and writes them to gpu.md in DIR, all numbers to gpu.json. A stage that
+fails does not stop the others; it is shown with its last lines, and the exit status is 1.
+
+    python benchmarks/gpu/run.py --tiny
+
+shows on a CPU that the script runs; its numbers say nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import environment
+
+if TYPE_CHECKING:
+    from stages import Outcome
+
+STAGES = ("tests", "kernels", "errors", "engines")
+SHAPE_NAMES = ("llama-3-8b", "qwen3-4b")
+MINUTES = 8.0
+ROUNDS = 5
+
+
+def main() -> int:
+    """Runs the stages; returns the exit status."""
+    options = _options()
+    if not environment.is_ready():
+        environment.start_again(sys.argv)
+    # So that engines are stopped and folders removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with tempfile.TemporaryDirectory(prefix="exitserve-gpu-") as folder:
+            try:
+                outcomes = _run_stages(options, Path(folder))
+            finally:
+                _keep_logs(Path(folder), options.out)
+    finally:
+        environment.clean_up()
+    print((options.out / "gpu.md").read_text(encoding="utf-8"))
+    print(f"all numbers: {options.out / 'gpu.json'}")
+    return 1 if any(outcome.failures for outcome in outcomes.values()) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    out = os.environ.get("OUT", "gpu-out")
+    parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="default $OUT")
+    parser.add_argument("--only", type=_names(STAGES), default=STAGES, metavar="STAGE,STAGE")
+    parser.add_argument("--shapes", type=_names(SHAPE_NAMES), default=SHAPE_NAMES, metavar="S,S")
+    parser.add_argument("--quick", action="store_true", help="two cases a shape, two rounds")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, a tiny shape")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"timed, default {ROUNDS}")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, metavar="M", help="for all, default %(default)s"
+    )
+    parser.add_argument(
+        "--both-exits", action="store_true", help="keep both exit layers: two checks a token"
+    )
+    parser.add_argument(
+        "--in-process", action="store_true", help="engine and scheduler in one process"
+    )
+    parser.add_argument(
+        "--llm",
+        type=_argument,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="one more argument of vllm.LLM for all engines, such as enforce_eager=true",
+    )
+    options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else ROUNDS
+    return options
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Reads names separated by commas; keeps the order in which they are known."""
+
+    def read(text: str) -> tuple[str, ...]:
+        given = [part.strip() for part in text.split(",")]
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} unknown; there are {', '.join(known)}"
+            )
+        return tuple(name for name in known if name in given)
+
+    return read
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: the value is no JSON ({error})") from None
+
+
+def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, Outcome]:
+    """What each stage found; the files are written after each."""
+    facts = environment.facts()
+    from engine_table import engines
+    from kernel_stages import errors, kernels, tests
+    from stages import Outcome, Run, StageError, say
+
+    outcomes: dict[str, Outcome] = {}
+    started = time.monotonic()
+
+    def publish(name: str, outcome: Outcome) -> None:
+        outcome.seconds = round(time.monotonic() - started, 1)
+        outcomes[name] = outcome
+        _write(options.out, facts, outcomes)
+
+    run = Run(
+        folder=folder,
+        deadline=time.monotonic() + 60 * options.minutes,
+        tiny=options.tiny,
+        quick=options.quick,
+        both_exits=options.both_exits,
+        rounds=options.rounds,
+        shapes=options.shapes,
+        llm=dict(options.llm),
+        publish=publish,
+    )
+    # vLLM's default; packed ones are told otherwise.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
+    stages = dict(zip(STAGES, (tests, kernels, errors, engines), strict=True))
+    for name in options.only:
+        say(name)
+        started = time.monotonic()
+        try:
+            outcome = stages[name](run)
+        except StageError as failure:
+            outcome = Outcome(failures=[str(failure)])
+        except Exception:  # noqa: BLE001  # the other stages still run
+            outcome = Outcome(failures=[traceback.format_exc(limit=-5)])
+        publish(name, outcome)
+    return outcomes
+
+
+def _write(out: Path, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
+    """The tables, and all numbers."""
+    from exitserve.report import write_json
+
+    stages = {
+        name: {"seconds": outcome.seconds, "failures": outcome.failures, **outcome.data}
+        for name, outcome in outcomes.items()
+    }
+    report = {"facts": facts, "arguments": sys.argv[1:], "stages": stages}
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "gpu.json", report)
+    (out / "gpu.md").write_text(_page(facts, outcomes) + "\n", encoding="utf-8")
+
+
+def _keep_logs(folder: Path, out: Path) -> None:
+    """All that stages and engines said, as one file."""
+    logs = sorted(folder.rglob("*.log"))
+    texts = [f"===== {log.stem}\n{log.read_text(errors='replace')}" for log in logs]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.log").write_text("\n".join(texts), encoding="utf-8")
+
+
+def _page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+    """All tables, then what failed."""
+    from exitserve.report import machine_line
+
+    card = facts["card"] or {"name": "no GPU", "driver": "-"}
+    parts = [
+        f"{facts['date']}, commit {facts['commit']}: {machine_line(facts)}\n"
+        f"{card['name']}, driver {card['driver']}, CUDA {facts['cuda']}"
+    ]
+    for name, outcome in outcomes.items():
+        parts += [f"## {name} ({outcome.seconds:.0f} s)", outcome.page.strip() or "nothing found"]
+    for name, outcome in outcomes.items():
+        parts += [f"FAILED: {name}: {failure}" for failure in outcome.failures]
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

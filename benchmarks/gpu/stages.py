@@ -1,0 +1,129 @@
+"""What a stage gets and gives, and how one that is a command runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from environment import ROOT
+
+TAIL = 14
+"""Lines shown of what failed."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One call of the script."""
+
+    folder: Path
+    """For files of one stage that another reads, and logs."""
+    deadline: float
+    """Of all stages, on the monotonic clock."""
+    tiny: bool
+    """Without a GPU: to see that the script runs."""
+    quick: bool
+    both_exits: bool
+    rounds: int
+    shapes: tuple[str, ...]
+    llm: Mapping[str, Any]
+    """More arguments of `vllm.LLM`, for all engines."""
+    publish: Callable[[str, Outcome], None]
+    """Writes what a stage has found so far."""
+    kernels_tested: bool = False
+    """Whether the kernels' tests have just passed."""
+
+    def left(self, most: float) -> float:
+        """Seconds that something may take: `most`, or what is left until the deadline.
+
+        Raises:
+            StageError: nothing is left.
+        """
+        left = self.deadline - time.monotonic()
+        if left < 1:
+            raise StageError("no time is left: run this stage by itself (--only).")
+        return min(most, left)
+
+
+@dataclass
+class Outcome:
+    """What a stage found."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    """For the JSON file."""
+    page: str = ""
+    """To be printed at the end."""
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class StageError(Exception):
+    """A stage ended early; the message is for the reader."""
+
+
+def say(text: str) -> None:
+    """One line about what is being done."""
+    print(f"[{time.monotonic() - _STARTED:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+_STARTED = time.monotonic()
+
+
+def command(
+    run: Run,
+    name: str,
+    arguments: Sequence[str],
+    most: float,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[int, Path]:
+    """Runs Python with `arguments` in the root of the checkout.
+
+    Args:
+        run: bounds its time.
+        name: of its log.
+        arguments: of Python.
+        most: seconds.
+        variables: more of the environment.
+
+    Returns:
+        Its exit status, and the file with all that it printed.
+
+    Raises:
+        StageError: it took longer.
+    """
+    log = run.folder / f"{name}.log"
+    limit = run.left(most)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | (variables or {}),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit), log
+        except subprocess.TimeoutExpired:
+            raise StageError(f"took more than {limit:.0f} s. {last_lines(log)}") from None
+        finally:
+            if process.poll() is None:  # with the processes that it started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def last_lines(log: Path) -> str:
+    """The errors that a log names, and its end."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line.rstrip()[:220] for line in text.splitlines() if line.strip()]
+    # The cause stands far above the end: vLLM's processes each print where they were.
+    named = [line for line in lines[:-TAIL] if re.search(r"\b\w*(Error|Exception)\b: ", line)]
+    shown = [*dict.fromkeys(named[-4:]), "...", *lines[-TAIL:]] if named else lines[-TAIL:]
+    return "Its last lines:\n" + "\n".join(f"    {line}" for line in shown)
