@@ -6,7 +6,7 @@ on a GPU, its CUDA graphs) sees ordinary straight code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,20 @@ def restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
     if residual is None:
         return torch.where(frozen, state, hidden), None
     return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
+
+
+def through(
+    layers: Iterable[Any],
+    run_layer: RunLayer,
+    positions: Tensor,
+    stream: Stream,
+    frozen: Tensor,
+    state: Tensor,
+) -> Stream:
+    """Runs layers, after each of which frozen tokens get their state back (`restored`)."""
+    for layer in layers:
+        stream = restored(run_layer(layer, positions, stream), frozen, state)
+    return stream
 
 
 class Segment(nn.Module):
@@ -91,10 +105,7 @@ def compiled_segment(
         frozen: Tensor,
         state: Tensor,
     ) -> Stream:
-        stream: Stream = (hidden, residual)
-        for layer in self.layers:
-            stream = restored(self.run_layer(layer, positions, stream), frozen, state)
-        return stream
+        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
 
     method: Any = masked_forward if masked else forward
     method.__name__, method.__qualname__ = "forward", f"{name}.forward"

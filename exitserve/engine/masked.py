@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.branches import when
-from exitserve.engine.compiled import RunLayer, Stream, restored
+from exitserve.engine.compiled import RunLayer, Stream, restored, through
 from exitserve.engine.head import CheckedHead
 from exitserve.engine.propagation import Propagation
 
@@ -86,10 +86,7 @@ class MaskedLayers:
         state: Tensor,
     ) -> Stream:
         """See `MaskedSegment`."""
-        stream: Stream = (hidden, residual)
-        for layer in self.layers:
-            stream = restored(self.run_layer(layer, positions, stream), frozen, state)
-        return stream
+        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
 
 
 class Room:

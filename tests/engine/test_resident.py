@@ -81,6 +81,14 @@ def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> No
     assert 0 < sum(counted["passed"].values()) <= sum(counted["checks"].values())
 
 
+def test_compiled_segments(start, oracle, expect, model, jobs) -> None:
+    """Selects between layers are compiled with them."""
+    exits = {"exit_path": "resident"}
+    harness = start(model, exits=exits, enforce_eager=False, enable_prefix_caching=False)
+    reference = oracle(model)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
 def test_preempted_requests_freeze_where_they_did(
     start, oracle, expect, model, random_jobs, few_blocks
 ) -> None:
