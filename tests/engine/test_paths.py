@@ -59,6 +59,18 @@ def test_tensor_parallel(start, model, jobs, expected, monkeypatch) -> None:
     assert harness.run(jobs, every=2) == expected["paying"]
 
 
+def test_tensor_parallel_without_a_head_of_its_own(
+    start, expect, oracle, random_jobs, make_checkpoint, monkeypatch
+) -> None:
+    """vLLM's Gemma 2 keeps no head beside its embeddings."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    shape = {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32}
+    tied, jobs = make_checkpoint("gemma2", **shape), random_jobs(max_tokens=30)
+    harness = start(tied, tensor_parallel_size=2, enable_prefix_caching=False)
+    reference = oracle(tied)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
 def test_weights_in_bfloat16(start, model, jobs) -> None:
     """Rounding differs with the batch, so tokens may; the machinery must still add up."""
     harness = start(model, dtype="bfloat16", enable_prefix_caching=False)

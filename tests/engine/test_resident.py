@@ -89,6 +89,15 @@ def test_compiled_segments(start, oracle, expect, model, jobs) -> None:
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
 
 
+def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> None:
+    """Each rank keeps its slice of the logits, and all decide alike."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    exits = {"exit_path": "resident"}
+    harness = start(model, exits=exits, tensor_parallel_size=2, enable_prefix_caching=False)
+    reference = oracle(model)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
 def test_preempted_requests_freeze_where_they_did(
     start, oracle, expect, model, random_jobs, few_blocks
 ) -> None:
