@@ -89,7 +89,8 @@ class CheckedHead:
                 ), logits
             summary = summarise_logits(logits, end_tokens=self._ends)
         else:
-            logits = normed.new_full((len(normed), self.width), -torch.inf)
+            logits = normed.new_empty(len(normed), self.width)
+            logits[:, self._columns :] = -torch.inf
             kept = logits[:, : self._columns]
             summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
         slices = summary[:, None]  # [N, R, 6]

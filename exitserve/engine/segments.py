@@ -113,19 +113,19 @@ class MultiExitMixin:
         """
         model: Any = self
         own: Any = super().forward  # type: ignore[misc]  # from the vLLM class
-        shape = batch_shape()
         if self._resident is not None:
             if self._on_v1 is not None:
-                exits = None if shape is None else self._on_v1.begin(shape, positions)
+                exits = self._on_v1.begin(batch_shape(), positions)
             normed: Tensor = self._resident.run(
                 exits,
                 positions,
                 lambda: model.embed(input_ids, positions, inputs_embeds),
                 lambda: own(input_ids, positions, intermediate_tensors, inputs_embeds),
             )
-            if self._on_v1 is not None and shape is not None:
+            if self._on_v1 is not None and exits is not None:
                 self._on_v1.ended()
             return normed
+        shape = batch_shape()
         plan = self._plan = None if shape is None else self._rows.plan(shape, positions)
         if plan is None and self._segments:
             self._warm_up(model.embed(input_ids, positions, inputs_embeds), positions)

@@ -250,20 +250,20 @@ def test_frozen_rows_read_one_key_instead_of_all() -> None:
     from exitserve.engine.compat.context import without_reading_for
 
     nothing = torch.empty(0)
-    lengths = torch.tensor([900, 7, 8000], dtype=torch.int32)
+    lengths = torch.tensor([900, 7, 8000, 0], dtype=torch.int32)
     metadata: Any = TritonAttentionMetadata(
-        3, 1, nothing, 8192, lengths, nothing, nothing, 0, 0, nothing, nothing, nothing, True
+        4, 1, nothing, 8192, lengths, nothing, nothing, 0, 0, nothing, nothing, nothing, True
     )
     metadata.scheduler_metadata = torch.ones(4)
     base: Any = ForwardContext(
         no_compile_layers={}, attn_metadata={"a": metadata, "b": metadata}, slot_mapping={}
     )
-    frozen = torch.tensor([[True], [False], [True]])
+    frozen = torch.tensor([[True], [False], [True], [True]])  # the last is padding
     with override_forward_context(base):
         with without_reading_for(frozen):
             inside: Any = get_forward_context().attn_metadata
             assert inside["a"] is inside["b"]
-            assert inside["a"].seq_lens.tolist() == [1, 7, 1]
+            assert inside["a"].seq_lens.tolist() == [1, 7, 1, 0]
             assert inside["a"].seq_lens.dtype == torch.int32
             assert inside["a"].scheduler_metadata is None
         assert get_forward_context() is base

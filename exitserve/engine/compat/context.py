@@ -137,7 +137,10 @@ def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
     changed = {
         id(one): replace(
             one,
-            seq_lens=torch.where(frozen[: len(one.seq_lens), 0], 1, one.seq_lens),
+            # Padding has length 0, and keeps it: its blocks are nobody's.
+            seq_lens=torch.where(
+                frozen[: len(one.seq_lens), 0], one.seq_lens.clamp(max=1), one.seq_lens
+            ),
             scheduler_metadata=None,
         )
         for one in _distinct(metadata)

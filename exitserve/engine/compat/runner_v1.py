@@ -27,8 +27,10 @@ class ResidentOnV1:
         self._free = list(range(most_rows))
         self._slot_of: dict[str, int] = {}
 
-    def begin(self, shape: BatchShape, positions: Tensor) -> ResidentRows:
-        """Fills in the rows of a pass over `positions` [T]."""
+    def begin(self, shape: BatchShape | None, positions: Tensor) -> ResidentRows | None:
+        """Fills in the rows of a pass over `positions` [T]; None before there is a cache."""
+        if shape is None:
+            return None
         ends = shape.row_ends.tolist()
         starts = [0, *ends[:-1]]
         known = self._rows.known()
