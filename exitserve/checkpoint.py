@@ -7,16 +7,16 @@ ignore the block.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from exitserve.calibrated import CRITERIA, Calibration, calibration_of
 from exitserve.errors import ExitServeError
 
 BLOCK = "multi_exit"
 VERSION = 1
-CRITERIA = ("max_prob",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class MultiExit:
     """How the exits were trained; for the reader."""
     criterion: str = "max_prob"
     """The confidence criterion the thresholds are meant for."""
-    calibration: dict[str, Any] | None = None
-    """Thresholds with their provenance, where the checkpoint was calibrated."""
+    calibration: Calibration | None = None
+    """Thresholds with their promise, where the checkpoint was calibrated."""
 
     def validate(self, num_layers: int) -> None:
         """Raises `ExitServeError` unless the block fits a decoder of `num_layers` layers."""
@@ -38,6 +38,26 @@ class MultiExit:
         if self.criterion not in CRITERIA:
             allowed = ", ".join(CRITERIA)
             raise ExitServeError(f"criterion {self.criterion!r} is unknown; allowed: {allowed}.")
+
+    def first(self, num_layers: int) -> MultiExit | None:
+        """What is left of the block for the first `num_layers` layers; None without exits."""
+        layers = tuple(layer for layer in self.exit_layers if layer < num_layers)
+        if not layers:
+            return None
+        cut = None if self.calibration is None else self.calibration.first(num_layers)
+        return replace(self, exit_layers=layers, calibration=cut)
+
+    def to_json(self) -> dict[str, Any]:
+        """The block for `config.json`."""
+        block: dict[str, Any] = {
+            "version": VERSION,
+            "exit_layers": list(self.exit_layers),
+            "objective": self.objective,
+            "criterion": self.criterion,
+        }
+        if self.calibration is not None:
+            block["calibration"] = self.calibration.to_json()
+        return block
 
 
 def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -60,6 +80,18 @@ def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int,
             f"write {sorted(set(exit_layers))}."
         )
     return tuple(exit_layers)
+
+
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    """L, the depth that a `config.json` names.
+
+    Raises:
+        ExitServeError: it names none.
+    """
+    found = config.get("num_hidden_layers", config.get("n_layer"))
+    if not isinstance(found, int):
+        raise ExitServeError("the checkpoint's config.json names no num_hidden_layers.")
+    return found
 
 
 def read_config(model: Path | str) -> dict[str, Any]:
@@ -103,7 +135,7 @@ def _config_from_hub(model: str) -> Path:
         ) from error
 
 
-def parse_multi_exit(config: dict[str, Any]) -> MultiExit | None:
+def parse_multi_exit(config: Mapping[str, Any]) -> MultiExit | None:
     """Returns the block of a loaded config, or None where there is none.
 
     Raises:
@@ -124,7 +156,7 @@ def parse_multi_exit(config: dict[str, Any]) -> MultiExit | None:
         exit_layers=tuple(layers),
         objective=str(block.get("objective", "aligned")),
         criterion=str(block.get("criterion", "max_prob")),
-        calibration=block.get("calibration"),
+        calibration=calibration_of(block.get("calibration")),
     )
 
 
@@ -136,13 +168,6 @@ def read_multi_exit(model: Path | str) -> MultiExit | None:
 def write_multi_exit(model_dir: Path | str, block: MultiExit) -> None:
     """Puts the block into the checkpoint's `config.json`, replacing an earlier one."""
     config = read_config(model_dir)
-    config[BLOCK] = {
-        "version": VERSION,
-        "exit_layers": list(block.exit_layers),
-        "objective": block.objective,
-        "criterion": block.criterion,
-    }
-    if block.calibration is not None:
-        config[BLOCK]["calibration"] = block.calibration
+    config[BLOCK] = block.to_json()
     text = json.dumps(config, indent=2) + "\n"
     (Path(model_dir) / "config.json").write_text(text, encoding="utf-8")

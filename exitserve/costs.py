@@ -94,6 +94,49 @@ class Step:
     """Exit checks made; each reads the head once, for all its rows together."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenCosts:
+    """What the parts of a decode step cost one token at batch 1, in any one unit."""
+
+    num_layers: int
+    """L."""
+    layer: float
+    """One layer, its cache included."""
+    fill: float
+    """Keys and values of one layer that is not run."""
+    check: float
+    """One exit check, which is also the head of a token that it lets go."""
+    head: float
+    """The head at full depth."""
+    rest: float = 0.0
+    """What every token costs: embedding, sampling, the engine's own work."""
+
+    def of(self, depth: float, checks: float, stays: float, *, propagates: bool = True) -> float:
+        """The mean cost of tokens, as a share of full depth's.
+
+        Args:
+            depth: mean number of layers run.
+            checks: mean number of times the head was read for a check.
+            stays: share of tokens that ran all layers, whose head is still owed.
+            propagates: see `Step`.
+        """
+        full = self.rest + self.num_layers * self.layer + self.head
+        fill = self.fill * (self.num_layers - depth) if propagates else 0.0
+        heads = checks * self.check + stays * self.head
+        return (self.rest + depth * self.layer + fill + heads) / full
+
+
+def token_bytes(shape: DecoderShape, context: int = 0) -> TokenCosts:
+    """`TokenCosts` in bytes read, for a token whose attention reads `context` others."""
+    return TokenCosts(
+        num_layers=shape.num_layers,
+        layer=shape.layer_bytes + context * shape.kv_token_bytes,
+        fill=shape.kv_projection_bytes,
+        check=shape.head_bytes,
+        head=shape.head_bytes,
+    )
+
+
 def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
     """Reads the sizes from a `config.json` of the Llama type, a mixture of experts, or GPT-2.
 

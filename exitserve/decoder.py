@@ -50,7 +50,11 @@ class DecoderParts:
 
     def classify(self, hidden: Tensor) -> Tensor:
         """Final norm, then LM head: un-normed `hidden` [..., D] to raw logits [..., V]."""
-        logits: Tensor = self.head(self.norm(hidden))
+        return self.classify_normed(self.norm(hidden))
+
+    def classify_normed(self, normed: Tensor) -> Tensor:
+        """The LM head: normed states [..., D] to raw logits [..., V]."""
+        logits: Tensor = self.head(normed)
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from exitserve.calibrated import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError, nearest
 from exitserve.schedule import CheckSchedule
 
@@ -36,8 +37,14 @@ NEVER = math.inf
 ALWAYS = -1.0
 """A threshold every confidence passes."""
 
+AUTO = "auto"
+"""As a threshold: the checkpoint's calibrated ones."""
+
 FIELDS = {
-    "exit_threshold": "a token exits where its confidence is above this number (1 or more: never)",
+    "exit_threshold": "a token exits where its confidence is above this number (1 or more: "
+    "never); auto: above the checkpoint's calibrated thresholds",
+    "exit_target": "instead of a threshold: the share of tokens, such as 0.98, that must be those "
+    "of full depth; the checkpoint's calibration knows the thresholds that promise it",
     "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
     "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
     "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
@@ -48,11 +55,14 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExitPolicy:
-    """One request's rule. Build it with `off`, `confidence` or `fixed`."""
+    """One request's rule. Build it with `off`, `confidence`, `calibrated` or `fixed`."""
 
     mode: Mode = "off"
     threshold: float = NEVER
     eos_threshold: float = NEVER
+    by_layer: tuple[tuple[int, float, float], ...] = ()
+    """Exit layers with thresholds of their own: any token's, end of sequence's. Where there are
+    some, nothing is checked at other layers."""
     exit_layer: int | None = None
 
     @classmethod
@@ -86,12 +96,33 @@ class ExitPolicy:
         )
 
     @classmethod
+    def calibrated(
+        cls, point: OperatingPoint, eos_threshold: float | None = None, *, mode: Mode
+    ) -> ExitPolicy:
+        """Exit where a calibration says; `eos_threshold` replaces its own, which it found."""
+        assert mode in BY_CONFIDENCE
+        by_layer = []
+        for layer, threshold in sorted(point.thresholds.items()):
+            ends = point.eos_thresholds.get(layer, NEVER)
+            ends = ends if eos_threshold is None else eos_threshold
+            if threshold < 1.0:
+                ends = max(threshold, ends) if ends < 1.0 else NEVER
+                by_layer.append((layer, threshold, ends))
+        if not by_layer:
+            return cls.off()
+        return cls(mode=mode, by_layer=tuple(by_layer))
+
+    @classmethod
     def fixed(cls, exit_layer: int) -> ExitPolicy:
         """Every decode token exits at `exit_layer`, end of sequence included."""
         return cls(mode="fixed", exit_layer=exit_layer)
 
     def thresholds_at(self, layer: int) -> tuple[float, float]:
         """The thresholds (any token, end of sequence) that apply after `layer` layers."""
+        if self.by_layer:
+            own = (pair for exit_layer, *pair in self.by_layer if exit_layer == layer)
+            threshold, ends = next(own, (NEVER, NEVER))
+            return threshold, ends
         if self.mode in BY_CONFIDENCE:
             return self.threshold, self.eos_threshold
         if self.mode == "fixed" and layer == self.exit_layer:
@@ -105,7 +136,8 @@ class ExitPolicy:
         ever read by requests of the same policy.
         """
         if self.mode == "confidence":
-            return f"exit:confidence:{self.threshold!r}:{self.eos_threshold!r}"
+            own = ":".join(map(repr, (self.threshold, self.eos_threshold, *self.by_layer)))
+            return f"exit:confidence:{own}"
         if self.mode == "fixed":
             return f"exit:fixed:{self.exit_layer}"
         return None
@@ -126,6 +158,10 @@ class ExitRules:
     """Tokens that a request in mode "verify" may draft at a time; 0: the mode is not allowed."""
     tokens_may_wait: bool = True
     """Whether modes are served in which tokens that exited wait for a later pass."""
+    criterion: str = "max_prob"
+    """What confidence is, one of `exitserve.calibrated.CRITERIA`."""
+    calibration: Calibration | None = None
+    """What `auto` and `exit_target` mean."""
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""
@@ -154,24 +190,38 @@ class ExitRules:
                 )
         check_trace(given.get("exit_trace"))
         threshold, layer = given.get("exit_threshold"), given.get("exit_layer")
-        mode = given.get("exit_mode")
+        mode, target = given.get("exit_mode"), given.get("exit_target")
+        self._check_together(given)
         if layer is not None:
-            for name in ("exit_threshold", "exit_mode"):
-                if given.get(name) is not None:
-                    raise ExitServeError(
-                        f"{name} and exit_layer exclude each other; send one of them."
-                    )
             return ExitPolicy.fixed(self._check_layer(layer))
-        if mode is None and threshold is None:
+        if mode is None and threshold is None and target is None:
             judged = self.default.mode in ("verify", "off")
             return self.default if judged or not structured else ExitPolicy.off()
+        mode = self._mode(mode, calibrated=threshold == AUTO or target is not None)
+        if target is not None:
+            return self._by_target(target, mode)
+        if threshold == AUTO and mode != "off":
+            return self._calibrated(self._calibration().chosen, mode)
         return self._by_confidence(mode, threshold)
 
-    def _by_confidence(self, mode: Any, threshold: Any) -> ExitPolicy:
-        """The policy of a request that names its mode, its threshold, or both."""
-        own = self.default if self.default.mode in BY_CONFIDENCE else None
+    @staticmethod
+    def _check_together(given: Mapping[str, Any]) -> None:
+        """Refuses fields that contradict each other."""
+        for one, others in (
+            ("exit_layer", ("exit_threshold", "exit_target", "exit_mode")),
+            ("exit_target", ("exit_threshold",)),
+        ):
+            for other in others:
+                if given.get(one) is not None and given.get(other) is not None:
+                    raise ExitServeError(f"{other} and {one} exclude each other; send one of them.")
+
+    def _mode(self, mode: Any, *, calibrated: bool) -> Mode:
+        """The mode of a request that names it, its threshold, or both."""
         if mode is None:
-            mode = own.mode if own else "confidence"
+            if calibrated:
+                mode = self._calibration().mode
+            else:
+                mode = self.default.mode if self.default.mode in BY_CONFIDENCE else "confidence"
         if mode not in EXIT_MODES:
             raise ExitServeError(f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {mode!r}.")
         if mode in EXACT and not self.tokens_may_wait:
@@ -181,16 +231,51 @@ class ExitRules:
                 "exit_mode 'verify' needs a server that was started for it: exitserve serve "
                 "--mode verify. Other modes here: off, confidence, defer."
             )
-        number = own.threshold if own else None
-        if threshold is not None:
-            number = check_threshold(threshold)
+        return mode  # type: ignore[no-any-return]  # one of EXIT_MODES
+
+    def _calibration(self) -> Calibration:
+        if self.calibration is None:
+            raise ExitServeError(
+                "exit_threshold 'auto' and exit_target need a calibrated checkpoint, and this one "
+                "is not: run exitserve calibrate on it, or send a threshold as a number."
+            )
+        return self.calibration
+
+    def _calibrated(self, point: OperatingPoint, mode: Mode) -> ExitPolicy:
+        made_in = self._calibration().mode
+        # What full depth judges is full depth's in any case.
+        if mode not in (made_in, "verify"):
+            raise ExitServeError(
+                f"exit_mode {mode!r} does not go with calibrated thresholds, which were chosen in "
+                f"mode {made_in!r}: leave exit_mode away, or send a threshold as a number."
+            )
+        return ExitPolicy.calibrated(point, self.eos_threshold, mode=mode)
+
+    def _by_target(self, target: Any, mode: Mode) -> ExitPolicy:
+        """The policy that promises an agreement; full depth where no thresholds do."""
+        fine = isinstance(target, int | float) and not isinstance(target, bool)
+        if not fine or not 0 < target < 1:
+            raise ExitServeError(
+                f"exit_target must be a number above 0 and below 1, such as 0.98, not {target!r}."
+            )
+        point = self._calibration().for_agreement(float(target))
+        if mode == "off" or point is None:
+            return ExitPolicy.off()
+        return self._calibrated(point, mode)
+
+    def _by_confidence(self, mode: Mode, threshold: Any) -> ExitPolicy:
+        """The policy of a request in `mode` with a threshold, by default the server's."""
+        number = None if threshold is None or threshold == AUTO else check_threshold(threshold)
         if mode == "off":
             return ExitPolicy.off()
-        if number is None:
-            raise ExitServeError(
-                f"exit_mode {mode!r} needs a threshold: send exit_threshold with it."
-            )
-        return ExitPolicy.confidence(number, self.eos_threshold, mode=mode)
+        if number is not None:
+            return ExitPolicy.confidence(number, self.eos_threshold, mode=mode)
+        own = self.default
+        if own.by_layer and mode in (own.mode, "verify"):
+            return replace(own, mode=mode)
+        if own.mode in BY_CONFIDENCE and not own.by_layer:
+            return ExitPolicy.confidence(own.threshold, self.eos_threshold, mode=mode)
+        raise ExitServeError(f"exit_mode {mode!r} needs a threshold: send exit_threshold with it.")
 
     def policy_or_off(self, fields: Mapping[str, Any] | None, *, structured: bool) -> ExitPolicy:
         """`policy_for`, with full depth instead of an error.

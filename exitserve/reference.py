@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
-from exitserve.policy import BY_CONFIDENCE, EXACT, NUM_DRAFTS, ExitPolicy
+from exitserve.gates import Gates, load_gates
+from exitserve.policy import BY_CONFIDENCE, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve.schedule import CheckSchedule
-from exitserve_kernels.exit_check import check_logits
+from exitserve_kernels.exit_check import CRITERIA, Criterion, check_logits
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Trace:
     """[T, V] raw next-token logits, each from the depth its token stopped at."""
     depth: Tensor
     """[T] layers run, L for full depth."""
+    checks: Tensor
+    """[T] exit checks made, each a read of the head."""
 
     @property
     def token(self) -> Tensor:
@@ -73,6 +76,8 @@ class Reference:
         exit_layers: Sequence[int],
         eos_token_ids: Iterable[int] = (),
         break_even: Mapping[int, float] | None = None,
+        criterion: Criterion = "max_prob",
+        gates: Gates | None = None,
     ) -> None:
         """Wraps `model` (float32, evaluation mode) with checks after `exit_layers`.
 
@@ -82,20 +87,25 @@ class Reference:
             eos_token_ids: ends of sequence, which have a threshold of their own.
             break_even: success rates from which a check pays, for the check schedule
                 (`exitserve.schedule`); None makes every check.
+            criterion: what confidence is, where there are no gates.
+            gates: by exit layer; they are the confidence then.
         """
+        self.criterion, self.gates = criterion, gates
         self.break_even = dict(break_even or {})
         self.model = model.eval()
         self.parts: DecoderParts = decoder_parts(model)
         self.exit_layers = tuple(exit_layers)
-        self.eos_token_ids = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.long)
+        self.device: torch.device = next(model.parameters()).device
+        ends = sorted(set(eos_token_ids))
+        self.eos_token_ids = torch.tensor(ends, dtype=torch.long, device=self.device)
 
     @torch.no_grad()
     def trace(self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy) -> Trace:
         """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
-        decode = torch.arange(len(input_ids)) >= prompt_length
+        decode = torch.arange(len(input_ids), device=self.device) >= prompt_length
         rows = _FrozenRows(self, policy, decode, self._schedule(policy))
         with rows.hooked():
-            hidden = self._run(torch.tensor([list(input_ids)]), cache=None)
+            hidden = self._run(input_ids, cache=None)
         return rows.finish(hidden)
 
     @torch.no_grad()
@@ -124,10 +134,10 @@ class Reference:
         step, token_ids, depths = list(prompt_ids), list[int](), list[int]()
         while len(token_ids) < max_tokens:
             # Only the prompt pass has no generated token behind it.
-            decode = torch.full((len(step),), bool(token_ids))
+            decode = torch.full((len(step),), bool(token_ids), device=self.device)
             rows = _FrozenRows(self, policy, decode, schedule)
             with rows.hooked():
-                hidden = self._run(torch.tensor([step]), cache=cache)
+                hidden = self._run(step, cache=cache)
             found = rows.finish(hidden)
             token_ids.append(int(found.token[-1]))
             depths.append(int(found.depth[-1]))
@@ -180,9 +190,10 @@ class Reference:
         drafts: list[int] = []
         while len(drafts) < most:
             own = [*text, *drafts]
-            rows = _FrozenRows(self, policy, torch.arange(len(own)) == len(own) - 1, schedule)
+            last = torch.arange(len(own), device=self.device) == len(own) - 1
+            rows = _FrozenRows(self, policy, last, schedule)
             with rows.hooked():
-                self._run(torch.tensor([own]), cache=None)
+                self._run(own, cache=None)
             said = rows.exit_logits.get(len(own) - 1)
             if said is None or (token := int(said.argmax())) in ends:
                 break
@@ -192,7 +203,7 @@ class Reference:
     def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
         return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
-    def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
+    def _run(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
         captured: list[Tensor] = []
         handle = self.parts.layers[-1].register_forward_hook(
@@ -200,7 +211,9 @@ class Reference:
         )
         try:
             self.model.base_model(
-                input_ids=input_ids, past_key_values=cache, use_cache=cache is not None
+                input_ids=torch.tensor([list(input_ids)], device=self.device),
+                past_key_values=cache,
+                use_cache=cache is not None,
             )
         finally:
             handle.remove()
@@ -217,9 +230,9 @@ class _FrozenRows:
         self.policy = policy
         self.schedule = schedule
         self.decode = decode
-        num_tokens = decode.shape[0]
-        self.frozen = torch.zeros(num_tokens, dtype=torch.bool)
-        self.depth = torch.full((num_tokens,), reference.parts.num_layers)
+        self.frozen = torch.zeros_like(decode)
+        self.depth = torch.full_like(decode, reference.parts.num_layers, dtype=torch.long)
+        self.checks = torch.zeros_like(self.depth)
         self.state: Tensor | None = None
         self.exit_logits: dict[int, Tensor] = {}
 
@@ -254,16 +267,28 @@ class _FrozenRows:
     def _check(self, depth: int, hidden: Tensor) -> None:
         threshold, eos_threshold = self.policy.thresholds_at(depth)
         rows = (self.decode & ~self.frozen).nonzero().flatten()
-        if threshold == float("inf") or not rows.numel():
+        if threshold == NEVER or not rows.numel():
             return
+        like = hidden.new_empty(rows.numel(), dtype=torch.float32)
+        limits = [torch.full_like(like, one) for one in (threshold, eos_threshold)]
+        if self.ref.gates:
+            normed = self.ref.parts.norm(hidden[rows])
+            limits = [self.ref.gates[depth].decided(normed, one) for one in limits]
+            opens = limits[0] < NEVER
+            rows, limits = rows[opens], [one[opens] for one in limits]
+            if not rows.numel():
+                return
         logits = self.ref.parts.classify(hidden[rows])
         exits = check_logits(
             logits,
-            torch.full((rows.numel(),), threshold),
+            limits[0],
+            criterion=self.ref.criterion,
             end_tokens=self.ref.eos_token_ids,
-            end_thresholds=torch.full((rows.numel(),), eos_threshold),
+            end_thresholds=limits[1],
         ).exits
-        exits &= self._scheduled(depth, exits)
+        checked = self._scheduled(depth, exits)
+        self.checks[rows] += checked
+        exits &= checked
         for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
             self.exit_logits[row] = row_logits
         self.frozen[rows[exits]] = True
@@ -289,7 +314,7 @@ class _FrozenRows:
         logits = self.ref.parts.classify(hidden)
         for row, row_logits in self.exit_logits.items():
             logits[row] = row_logits
-        return Trace(logits=logits, depth=self.depth)
+        return Trace(logits=logits, depth=self.depth, checks=self.checks)
 
 
 def _hidden_of(output: Any) -> Tensor:
@@ -299,7 +324,12 @@ def _hidden_of(output: Any) -> Tensor:
 
 
 def load_reference(
-    model_dir: str, exit_layers: Sequence[int] | None = None, *, exit_checks: str = "paying"
+    model_dir: str,
+    exit_layers: Sequence[int] | None = None,
+    *,
+    exit_checks: str = "paying",
+    criterion: str | None = None,
+    device: str = "cpu",
 ) -> Reference:
     """Loads a checkpoint in float32 with the exits and end-of-sequence ids it declares.
 
@@ -307,17 +337,25 @@ def load_reference(
         model_dir: the checkpoint.
         exit_layers: instead of those the checkpoint declares.
         exit_checks: as the server's option: "paying" leaves out checks that do not pay.
+        criterion: instead of the checkpoint's.
+        device: where it runs.
     """
     from transformers import AutoModelForCausalLM
 
-    from exitserve.checkpoint import read_multi_exit
+    from exitserve.checkpoint import MultiExit, read_multi_exit
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    if exit_layers is None:
-        block = read_multi_exit(model_dir)
-        exit_layers = block.exit_layers if block else ()
-    rates = break_even_rates(model.config.to_dict(), exit_layers) if exit_checks == "paying" else {}
-    return Reference(model, exit_layers, eos_ids(model), rates)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = model.to(device)
+    block = read_multi_exit(model_dir) or MultiExit(exit_layers=())
+    layers = block.exit_layers if exit_layers is None else exit_layers
+    ends = eos_ids(model)
+    kind = block.criterion if criterion is None else criterion
+    if kind == "gate":
+        found = load_gates(model_dir, layers).items()
+        gates = {layer: gate.to(model.device) for layer, gate in found}
+        return Reference(model, layers, ends, gates=gates)
+    rates = break_even_rates(model.config.to_dict(), layers) if exit_checks == "paying" else {}
+    return Reference(model, layers, ends, rates, next(one for one in CRITERIA if one == kind))
 
 
 def eos_ids(model: Any) -> list[int]:

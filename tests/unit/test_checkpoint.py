@@ -7,8 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from exitserve.calibrated import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.errors import ExitServeError
+
+CALIBRATION = Calibration(
+    target="agreement>=0.99",
+    mode="confidence",
+    criterion="max_prob",
+    confidence_level=0.95,
+    num_layers=6,
+    chosen=OperatingPoint(
+        agreement=0.99,
+        thresholds={2: 0.9, 4: 0.8},
+        eos_thresholds={2: 1.0, 4: 0.95},
+        found={"mean_depth": 4.5},
+    ),
+    points=(
+        OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 1.0}),
+        OperatingPoint(agreement=0.95, thresholds={2: 0.7}, eos_thresholds={2: 1.0}),
+    ),
+    provenance={"tokens": 1000},
+)
 
 
 @pytest.fixture
@@ -18,10 +38,52 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(directory: Path) -> None:
-    block = MultiExit(exit_layers=(2, 4), calibration={"thresholds": {"2": 0.9}})
+    block = MultiExit(exit_layers=(2, 4), calibration=CALIBRATION)
     write_multi_exit(directory, block)
     assert read_multi_exit(directory) == block
     assert read_config(directory)["model_type"] == "llama", "the rest of the config is kept"
+
+
+@pytest.mark.parametrize(
+    ("target", "promised"), [(0.5, 0.9), (0.9, 0.9), (0.93, 0.95), (0.96, 0.99), (0.999, None)]
+)
+def test_a_target_gets_the_cheapest_point_that_promises_it(
+    target: float, promised: float | None
+) -> None:
+    point = CALIBRATION.for_agreement(target)
+    assert (point.agreement if point else None) == promised
+
+
+def test_a_cut_block_keeps_what_is_left_and_promises_nothing() -> None:
+    block = MultiExit(exit_layers=(2, 4), calibration=CALIBRATION).first(4)
+    assert block is not None
+    assert block.exit_layers == (2,)
+    assert block.calibration is not None
+    assert block.calibration.chosen.thresholds == {2: 0.9}
+    assert block.calibration.chosen.agreement is None
+    assert block.calibration.for_agreement(0.5) is None
+    assert MultiExit(exit_layers=(2, 4)).first(2) is None
+    whole = MultiExit(exit_layers=(2, 4), calibration=CALIBRATION)
+    assert whole.first(6) == whole, "all layers: nothing is lost"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"thresholds": "0.9"}, "malformed"),
+        ({"mode": "verify"}, "allowed: confidence, defer"),
+        ({"criterion": "luck"}, "allowed: max_prob, margin, entropy, gate"),
+    ],
+)
+def test_a_malformed_calibration_is_named(
+    directory: Path, change: dict[str, str], message: str
+) -> None:
+    write_multi_exit(directory, MultiExit(exit_layers=(2, 4), calibration=CALIBRATION))
+    config = read_config(directory)
+    config["multi_exit"]["calibration"] |= change
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ExitServeError, match=message):
+        read_multi_exit(directory)
 
 
 def test_a_plain_checkpoint_has_no_block(directory: Path) -> None:

@@ -17,6 +17,7 @@ from exitserve.costs import (
     limit_speedup,
     shape_of,
     step_bytes,
+    token_bytes,
 )
 from exitserve.errors import ExitServeError
 
@@ -217,3 +218,12 @@ def test_the_limit_stays_below_the_depth_ratio_of_the_shallowest_row(
     checks = 0 if max(d for d, _ in rows) == shape.num_layers else 1
     limit = limit_speedup(shape, [as_step(rows, checks)])
     assert limit <= shape.num_layers / min(depth for depth, _ in rows) + 1e-9
+
+
+@given(depth=st.integers(1, 4), checks=st.integers(0, 3), context=st.integers(0, 100))
+def test_a_token_alone_costs_what_its_step_reads(depth: int, checks: int, context: int) -> None:
+    """`TokenCosts` says for one token what `step_bytes` says for its step, as a share."""
+    one = step(depth, contexts=(context,), checks=checks)
+    share = step_bytes(TINY, one) / step_bytes(TINY, full_depth(TINY, one))
+    costs = token_bytes(TINY, context)
+    assert costs.of(depth, checks, float(depth == 4)) == pytest.approx(share)

@@ -9,10 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exitserve.calibrated import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 
 RULES = ExitRules(num_layers=12, exit_layers=(3, 6, 9))
+CALIBRATED = replace(
+    RULES,
+    calibration=Calibration(
+        target="agreement>=0.98",
+        mode="confidence",
+        criterion="max_prob",
+        confidence_level=0.95,
+        num_layers=12,
+        chosen=OperatingPoint(
+            agreement=0.98, thresholds={3: 0.9, 6: 0.8}, eos_thresholds={3: 0.95}
+        ),
+        points=(
+            OperatingPoint(agreement=0.9, thresholds={6: 0.4}, eos_thresholds={6: 1.0}),
+            OperatingPoint(agreement=0.999, thresholds={6: 1.5}, eos_thresholds={6: 2.0}),
+        ),
+    ),
+)
 
 
 @given(st.floats(min_value=1e-6, max_value=0.999999))
@@ -145,3 +163,67 @@ def test_a_bad_threshold_is_named_beside_any_mode() -> None:
 def test_mode_and_layer_exclude_each_other() -> None:
     with pytest.raises(ExitServeError, match="exit_mode and exit_layer exclude each other"):
         RULES.policy_for({"exit_mode": "defer", "exit_layer": 6})
+
+
+def test_auto_means_the_calibrated_thresholds_layer_by_layer() -> None:
+    policy = CALIBRATED.policy_for({"exit_threshold": "auto"})
+    assert policy.mode == "confidence"
+    assert policy.thresholds_at(3) == (0.9, 0.95)
+    assert policy.thresholds_at(6) == (0.8, NEVER), "ends of sequence that nobody calibrated"
+    assert policy.thresholds_at(9) == (NEVER, NEVER), "a layer that was not chosen"
+    salted = CALIBRATED.policy_for({"exit_target": 0.9})
+    assert policy.cache_salt() != salted.cache_salt() != ExitPolicy.confidence(0.4).cache_salt()
+
+
+def test_a_target_is_met_by_the_cheapest_promise_or_full_depth() -> None:
+    assert CALIBRATED.policy_for({"exit_target": 0.85}).thresholds_at(6)[0] == 0.4
+    assert CALIBRATED.policy_for({"exit_target": 0.95}).thresholds_at(6)[0] == 0.8
+    assert CALIBRATED.policy_for({"exit_target": 0.99}) == ExitPolicy.off(), "a point that is off"
+    assert CALIBRATED.policy_for({"exit_target": 0.9999}) == ExitPolicy.off(), "none promises it"
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.5, -0.1, "0.98", True, math.nan, [0.9]])
+def test_bad_targets_are_named(value: object) -> None:
+    with pytest.raises(ExitServeError, match="exit_target must be a number above 0 and below 1"):
+        CALIBRATED.policy_for({"exit_target": value})
+
+
+@pytest.mark.parametrize("fields", [{"exit_threshold": "auto"}, {"exit_target": 0.9}])
+def test_what_was_not_calibrated_has_no_auto(fields: dict[str, object]) -> None:
+    with pytest.raises(ExitServeError, match="exitserve calibrate"):
+        RULES.policy_for(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"exit_target": 0.9, "exit_threshold": 0.5}, "exclude each other"),
+        ({"exit_target": 0.9, "exit_layer": 6}, "exclude each other"),
+        ({"exit_target": 0.9, "exit_mode": "defer"}, "chosen in mode 'confidence'"),
+    ],
+)
+def test_a_target_contradicts_other_choices(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        CALIBRATED.policy_for(fields)
+
+
+def test_verify_may_draft_by_calibrated_thresholds() -> None:
+    rules = replace(CALIBRATED, num_drafts=4)
+    policy = rules.policy_for({"exit_threshold": "auto", "exit_mode": "verify"})
+    assert (policy.mode, policy.thresholds_at(3)) == ("verify", (0.9, 0.95))
+
+
+def test_a_calibrated_default_serves_modes_that_name_no_threshold() -> None:
+    rules = replace(CALIBRATED, default=CALIBRATED.policy_for({"exit_threshold": "auto"}))
+    assert rules.policy_for({}) == rules.default
+    assert rules.policy_for({"exit_mode": "confidence"}) == rules.default
+    assert rules.policy_for({"exit_mode": "off"}) == ExitPolicy.off()
+    with pytest.raises(ExitServeError, match="needs a threshold"):
+        rules.policy_for({"exit_mode": "defer"})
+
+
+def test_the_server_may_set_the_end_of_sequence_threshold_of_calibrated_ones() -> None:
+    rules = replace(CALIBRATED, eos_threshold=0.92)
+    policy = rules.policy_for({"exit_threshold": "auto"})
+    assert policy.thresholds_at(3) == (0.9, 0.92)
+    assert policy.thresholds_at(6) == (0.8, 0.92)

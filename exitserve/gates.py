@@ -1,0 +1,109 @@
+"""Learned gates: small probes that say, before any logits, whether full depth would agree.
+
+A gate reads the normed state of a token at its exit layer, D multiplications instead of the head's
+D x V, and gives the probability that full depth's likeliest token is the one the exit would say.
+Where gates are the criterion of a checkpoint, they take the place of the confidence: only tokens
+that their gate lets go read the head. `exitserve calibrate` fits them; they lie beside the weights.
+
+Shapes: N rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exitserve.errors import ExitServeError
+from exitserve.policy import ALWAYS, NEVER
+
+FILE = "exit_gates/gates.safetensors"
+"""In the checkpoint. A folder of its own: loaders read every .safetensors beside the weights."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A linear probe on normed states."""
+
+    weight: Tensor
+    """[D] float32."""
+    bias: Tensor
+    """[] float32."""
+
+    def confidence(self, normed: Tensor) -> Tensor:
+        """[N] float32: probability that full depth agrees, of normed states [N, D]."""
+        return torch.sigmoid(normed.float() @ self.weight + self.bias)
+
+    def decided(self, normed: Tensor, thresholds: Tensor) -> Tensor:
+        """Thresholds [N] for any other confidence, which all pass or none: the gate has decided."""
+        opens = self.confidence(normed) > thresholds
+        return torch.where(opens, ALWAYS, NEVER)
+
+    def to(self, device: torch.device) -> Gate:
+        """The same gate on a device."""
+        return Gate(self.weight.to(device), self.bias.to(device))
+
+
+Gates = Mapping[int, Gate]
+"""By exit layer."""
+
+
+def save_gates(model_dir: Path | str, gates: Gates) -> None:
+    """Writes them into a checkpoint, in place of earlier ones."""
+    from safetensors.torch import save_file
+
+    path = Path(model_dir) / FILE
+    path.parent.mkdir(exist_ok=True)
+    tensors = {f"{layer}.weight": gate.weight.cpu().contiguous() for layer, gate in gates.items()}
+    tensors |= {f"{layer}.bias": gate.bias.cpu().reshape(1) for layer, gate in gates.items()}
+    save_file(tensors, path)
+
+
+def load_gates(model: Path | str, exit_layers: Sequence[int]) -> dict[int, Gate]:
+    """Reads the gates of a checkpoint directory or hub id, for these exit layers.
+
+    Raises:
+        ExitServeError: it has none, they are no such file, or a layer has no gate.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(model) / FILE
+    if not Path(model).is_dir():
+        path = _from_hub(str(model))
+    if not path.is_file():
+        raise ExitServeError(
+            f"the criterion of '{model}' is its gates, but it has no {FILE}: run exitserve "
+            f"calibrate again, or copy that folder along with the checkpoint."
+        )
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ExitServeError(f"'{path}' cannot be read ({error}); calibrate again.") from error
+    known = sorted({int(name.partition(".")[0]) for name in tensors})
+    missing = [layer for layer in exit_layers if layer not in known]
+    if missing:
+        raise ExitServeError(
+            f"exit layer {missing[0]} has no gate, which is the criterion of '{model}'; layers "
+            f"with gates: {', '.join(map(str, known))}. Leave --exit-layers away, or calibrate "
+            f"with them."
+        )
+    return {
+        layer: Gate(tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()[0])
+        for layer in exit_layers
+    }
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, FILE))
+    except (OSError, ValueError) as error:
+        raise ExitServeError(
+            f"the criterion of '{model}' is its gates, but {FILE} cannot be fetched "
+            f"({type(error).__name__})."
+        ) from error
