@@ -21,8 +21,11 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
 from exitserve.engine.compat.weights import readable_head
+from exitserve.gates import Gate, Gates
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
+    CRITERIA,
+    Criterion,
     ExitCheck,
     Head,
     check_logits,
@@ -40,6 +43,8 @@ class CheckedHead:
         model: Any,
         compute_logits: Callable[[Tensor], Tensor | None],
         eos_token_ids: Tensor,
+        criterion: str,
+        gates: Gates,
     ) -> None:
         """Takes the head's parts.
 
@@ -47,7 +52,13 @@ class CheckedHead:
             model: a `Family`.
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
+            criterion: what confidence is, one of `exitserve.calibrated.CRITERIA`.
+            gates: by exit layer, where the criterion is "gate".
         """
+        self._gates = dict(gates)
+        self._criterion: Criterion = "max_prob"  # any will do where gates decide
+        if not gates:
+            self._criterion = next(one for one in CRITERIA if one == criterion)
         self._lm_head = model.output_head()
         self._processor = model.logits_processor
         self._compute_logits = compute_logits
@@ -64,10 +75,31 @@ class CheckedHead:
         self._prepared = False
         self._readable: Head | None = None
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates decide which rows are worth a check."""
+        return bool(self._gates)
+
+    def opens(self, normed: Tensor, layer: int, thresholds: Tensor) -> Tensor:
+        """[N] bool: normed states [N, D] that their gate lets through to a check."""
+        gate = self._gate(layer, normed.device)
+        return gate.confidence(normed) > thresholds.to(normed.device)
+
+    def _gate(self, layer: int, device: torch.device) -> Gate:
+        if self._gates[layer].weight.device != device:
+            self._gates[layer] = self._gates[layer].to(device)
+        return self._gates[layer]
+
     def check(
-        self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor
+        self, normed: Tensor, layer: int, thresholds: Tensor, end_thresholds: Tensor
     ) -> tuple[ExitCheck, Tensor]:
-        """Checks normed states [N, D] against thresholds [N] for any token and for ends [N].
+        """Checks states [N, D] against thresholds [N] for any token and for ends [N].
+
+        Args:
+            normed: [N, D] normed states.
+            layer: how many layers they ran.
+            thresholds: [N] for any token.
+            end_thresholds: [N] for ends of sequence.
 
         Returns:
             Who exits, and what `logits_of` needs.
@@ -81,13 +113,21 @@ class CheckedHead:
                     self._lm_head, self._processor, self._columns, self._ends
                 )
         thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
+        if self._gates:
+            gate = self._gate(layer, device)
+            thresholds = gate.decided(normed, thresholds)
+            end_thresholds = gate.decided(normed, end_thresholds)
         if self._readable is None:
             logits = self.own_logits(normed)
             if not self._sliced:
                 return check_logits(
-                    logits, thresholds, end_tokens=self._ends, end_thresholds=end_thresholds
+                    logits,
+                    thresholds,
+                    criterion=self._criterion,
+                    end_tokens=self._ends,
+                    end_thresholds=end_thresholds,
                 ), logits
-            summary = summarise_logits(logits, end_tokens=self._ends)
+            summary = summarise_logits(logits, criterion=self._criterion, end_tokens=self._ends)
         else:
             logits = normed.new_empty(len(normed), self.width)
             logits[:, self._columns :] = -torch.inf
@@ -98,7 +138,14 @@ class CheckedHead:
             every = tensor_model_parallel_all_gather(summary, dim=-1)
             slices = every.view(len(normed), -1, summary.shape[-1])
         size = self._processor.org_vocab_size
-        return finish(slices, thresholds, vocab_size=size, end_thresholds=end_thresholds), logits
+        found = finish(
+            slices,
+            thresholds,
+            criterion=self._criterion,
+            vocab_size=size,
+            end_thresholds=end_thresholds,
+        )
+        return found, logits
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the logits of some rows, from states of a type."""

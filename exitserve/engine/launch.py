@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exitserve.checkpoint import parse_multi_exit, read_config
+from exitserve.checkpoint import read_config
 from exitserve.engine.options import KEY, PROPOSER, make_rules
 from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
+from exitserve.truncation.layers import config_overrides
 
 DEFAULT_CPU_CACHE_GIB = "1"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -38,9 +39,12 @@ def served_architecture(model_dir: Path | str) -> str:
 
 def check_rules(model_dir: Path | str, options: Mapping[str, Any]) -> ExitRules:
     """Checks the checkpoint's exits and server options before anything slow starts."""
-    config = read_config(model_dir)
-    block = parse_multi_exit(config)
-    return make_rules(config, block.exit_layers if block else (), options)
+    rules = make_rules(read_config(model_dir), options)
+    if rules.criterion == "gate" and rules.exit_layers:
+        from exitserve.gates import load_gates
+
+        load_gates(model_dir, rules.exit_layers)
+    return rules
 
 
 def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +60,9 @@ def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[st
     given = {name: value for name, value in options.items() if value is not None}
     architecture = served_architecture(model_dir)
     rules = check_rules(model_dir, given)
+    depth = config_overrides(read_config(model_dir), rules.num_layers)
     arguments: dict[str, Any] = {
-        "hf_overrides": {"architectures": [architecture]},
+        "hf_overrides": {"architectures": [architecture], **depth},
         "logits_processors": ["exitserve.engine.rows:RowsProcessor"],
         "worker_extension_cls": "exitserve.engine.worker_extension.ExitWorkerExtension",
         "scheduler_cls": "exitserve.engine.scheduler.ExitScheduler",

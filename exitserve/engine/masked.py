@@ -68,6 +68,9 @@ class MaskedRows(Protocol):
     def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
 
+    def ran(self, layers: int) -> None:
+        """Notes that a segment of so many layers runs: for all tokens, while any still does."""
+
 
 @dataclass(frozen=True)
 class MaskedLayers:
@@ -115,6 +118,7 @@ class MaskedPass:
     ) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
         held = _Held(hidden, rows, room or Room(hidden))
+        rows.ran(self.segments[0].end)
         held.take(self.segments[0](positions, held.hidden, None, held.frozen, held.state))
         for segment, following in pairwise(self.segments):
             total = held.total()
@@ -123,7 +127,8 @@ class MaskedPass:
             held.freeze(newly, total)
             runs = ~held.frozen.all()
 
-            def go_on(following: MaskedSegment = following) -> None:
+            def go_on(end: int = segment.end, following: MaskedSegment = following) -> None:
+                rows.ran(following.end - end)
                 with self.attending(held.frozen):
                     held.go_through(following, positions)
 
@@ -141,16 +146,23 @@ class MaskedPass:
         if rows.known_depth is not None:
             newly |= (rows.known_depth == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
+        if self.head.has_gates:
+            open_to = rows.thresholds(layer)[0]
+            due = due & self.head.opens(self._normed(total, rows), layer, open_to)
 
         def check() -> None:
-            normed = self.final_norm(total[rows.places], None)
-            found, logits = self.head.check(normed, *rows.thresholds(layer))
+            normed = self._normed(total, rows)
+            found, logits = self.head.check(normed, layer, *rows.thresholds(layer))
             exits = rows.saw(layer, due, found.exits & due, logits)
             held.left[rows.places] = torch.where(exits[:, None], normed, held.left[rows.places])
             newly[rows.places, 0] |= exits & rows.freezes
 
         when(due.any(), check)
         return newly
+
+    def _normed(self, total: Tensor, rows: MaskedRows) -> Tensor:
+        """[B, D] of the rows that may exit."""
+        return self.final_norm(total[rows.places], None)
 
 
 class _Held:

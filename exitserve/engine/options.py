@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exitserve.checkpoint import check_exit_layers, parse_multi_exit
+from exitserve.calibrated import Calibration
+from exitserve.checkpoint import (
+    MultiExit,
+    check_exit_layers,
+    num_layers_of,
+    parse_multi_exit,
+)
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
+    AUTO,
     BY_CONFIDENCE,
+    EXACT,
     MODES,
     NOT_ON_GPUS,
     NUM_DRAFTS,
@@ -18,9 +26,11 @@ from exitserve.policy import (
     ExitRules,
     check_threshold,
 )
+from exitserve.truncation.layers import check_depth, cut_config
 
 KEY = "exitserve"
 OPTIONS = (
+    "max_layers",
     "exit_layers",
     "mode",
     "exit_threshold",
@@ -44,15 +54,13 @@ EXIT_PATHS = ("compact", "masked", "resident")
 of them with exits that the device decides, which is how a GPU runs (and a CPU in tests)."""
 
 
-def make_rules(
-    config: Mapping[str, Any], declared_layers: tuple[int, ...], options: Mapping[str, Any]
-) -> ExitRules:
+def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRules:
     """Checks server options against a model and returns its rules.
 
     Args:
         config: the checkpoint's `config.json`.
-        declared_layers: the checkpoint's own exit layers.
-        options: any of `OPTIONS`; `exit_layers` replaces the declared ones.
+        options: any of `OPTIONS`; `exit_layers` replaces those that the checkpoint declares, and
+            `max_layers` leaves the first layers only.
 
     Raises:
         ExitServeError: an option is unknown, malformed, or does not fit the model.
@@ -60,23 +68,35 @@ def make_rules(
     for name in options:
         if name not in OPTIONS:
             raise ExitServeError(f"unknown exitserve option {name!r}.{nearest(name, OPTIONS)}")
-    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if not isinstance(num_layers, int):
-        raise ExitServeError("the checkpoint's config.json names no num_hidden_layers.")
+    block = parse_multi_exit(config) or MultiExit(exit_layers=())
+    most = options.get("max_layers")
+    if most is not None:
+        # An engine's config has its layers cut already, but not its exits.
+        block = block.first(check_depth(most, config, "max_layers")) or MultiExit(exit_layers=())
+        config = cut_config(config, most)
+    num_layers = num_layers_of(config)
     layers = options.get("exit_layers")
-    exit_layers = check_exit_layers(declared_layers if layers is None else layers, num_layers)
+    exit_layers = check_exit_layers(block.exit_layers if layers is None else layers, num_layers)
     eos = options.get("eos_threshold")
     path = choose(options, "exit_path", EXIT_PATHS)
     every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
+    rates = break_even_rates(config, exit_layers)
+    gated = block.criterion == "gate"
+    calibration, holds = _as_served(
+        block.calibration, exit_layers, num_layers, void=eos is not None or (every and not gated)
+    )
     rules = ExitRules(
         num_drafts=_num_drafts(options, exit_layers),
         tokens_may_wait=path != "resident",
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
-        break_even={} if every else break_even_rates(config, exit_layers),
+        # A gate that says no costs nothing, so there is no check to leave out.
+        break_even={} if every or gated else rates,
+        criterion=block.criterion,
+        calibration=calibration,
     )
-    return replace(rules, default=_default_policy(rules, options))
+    return replace(rules, default=_default_policy(rules, options, holds))
 
 
 def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...]) -> int:
@@ -113,11 +133,16 @@ def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> s
     return str(value)
 
 
-def _default_policy(rules: ExitRules, options: Mapping[str, Any]) -> ExitPolicy:
+def _default_policy(rules: ExitRules, options: Mapping[str, Any], holds: bool) -> ExitPolicy:
+    """What requests get that ask for nothing; `holds`: the calibration's promise does."""
     threshold, layer = options.get("exit_threshold"), options.get("exit_layer")
     mode = options.get("mode")
+    if holds and threshold is None and layer is None and _goes_by_calibration(rules, mode):
+        threshold = AUTO
     if mode is None:
         mode = "fixed" if layer is not None else "confidence" if threshold is not None else "off"
+        if threshold == AUTO and rules.calibration is not None:
+            mode = rules.calibration.mode
     if mode == "off":
         return ExitPolicy.off()
     if mode in BY_CONFIDENCE:
@@ -131,6 +156,35 @@ def _default_policy(rules: ExitRules, options: Mapping[str, Any]) -> ExitPolicy:
     raise ExitServeError(f"mode {mode!r} is unknown; allowed: {', '.join(MODES)}.")
 
 
+def _as_served(
+    found: Calibration | None, exit_layers: tuple[int, ...], num_layers: int, *, void: bool
+) -> tuple[Calibration | None, bool]:
+    """The calibration under the server's options, and whether its promise holds.
+
+    Args:
+        found: the checkpoint's.
+        exit_layers: the server's.
+        num_layers: of the model; a cut one agrees with another depth.
+        void: whether options change who exits, other than by thresholds.
+    """
+    if found is None:
+        return None, False
+    used = {layer for point in (*found.points, found.chosen) for layer in point.thresholds}
+    if void or found.num_layers != num_layers or not used <= set(exit_layers):
+        return found.void(exit_layers), False
+    return found, True
+
+
+def _goes_by_calibration(rules: ExitRules, mode: str | None) -> bool:
+    """Whether a server in `mode` would serve what its checkpoint's calibration found."""
+    found = rules.calibration
+    if found is None:
+        return False
+    if mode is None:
+        return rules.tokens_may_wait or found.mode not in EXACT
+    return mode in (found.mode, "verify")
+
+
 def options_of(vllm_config: Any) -> dict[str, Any]:
     """The server's own options, as they were given at the start."""
     return dict((vllm_config.additional_config or {}).get(KEY, {}))
@@ -138,6 +192,4 @@ def options_of(vllm_config: Any) -> dict[str, Any]:
 
 def rules_from(vllm_config: Any) -> ExitRules:
     """The rules of the engine that `vllm_config` describes; raises like `make_rules`."""
-    config = vllm_config.model_config.hf_config.to_dict()
-    block = parse_multi_exit(config)
-    return make_rules(config, block.exit_layers if block else (), options_of(vllm_config))
+    return make_rules(vllm_config.model_config.hf_config.to_dict(), options_of(vllm_config))

@@ -190,7 +190,7 @@ class StepPlan:
     @staticmethod
     def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
         """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
-        pairs = torch.tensor([one.policy.thresholds_at(layer) for one in checked])
+        pairs = torch.tensor([one.policy.thresholds_at(layer) for one in checked]).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
     @staticmethod

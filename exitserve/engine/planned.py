@@ -81,7 +81,8 @@ class PlannedRows:
 
     def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Settles the check."""
-        outcome = passed.tolist()
+        outcome, checked = passed.tolist(), due.tolist()
+        self._due = [one for one in self._due if checked[one.row]]
         asked = [one.row for one in self._due if not one.is_sure(layer)]
 
         def logits_of(leaving: list[bool]) -> Tensor:
@@ -94,6 +95,10 @@ class PlannedRows:
         freezing = [one for one in rows if one not in self._plan.pending]
         self._rows.recorder.froze(len(freezing))
         return self._mask(rows)
+
+    def ran(self, layers: int) -> None:
+        """Counts them."""
+        self._rows.recorder.ran(layers)
 
     def _mask(self, rows: Sequence[int]) -> Tensor:
         mask = torch.zeros(len(self.places), dtype=torch.bool)

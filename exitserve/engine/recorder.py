@@ -19,6 +19,7 @@ class Recorder:
         self.checks = dict.fromkeys(exit_layers, 0)
         self.passed = dict.fromkeys(exit_layers, 0)
         self.head_passes = 0
+        """Times the LM head was read for exits."""
         self.frozen_tokens = 0
         self.involuntary_stays = 0
         self.deferred_tokens = 0
@@ -30,7 +31,9 @@ class Recorder:
         self.pending_tokens = 0
         """Set by those who know, before a snapshot."""
         self.layer_reads = 0
+        """Layers whose weights were read, each once for all tokens that ran it together."""
         self.final_heads = 0
+        """Times the LM head was read behind the last layer."""
         self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
 
     def checked(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
@@ -89,12 +92,20 @@ class Recorder:
         self.layer_reads += layers
 
     def trace(self, key: str, request_id: str, index: int, depth: int) -> None:
-        """Keeps the depth of generated token `index` of a request."""
-        if key not in self._traces:
-            self._traces[key] = {}
-            if len(self._traces) > MAX_TRACES:
-                self._traces.popitem(last=False)
-        self._traces[key].setdefault(request_id, {})[index] = depth
+        """Keeps the depth of generated token `index` of a request.
+
+        Args:
+            key: under which it can be taken; of several with commas between them, under each.
+            request_id: the engine's name of the request.
+            index: of the generated token.
+            depth: at which it stopped.
+        """
+        for one in key.split(","):
+            if one not in self._traces:
+                self._traces[one] = {}
+                if len(self._traces) > MAX_TRACES:
+                    self._traces.popitem(last=False)
+            self._traces[one].setdefault(request_id, {})[index] = depth
 
     def take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """Removes and returns what was traced under `key` since the last call.

@@ -88,9 +88,10 @@ class ResidentPass:
             with _fresh_context():
                 normed.copy_(own())
 
+        asked = rows.asked
         with every_branch():
-            when(rows.asked, stops)
-            when(~rows.asked, runs_all)
+            when(asked, stops)
+            when(~asked, runs_all)
         return normed
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
@@ -105,6 +106,7 @@ class ResidentPass:
                 stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: ResidentRows) -> Tensor:
+        rows.start()
         loop = MaskedPass(
             self._segments,
             self._model.final_norm,

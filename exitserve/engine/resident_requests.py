@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exitserve.engine.forced import Forced
 from exitserve.engine.recorder import Recorder
-from exitserve.engine.resident import ResidentRows, Slots
+from exitserve.engine.resident import ResidentRows, RowTold, Slots
 from exitserve.policy import EXACT, ExitPolicy, ExitRules
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Known:
     trace_key: str | None
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
-    paying: Any = None
-    """What its checks came to, while it has no slot."""
+    kept: Tensor | None = None
+    """See `Slots.kept`, while it has no slot."""
     prompt_hash: int = 0
     """For `Forced`."""
 
@@ -118,6 +118,8 @@ class ResidentRequests:
         self._due: list[tuple[Known, int, int]] = []
         self._late: deque[_Outcome] = deque()
         self._forced = forced
+        self._own_passes = 0
+        """Passes that were vLLM's own."""
 
     def add(self, slot: int, request: Known) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
@@ -125,18 +127,24 @@ class ResidentRequests:
         if known is not request:
             self.drain(wait=True)  # its tokens are computed again, each to its own depth
         self._by_slot[slot] = known
-        self._slots.start(slot, known.policy, known.paying)
+        if self._exits(known):
+            self._slots.start(slot, known.policy, known.kept)
 
     def remove(self, request_id: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
         for slot, known in self._by_slot.items():
             if known.request_id == request_id:
                 del self._by_slot[slot]
-                known.paying = self._slots.paying.kept(slot)
+                if self._exits(known):
+                    known.kept = self._slots.kept(slot)
                 self._gone[request_id] = known
                 if len(self._gone) > MOST_GONE:
                     self._gone.popitem(last=False)
                 return
+
+    def _exits(self, known: Known) -> bool:
+        """Whether a request asks for exits that there are. Of others, the device knows nothing."""
+        return known.policy.mode != "off" and bool(self._rules.exit_layers)
 
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
         """Fills in a pass; names that are not known, as in warm-ups, run at full depth.
@@ -146,8 +154,9 @@ class ResidentRequests:
             places: [B] each row's last token; None where every row has one token.
         """
         self.drain(wait=False)
+        full = self._rules.num_layers
         may_exit, self._due = [False] * len(batch.slots), []
-        depths: dict[int, int] = {}
+        depths: dict[int, int] = {}  # of tokens that were computed before, where not full
         start = 0
         for row, slot in enumerate(batch.slots):
             first, length = batch.computed[row], batch.scheduled[row]
@@ -159,45 +168,43 @@ class ResidentRequests:
             samples = first + length >= batch.known[row]
             if samples and generated >= 0:
                 self._due.append((known, generated, row))
-            if known.policy.mode == "off":
+            if not self._exits(known):
                 continue
             may_exit[row] = samples and generated >= 1
             last = first + length - int(samples)
             for position in range(max(first, known.prompt_length), last):
                 index = position + 1 - known.prompt_length
-                if index < len(known.depths):
+                if index < len(known.depths) and known.depths[index] < full:
                     depths[begins + position - first] = known.depths[index]
-        known_depth = None
-        if any(depth < self._rules.num_layers for depth in depths.values()):
-            size = batch.padded if places is None else batch.padded_tokens
-            known_depth = torch.full((size,), self._rules.num_layers)
-            known_depth[list(depths)] = torch.tensor(list(depths.values()))
-        padding = None
-        if places is not None and batch.padded_tokens > sum(batch.scheduled):
-            padding = torch.arange(batch.padded_tokens, device=places.device) >= start
-        self.rows.begin(
-            torch.tensor(batch.slots),
-            torch.tensor(may_exit),
-            batch.padded,
-            places,
-            padding,
-            known_depth,
-        )
-        if self._forced is not None:
-            self.rows.force(self._lots(batch))
+        if not depths and not any(may_exit):
+            self.rows.begin((), batch.padded)
+            return
+        passes = self._lots(batch)
+        padding, known_depth = None, None
+        if places is not None:
+            if depths:
+                known_depth = [depths.get(at, full) for at in range(batch.padded_tokens)]
+            if batch.padded_tokens > start:
+                padding = torch.arange(batch.padded_tokens, device=places.device) >= start
+        rows = [
+            RowTold(slot, may_exit[row], depths.get(row, full), passes[row])
+            for row, slot in enumerate(batch.slots)
+        ]
+        self.rows.begin(rows, batch.padded, places, padding, known_depth)
 
-    def _lots(self, batch: PassRows) -> Tensor:
-        """In benchmarks: which checks of a pass pass [E, B]."""
-        assert self._forced is not None
+    def _lots(self, batch: PassRows) -> list[int]:
+        """In benchmarks: which checks of a pass pass [B], bit by exit number."""
+        found = [0] * len(batch.slots)
+        if self._forced is None:
+            return found
         nobody = Known("", ExitPolicy.off(), 0, None)
         hashes = [self._by_slot.get(slot, nobody).prompt_hash for slot in batch.slots]
         last = [a + b - 1 for a, b in zip(batch.computed, batch.scheduled, strict=True)]
-        return torch.tensor(
-            [
-                self._forced.passes([(*pair, layer) for pair in zip(hashes, last, strict=True)])
-                for layer in self._rules.exit_layers
-            ]
-        ).view(len(self._rules.exit_layers), len(hashes))
+        for index, layer in enumerate(self._rules.exit_layers):
+            lots = [(*pair, layer) for pair in zip(hashes, last, strict=True)]
+            for row, passed in enumerate(self._forced.passes(lots)):
+                found[row] |= passed << index
+        return found
 
     def ended(self) -> None:
         """Asks for the outcome of the pass that is under way."""
@@ -209,6 +216,8 @@ class ResidentRequests:
             if source.is_cuda:
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()
+        else:
+            self._own_passes += 1
         self._late.append(_Outcome(self._due, depth, arrived))
         self._due = []
 
@@ -225,19 +234,30 @@ class ResidentRequests:
 
     def _count(self, one: _Outcome) -> None:
         full = self._rules.num_layers
+        depths = None if one.depth is None else one.depth.tolist()
         for known, index, row in one.due:
-            depth = full if one.depth is None else int(one.depth[row])
+            depth = full if depths is None else depths[row]
             known.note(index, depth, full)
             self._recorder.generated(depth)
             self._recorder.froze(int(depth < full))
             if known.trace_key is not None:
                 self._recorder.trace(known.trace_key, known.request_id, index, depth)
 
-    def count_checks(self) -> None:
-        """Brings the recorder's counts of checks up to date; waits for the device."""
-        counts = self.rows.counts.tolist()
-        for layer, (made, passed) in zip(self._rules.exit_layers, counts, strict=True):
-            self._recorder.checks[layer], self._recorder.passed[layer] = made, passed
+    def read_counts(self) -> None:
+        """Brings the recorder's counts up to date; waits for the device.
+
+        Of vLLM's own passes the host knows what they read; of the others the device counted.
+        """
+        self.drain(wait=True)
+        recorder, heads = self._recorder, 0
+        checks = self.rows.checks.tolist()
+        for layer, (made, passed, head_passes) in zip(self._rules.exit_layers, checks, strict=True):
+            recorder.checks[layer], recorder.passed[layer] = made, passed
+            heads += head_passes
+        layers, final_heads = self.rows.reads.tolist()
+        recorder.head_passes = heads
+        recorder.layer_reads = layers + self._own_passes * self._rules.num_layers
+        recorder.final_heads = final_heads + self._own_passes
 
 
 def resident_requests(
@@ -253,7 +273,8 @@ def resident_requests(
     """
     slots = Slots(every.rules, most_rows, device)
     room = model.logits_room(most_rows, device)
-    rows = ResidentRows(slots, most_rows, every.rules.num_layers, room)
+    layers, forced = every.rules.num_layers, every.forced is not None
+    rows = ResidentRows(slots, most_rows, layers, room, forced=forced)
     found = ResidentRequests(every.rules, slots, rows, every.recorder, every.forced)
     every.resident = found
     return found

@@ -40,6 +40,7 @@ from exitserve.engine.compat.context import (
 )
 from exitserve.engine.compat.runner_v1 import ResidentOnV1
 from exitserve.engine.compiled import Segment, Stream, compiled_segment
+from exitserve.engine.first_layers import FirstLayers
 from exitserve.engine.head import CheckedHead
 from exitserve.engine.masked import MaskedLayers, MaskedPass
 from exitserve.engine.options import options_of
@@ -49,9 +50,10 @@ from exitserve.engine.propagation import Propagation
 from exitserve.engine.resident import ResidentRows
 from exitserve.engine.resident_pass import ResidentPass
 from exitserve.engine.rows import rows_of
+from exitserve.gates import load_gates
 
 
-class MultiExitMixin:
+class MultiExitMixin(FirstLayers):
     """Makes a vLLM decoder stop early; put it, with a `Family`, before the vLLM class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
@@ -62,7 +64,13 @@ class MultiExitMixin:
         if exit_layers:
             refuse_unsupported(vllm_config)
         model: Any = self
-        self._head = CheckedHead(model, parent.compute_logits, self._rows.eos_token_ids)
+        rules = self._rows.rules
+        gates = {}
+        if rules.criterion == "gate":
+            gates = load_gates(vllm_config.model_config.model, exit_layers)
+        self._head = CheckedHead(
+            model, parent.compute_logits, self._rows.eos_token_ids, rules.criterion, gates
+        )
         layers = model.decoder_layers()
         self._layers: tuple[Any, ...] = tuple(layers)  # a tuple, as in Segment
         self._longest: int = vllm_config.model_config.max_model_len
@@ -246,9 +254,18 @@ class MultiExitMixin:
         """
         if not (due := plan.due(layer)):
             return set()
+        model: Any = self
         total = active.total()
         places = active.last_tokens([one.row for one in due])
-        normed, passed = self._check(total, places, due, layer, plan)
+        rows = total if places.shape[0] == total.shape[0] else total[places]
+        normed: Tensor = model.final_norm(rows, None)
+        if self._head.has_gates:
+            opens = self._head.opens(normed, layer, plan.thresholds(due, layer)[0])
+            due = [one for one, opened in zip(due, opens.tolist(), strict=True) if opened]
+            if not due:
+                return set()
+            places, normed = places[opens], normed[opens]
+        passed = self._check(normed, due, layer, plan)
         left[active.tokens[places[passed]]] = normed[passed]
         frozen, gone = list[int](), set[int]()
         for index in passed:
@@ -314,41 +331,33 @@ class MultiExitMixin:
         guesses = plan.guesses()
         return [one for one in rows if one.row in guesses and one.goes_on(guesses[one.row])]
 
-    def _check(
-        self, total: Tensor, places: Tensor, due: list[Candidate], layer: int, plan: StepPlan
-    ) -> tuple[Tensor, list[int]]:
+    def _check(self, normed: Tensor, due: list[Candidate], layer: int, plan: StepPlan) -> list[int]:
         """Exit check after `layer` layers.
 
         Args:
-            total: [A, D] residual stream of the active tokens.
-            places: [N] which of them are checked.
+            normed: [N, D] normed states of the tokens that are checked.
             due: [N] the rows they belong to.
             layer: the exit layer.
             plan: takes the outcome.
 
         Returns:
-            Normed states [N, D] of those checked, and indices within `due` of those that exit.
+            Indices within `due` of those that exit.
         """
-        model: Any = self
-        rows = total if places.shape[0] == total.shape[0] else total[places]
-        normed: Tensor = model.final_norm(rows, None)
         # Who exits unconditionally needs no check, and gets logits with the others at the end.
         asked = [index for index, one in enumerate(due) if not one.is_sure(layer)]
         leaving, logits = list[bool](), normed
         if asked:
             some = normed if len(asked) == len(due) else normed[asked]
             thresholds = plan.thresholds([due[index] for index in asked], layer)
-            found, logits = self._head.check(some, *thresholds)
+            found, logits = self._head.check(some, layer, *thresholds)
             leaving = found.exits.tolist()
-        passed = settle(
+        return settle(
             self._rows, plan, layer, due, leaving, lambda gone: self._head.logits_of(logits, gone)
         )
-        return normed, passed
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, plan: StepPlan) -> Tensor:
         """All rows through all layers, as a GPU runs them; see `exitserve.engine.masked`."""
         model: Any = self
-        self._rows.recorder.ran(len(self._layers))
         bounds = pairwise([0, *self._rows.rules.exit_layers, len(self._layers)])
         segments = [
             MaskedLayers(self._layers[start:end], end, model.run_layer) for start, end in bounds

@@ -38,8 +38,7 @@ class ExitWorkerExtension:
         rows = rows_of(self.vllm_config)
         rows.recorder.pending_tokens = rows.num_pending()
         if rows.resident is not None:
-            rows.resident.drain(wait=True)
-            rows.resident.count_checks()
+            rows.resident.read_counts()
         return rows.recorder.snapshot()
 
     def exit_kernels(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.engine.branches import every_branch, when
 from exitserve.engine.compat.model_state import ExitModelState
 from exitserve.engine.forced import Forced
 from exitserve.engine.masked import MaskedPass
+from exitserve.engine.resident import ResidentRows
 from exitserve.engine.resident_requests import Known, PassRows, ResidentRequests, resident_requests
 from exitserve.engine.rows import Rows
 from exitserve.policy import ExitPolicy, ExitRules
-from exitserve_kernels.exit_check import ExitCheck, check_logits
+from exitserve_kernels.exit_check import check_logits
 
 WIDTH, VOCABULARY, LAYERS, MOST = 8, 16, 6, 4
 RULES = ExitRules(num_layers=LAYERS, exit_layers=(2, 4), break_even={2: 0.3})
@@ -49,11 +52,12 @@ class Layers:
 class Head:
     """A head whose states are half of the logits."""
 
-    def check(self, normed: Tensor, *thresholds: Tensor) -> tuple[ExitCheck, Tensor]:
+    has_gates = False
+
+    def check(self, normed: Tensor, _: int, limits: Tensor, ends: Tensor) -> Any:
         logits = torch.cat([normed, -normed], dim=-1)
-        ends = torch.tensor([1], device=normed.device)
-        found = check_logits(logits, thresholds[0], end_tokens=ends, end_thresholds=thresholds[1])
-        return found, logits
+        last = torch.tensor([1], device=normed.device)
+        return check_logits(logits, limits, end_tokens=last, end_thresholds=ends), logits
 
 
 class Parts:
@@ -66,11 +70,24 @@ class Parts:
         parts: Any = (self.segments, lambda hidden, residual: hidden, Head(), fill)
         self.loop = MaskedPass(*parts)
 
+    def run(self, rows: ResidentRows, tokens: int = MOST) -> Tensor:
+        """A pass, but for vLLM's own."""
+        rows.start()
+        hidden = torch.randn(tokens, WIDTH)
+        normed = self.loop.run(torch.zeros(tokens, dtype=torch.long), hidden, rows)
+        when(rows.rest().any(), lambda: rows.take_rest(torch.zeros(len(rows.logits), VOCABULARY)))
+        return normed
 
-def requests(forced: Forced | None = None) -> ResidentRequests:
-    room: Callable[..., Tensor] = lambda rows, device: torch.zeros(rows, VOCABULARY)  # noqa: E731
-    rows = Rows(RULES, torch.tensor([1]), forced=forced)
-    return resident_requests(rows, SimpleNamespace(logits_room=room), MOST, CPU)
+
+def room(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, VOCABULARY, device=device)
+
+
+def requests(
+    forced: Forced | None = None, rules: ExitRules = RULES, device: torch.device = CPU
+) -> ResidentRequests:
+    rows = Rows(rules, torch.tensor([1]), forced=forced)
+    return resident_requests(rows, SimpleNamespace(logits_room=room), MOST, device)
 
 
 def decode(names: list[str], first: int = 5) -> PassRows:
@@ -87,27 +104,139 @@ def test_no_number_is_read_on_the_way() -> None:
     """Under fake tensors whoever reads a number, or a shape that depends on one, is stopped."""
     with FakeTensorMode(), every_branch():
         every = requests()
-        rows = every.rows
-        rows.num_rows = MOST
-        hidden = torch.zeros(MOST, WIDTH)
+        every.rows.begin((), MOST, warms_up=True)
         parts = Parts()
-        normed = parts.loop.run(torch.zeros(MOST, dtype=torch.long), hidden, rows)
-        when(rows.rest().any(), lambda: rows.take_rest(torch.zeros(MOST, VOCABULARY)))
-        assert normed.shape == hidden.shape
+        assert parts.run(every.rows).shape == (MOST, WIDTH)
         assert [one.runs for one in parts.segments] == [1, 1, 1]
         assert parts.filled == [2, 4]
 
 
+HELD = (
+    *("_told", "_asked", "_depth", "_logits", "_in_order", "_every", "checks", "reads"),
+    *("_all.limits", "_all.end_limits", "_all.paying._rate", "_all.paying._wait"),
+    "_all.paying._next_wait",
+)
+
+
 def test_what_a_graph_holds_stays_where_it_is() -> None:
     every = requests()
-    held = ("_depth", "_logits", "_asked", "_slots", "_may_exit", "_known", "counts")
-    before = {name: getattr(every.rows, name).data_ptr() for name in held}
+    where = {name: attrgetter(name)(every.rows).data_ptr() for name in HELD}
     for names in (["0"], ["0", "1", "2"], []):
         add(every, 0, ExitPolicy.fixed(2))
+        add(every, 1, ExitPolicy.off())
         every.begin(decode(names), None)
-        Parts().loop.run(torch.zeros(MOST, dtype=torch.long), torch.randn(MOST, WIDTH), every.rows)
+        Parts().run(every.rows)
         every.ended()
-    assert {name: getattr(every.rows, name).data_ptr() for name in held} == before
+        every.remove("0")
+    assert {name: attrgetter(name)(every.rows).data_ptr() for name in HELD} == where
+
+
+class Launches(TorchDispatchMode):
+    """What the host asks of the device meanwhile; "meta" stands for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+        """From the host."""
+        self.others = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Tensor:
+        found: Tensor = func(*args, **(kwargs or {}))
+        if found.is_meta and not func.is_view:
+            copies = func is torch.ops.aten.copy_.default and not args[1].is_meta
+            self.copies, self.others = self.copies + copies, self.others + (not copies)
+        return found
+
+
+def test_a_pass_is_told_in_one_copy() -> None:
+    every = requests(Forced({"confidence": 0.5, "acceptance": 0.0}), device=torch.device("meta"))
+
+    def launches(work: Callable[..., None], *arguments: Any) -> tuple[int, int]:
+        with Launches() as seen:
+            work(*arguments)
+        return seen.copies, seen.others
+
+    policies = (ExitPolicy.confidence(0.5), ExitPolicy.fixed(2), ExitPolicy.off())
+    known = [Known(str(slot), policy, 3, None) for slot, policy in enumerate(policies)]
+    assert [launches(every.add, slot, one) for slot, one in enumerate(known)] == [
+        (1, 0),
+        (1, 0),
+        (0, 0),
+    ]
+    for names, first, copies in (
+        (["0", "1", "2"], 0, 0),  # prompts
+        (["0", "1", "2"], 5, 1),
+        (["0"], 5, 1),
+        (["x", "x", "2"], 5, 1),  # once it is told that nobody may exit
+        (["x", "x", "2"], 5, 0),  # nothing is
+        (["x", "x", "2"], 6, 0),
+        (["0", "x", "2"], 6, 1),
+    ):
+        assert launches(every.begin, decode(names, first), None) == (copies, 0)
+    known[0].depths = [LAYERS, 2, 2]  # a request that comes back, among others' tokens
+    again = PassRows([0, 1], ["0", "1"], [0, 5], [5, 1], [6, 3], 2, 8)
+    places = torch.zeros(2, dtype=torch.int32, device="meta")
+    assert launches(every.begin, again, places) == (2, 4)
+    assert launches(every.remove, "2") == (0, 0)
+    assert launches(every.remove, "0") == (0, 1)
+    assert launches(every.add, 3, known[0]) == (0, 1)
+
+
+def test_who_may_not_exit_is_told_once() -> None:
+    every = requests()
+    add(every, 0, ExitPolicy.fixed(2))
+    add(every, 1, ExitPolicy.off())
+    for names, asked in ((["x", "1"], False), (["0", "1"], True), (["x", "1"], False)):
+        for _ in range(2):
+            every.begin(decode(names), None)
+            assert bool(every.rows.asked) == every.rows.may_differ == asked
+            if asked:
+                Parts().run(every.rows)
+            every.ended()
+    every.drain(wait=True)
+    assert every._by_slot[0].depths == [LAYERS] * 3 + [2]
+    assert every._by_slot[1].depths == [LAYERS] * 4
+
+
+def test_a_model_without_exits_takes_no_logits_from_them() -> None:
+    every = requests(rules=ExitRules(num_layers=LAYERS, exit_layers=()))
+    add(every, 0, ExitPolicy.confidence(0.5))
+    every.begin(decode(["0"]), None)
+    assert not every.rows.may_differ
+    assert not every.rows.has_logits
+
+
+def test_reads_are_counted_on_the_device() -> None:
+    every = requests()
+    recorder = every._recorder
+    add(every, 0, ExitPolicy.fixed(2))
+    add(every, 1, ExitPolicy.fixed(4))
+
+    def reads() -> tuple[int, int, int, int]:
+        every.read_counts()
+        found = (recorder.layer_reads, recorder.head_passes, recorder.final_heads)
+        return (*found, recorder.frozen_tokens)
+
+    every.rows.begin((), MOST, warms_up=True)
+    with every_branch():
+        Parts().run(every.rows)
+    assert reads() == (0, 0, 0, 0), "a graph that is captured runs nothing"
+    expected = (0, 0, 0, 0)
+    for names, layers, checks, rest, frozen in (
+        (["0"], 2, 1, 0, 1),
+        (["0", "1"], 4, 2, 0, 2),
+        (["x", "1"], LAYERS, 1, 1, 1),
+        (["0", "x"], LAYERS, 1, 1, 1),
+        (["x", "x"], LAYERS, 0, 1, 0),  # vLLM's own
+    ):
+        every.begin(decode(names), None)
+        if every.rows.may_differ:
+            Parts().run(every.rows)
+        every.ended()
+        expected = tuple(map(sum, zip(expected, (layers, checks, rest, frozen), strict=True)))
+        assert reads() == expected
 
 
 def test_the_pass_ends_where_its_last_row_does() -> None:
@@ -121,8 +250,7 @@ def test_the_pass_ends_where_its_last_row_does() -> None:
     ):
         parts = Parts()
         every.begin(decode(names), None)
-        hidden = torch.randn(MOST, WIDTH)
-        parts.loop.run(torch.zeros(MOST, dtype=torch.long), hidden, every.rows)
+        parts.run(every.rows)
         assert [one.runs for one in parts.segments] == runs, "padding keeps nothing running"
         assert parts.filled == filled
         depths = every.rows.depth.tolist()
@@ -138,8 +266,7 @@ def test_benchmarks_draw_who_exits(share: float) -> None:
         every.add(slot, Known(str(slot), policy, 3, None, prompt_hash=slot))
     for position in (5, 6):
         every.begin(decode(["0", "1", "2", "3"], position), None)
-        hidden = torch.randn(MOST, WIDTH)
-        Parts().loop.run(torch.zeros(MOST, dtype=torch.long), hidden, every.rows)
+        Parts().run(every.rows)
         drawn = [
             next((at for at in (2, 4) if forced.passes([(slot, position, at)])[0]), LAYERS)
             for slot in range(MOST)
@@ -170,7 +297,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
     monkeypatch.setattr(DefaultModelState, "__init__", start)
     monkeypatch.setattr("exitserve.engine.compat.model_state.rows_of", lambda _: rows)
     rows = Rows(RULES, torch.tensor([1]))
-    model: Any = SimpleNamespace(logits_room=lambda most, device: torch.zeros(most, VOCABULARY))
+    model: Any = SimpleNamespace(logits_room=room)
     made = ExitModelState(None, model, None, CPU)
     assert rows.resident is made._requests
     return made
@@ -214,8 +341,7 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
         assert rows is every.rows
         assert rows.may_differ == bool(rows.asked) == expected
         if expected:
-            hidden = torch.randn(padded, WIDTH)
-            Parts().loop.run(torch.zeros(padded, dtype=torch.long), hidden, rows)
+            Parts().run(rows, padded)
         state.postprocess_state(torch.arange(2), torch.ones(2))
     every.drain(wait=True)
     assert every._by_slot[0].depths == [LAYERS, 2, 2]
@@ -225,11 +351,12 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
     # Preempted, it comes back to another slot, and freezes its tokens where it did before.
     state.remove_request("a")
     state.add_request(2, request("a", exit_layer=2, exit_trace="t"))
-    again = batch(["x", "y", "a"], [0, 0, 0], [1, 1, 5], 3)
-    again.prefill_len_np[2] = 6
-    rows = state.prepare_inputs(again, None)["exits"]
     # Positions 0 to 2 are the prompt; 3 and 4 led to tokens 1 and 2.
-    assert rows.known_depth.tolist() == [LAYERS] * 5 + [2, 2]
+    for first, count, known in ((0, 5, [LAYERS] * 5 + [2, 2]), (3, 1, [LAYERS, LAYERS, 2])):
+        again = batch(["x", "y", "a"], [0, 0, first], [1, 1, count], 3)
+        again.prefill_len_np[2] = 6
+        rows = state.prepare_inputs(again, None)["exits"]
+        assert rows.known_depth.tolist() == known
 
 
 def test_graphs_are_captured_with_nobody_in_them(state: ExitModelState) -> None:

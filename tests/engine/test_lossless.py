@@ -12,11 +12,11 @@ KINDS = ("code", "prose", "structured")
 
 
 def passages(pattern: str, count: int) -> list[str]:
-    """Starts of this repository's own files, a few lines each."""
+    """Starts of this repository's own files, a few lines each, well within the context."""
     found = []
     for path in sorted(ROOT.glob(pattern)):
         lines = path.read_text().splitlines()
-        found += ["\n".join(lines[at : at + 6]) for at in range(10, len(lines) - 6, 10)]
+        found += ["\n".join(lines[at : at + 6])[:800] for at in range(10, len(lines) - 6, 10)]
     assert len(found) >= count
     return found[:: max(1, len(found) // count)][:count]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,14 +30,14 @@ def test_checks_are_left_out_as_on_the_host(rates, steps, order) -> None:
     layers = range(len(rates))
     known = {layer: rate for layer, rate in zip(layers, rates, strict=True) if rate is not None}
     host = [CheckSchedule(known) for _ in range(SLOTS)]
-    device = DeviceSchedule(rates, SLOTS + 1, torch.device("cpu"))
-    for slot in range(SLOTS):
-        device.start(slot)
+    state = torch.zeros(SLOTS + 1, 3, len(rates), dtype=torch.float64)
+    device = DeviceSchedule(rates, state)
+    state[:] = first = torch.tensor(device.first())
     rows = torch.tensor([*order, SLOTS, SLOTS])  # and padding, which is nobody's
     for arrived, passes, begins in steps:
         if begins is not None:
             host[begins] = CheckSchedule(known)
-            device.start(begins)
+            state[begins] = first
         for layer in layers:
             here = torch.tensor([*arrived, False, False])
             due = device.wants(layer, rows, here)
@@ -79,6 +81,33 @@ def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> No
         depth: depths.count(depth) for depth in counted["tokens_by_depth"]
     }
     assert 0 < sum(counted["passed"].values()) <= sum(counted["checks"].values())
+
+
+READS = ("layer_reads", "checks", "head_passes", "final_heads", "frozen_tokens")
+
+
+def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
+    harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
+
+    def counts() -> dict[str, Any]:
+        found: dict[str, Any] = harness.engine.collective_rpc("exit_stats")[0]
+        return {**found, "checks": sum(found["checks"].values())}
+
+    after = counts()
+    full, seen = after["num_layers"], set[int]()
+    assert after["layer_reads"] == after["head_passes"] == after["final_heads"] == 0
+    for one in jobs[:7]:
+        before = after
+        ((_, depths),) = harness.run([one])
+        after = counts()
+        reads = {name: after[name] - before[name] for name in after if name in READS}
+        seen |= set(depths)
+        exits = sum(depth < full for depth in depths)
+        assert reads["checks"] == reads["head_passes"] >= exits
+        assert reads["layer_reads"] == sum(depths)
+        assert reads["final_heads"] == len(depths) - exits
+        assert reads["frozen_tokens"] == exits
+    assert len(seen) > 2
 
 
 def test_compiled_segments(start, oracle, expect, model, jobs) -> None:

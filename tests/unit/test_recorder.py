@@ -47,6 +47,15 @@ def test_traces_are_taken_once_and_keep_requests_apart() -> None:
     assert recorder.take_traces("key") == {}
 
 
+def test_several_may_follow_one_request() -> None:
+    recorder = Recorder(6, (2,))
+    recorder.trace("one,other", "a", index=0, depth=6)
+    assert recorder.take_traces("one") == {"a": {0: 6}}
+    recorder.trace("one,other", "a", index=1, depth=2)
+    assert recorder.take_traces("other") == {"a": {0: 6, 1: 2}}
+    assert recorder.take_traces("one") == {"a": {1: 2}}
+
+
 def test_recomputed_tokens_are_traced_once() -> None:
     recorder = Recorder(6, (2,))
     for _ in range(2):

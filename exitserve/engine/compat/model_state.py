@@ -56,17 +56,17 @@ class ExitModelState(DefaultModelState):
                 padded=input_batch.num_reqs_after_padding if one_each else input_batch.num_reqs,
                 padded_tokens=input_batch.num_tokens_after_padding,
             ),
-            None if one_each else input_batch.logits_indices.long(),
+            None if one_each else input_batch.logits_indices,
         )
         return {**super().prepare_inputs(input_batch, req_states), "exits": self._requests.rows}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """What a graph is captured with."""
-        nobody, ones = [self._requests.rows.nobody] * num_reqs, [1] * num_reqs
-        rows = PassRows(nobody, [""] * num_reqs, ones, ones, ones, num_reqs, num_tokens)
-        several = num_tokens > num_reqs
-        self._requests.begin(rows, torch.arange(num_reqs, device=self.device) if several else None)
-        self._requests.rows.warms_up = True
+        """What a graph is captured with: nobody's rows."""
+        places, padding = None, None
+        if num_tokens > num_reqs:
+            places = torch.arange(num_reqs, device=self.device)
+            padding = torch.ones(num_tokens, dtype=torch.bool, device=self.device)
+        self._requests.rows.begin((), num_reqs, places, padding, warms_up=True)
         return {**super().prepare_dummy_inputs(num_reqs, num_tokens), "exits": self._requests.rows}
 
     def postprocess_state(self, idx_mapping: Tensor, num_sampled: Any, *others: Any) -> None:

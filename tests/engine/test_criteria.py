@@ -1,0 +1,126 @@
+"""Calibrated thresholds, other criteria and gates: the engine exits where the oracle does."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.checkpoint import read_multi_exit, write_multi_exit
+from exitserve.engine.launch import check_rules
+from exitserve.errors import ExitServeError
+from exitserve.gates import Gate, save_gates
+from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
+
+THRESHOLDS = {
+    # Of each criterion, such that a random model's tokens leave at every exit layer.
+    "max_prob": ({2: 0.15, 4: 0.12}, {2: 0.1, 4: 0.09}),
+    "margin": ({2: 0.05, 4: 0.04}, {2: 0.03, 4: 0.02}),
+    "entropy": ({2: 0.2, 4: 0.18}, {2: 0.17, 4: 0.16}),
+    "gate": ({2: 0.6, 4: 0.5}, {2: 0.4, 4: 0.3}),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for the harness, and the policy that it means."""
+
+    prompt: list[int]
+    fields: dict[str, Any]
+    policy: ExitPolicy
+    max_tokens: int = 40
+
+
+def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidence"):
+    """A checkpoint with a calibration made up: thresholds by layer, one more point, gates."""
+    directory = tmp_path / criterion
+    shutil.copytree(make_checkpoint("llama"), directory)
+    strict, loose = THRESHOLDS[criterion]
+    never = dict.fromkeys(strict, 1.0)
+    calibration = Calibration(
+        target="agreement>=0.99",
+        mode=mode,
+        criterion=criterion,
+        confidence_level=0.95,
+        num_layers=6,
+        chosen=OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
+        points=(OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),),
+    )
+    block = read_multi_exit(directory)
+    write_multi_exit(directory, replace(block, criterion=criterion, calibration=calibration))
+    if criterion == "gate":
+        drawn = torch.Generator().manual_seed(0)
+        size = load_reference(str(make_checkpoint("llama"))).model.config.hidden_size
+        weights = {layer: torch.randn(size, generator=drawn) / size**0.5 for layer in strict}
+        save_gates(directory, {k: Gate(w, torch.tensor(0.1)) for k, w in weights.items()})
+    return directory
+
+
+def requests(directory) -> list[Asked]:
+    rules = check_rules(directory, {})
+    kinds = [{}, {"exit_threshold": "auto"}, {"exit_target": 0.9}, {"exit_target": 0.999}]
+    drawn = torch.Generator().manual_seed(1)
+    return [
+        Asked(
+            torch.randint(2, 128, (5 + 3 * index,), generator=drawn).tolist(),
+            kinds[index % len(kinds)],
+            rules.policy_for(kinds[index % len(kinds)]),
+        )
+        for index in range(8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "path"),
+    [
+        ("max_prob", "compact"),
+        ("margin", "compact"),
+        ("entropy", "resident"),
+        ("gate", "compact"),
+        ("gate", "masked"),
+        ("gate", "resident"),
+    ],
+)
+def test_the_engine_is_the_oracle(
+    start, expect, make_checkpoint, tmp_path, criterion: str, path: str
+) -> None:
+    directory = calibrated(make_checkpoint, tmp_path, criterion)
+    asked = requests(directory)
+    reference = load_reference(str(directory))
+    expected = [expect(reference, one) for one in asked]
+    depths = [depth for _, found in expected for depth in found[1:]]
+    assert set(depths) == {2, 4, 6}, "else nothing is compared"
+    assert all(set(expected[index][1]) == {6} for index in (3, 7)), "none promises 0.999"
+    harness = start(directory, exits={"exit_path": path}, enable_prefix_caching=False)
+    assert harness.run(asked) == expected
+    if criterion == "gate":
+        stats = harness.engine.collective_rpc("exit_stats")[0]
+        assert stats["checks"] == stats["passed"], "only ends of sequence that stay would differ"
+
+
+def test_deferred_tokens_pass_gates_too(start, expect, make_checkpoint, tmp_path) -> None:
+    directory = calibrated(make_checkpoint, tmp_path, "gate", mode="defer")
+    asked = requests(directory)
+    reference = load_reference(str(directory))
+    expected = [expect(reference, one) for one in asked]
+    assert {depth for _, found in expected for depth in found} == {2, 4, 6}
+    harness = start(directory, enable_prefix_caching=False)
+    assert harness.run(asked) == expected
+
+
+def test_a_layer_without_a_gate_is_refused_before_anything_starts(
+    make_checkpoint, tmp_path
+) -> None:
+    directory = calibrated(make_checkpoint, tmp_path, "gate")
+    with pytest.raises(ExitServeError, match=r"exit layer 3 has no gate.* with gates: 2, 4"):
+        check_rules(directory, {"exit_layers": [2, 3]})
+    with pytest.raises(ExitServeError, match="exit layer 3 has no gate"):
+        load_reference(str(directory), [3])
+    shutil.rmtree(directory / "exit_gates")
+    with pytest.raises(ExitServeError, match="copy that folder along"):
+        check_rules(directory, {})

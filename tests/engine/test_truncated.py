@@ -1,0 +1,116 @@
+"""The first layers alone: as a checkpoint in plain vLLM, and served with `max_layers`.
+
+What is equal to what. A truncated checkpoint of N layers says, for any text, what the full model's
+norm and head say after N layers. Mode "fixed" at layer N says the same of every token that it
+generates but the first: prompt tokens run at full depth, so the first generated token is that of
+full depth. From the second on, an exited token has run the first N layers, over keys and values of
+those layers, which are the truncated model's too, whatever ran above them. So with t the first
+token of "fixed": the truncated model, given the prompt and t, goes on as "fixed" does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exitserve.cli import main
+
+PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
+DEPTH = 6
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def prompts(bundled: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(bundled).encode
+    return [encode(prompt) for prompt in PROMPTS]
+
+
+def _cut(model: Path, folder: Path, layers: int) -> Path:
+    out = folder / f"first-{layers}"
+    assert main(["truncate", str(model), "--layers", str(layers), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def truncated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _cut(bundled, tmp_path_factory.mktemp("truncated"), DEPTH)
+
+
+@pytest.fixture(scope="module")
+def fixed(bundled: Path, prompts, job, start_shared) -> list[list[int]]:
+    """Tokens of the full model in mode "fixed"."""
+    harness = start_shared(bundled)
+    jobs = [job(prompt, {"exit_layer": DEPTH}, max_tokens=LENGTH) for prompt in prompts]
+    outcomes = harness.run(jobs)
+    harness.engine.llm_engine.engine_core.shutdown()
+    assert all(set(depths[1:]) == {DEPTH} for _, depths in outcomes)
+    return [tokens for tokens, _ in outcomes]
+
+
+def test_plain_vllm_says_what_the_layer_says(bundled, truncated, prompts, fixed) -> None:
+    """First tokens against the full model in transformers, further ones against mode "fixed"."""
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from exitserve.decoder import capture_hidden, decoder_parts
+
+    full = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
+    parts = decoder_parts(full)
+    firsts = []
+    for prompt in prompts:
+        with torch.no_grad(), capture_hidden(parts.layers, [DEPTH]) as hidden:
+            full(torch.tensor([prompt]))
+        firsts.append(int(parts.classify(hidden[DEPTH][0, -1]).argmax()))
+    begun = [[*prompt, one[0]] for prompt, one in zip(prompts, fixed, strict=True)]
+    engine = LLM(str(truncated), dtype="float32", enforce_eager=True, max_num_seqs=16)
+    params = SamplingParams(max_tokens=LENGTH - 1, temperature=0, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt} for prompt in (*prompts, *begun)]
+    answers = [list(one.outputs[0].token_ids) for one in engine.generate(inputs, params)]
+    engine.llm_engine.engine_core.shutdown()
+    assert [answer[0] for answer in answers[: len(prompts)]] == firsts
+    assert answers[len(prompts) :] == [one[1:] for one in fixed]
+
+
+def test_max_layers_is_the_truncated_checkpoint(
+    bundled, truncated, prompts, job, start, oracle, expect
+) -> None:
+    """Also with the exit that is left, at layer 3, and by calibrated arithmetic of six layers."""
+    fields: list[dict[str, Any]] = [{}, {"exit_layer": 3}, {"exit_threshold": 0.4}]
+    fields.append({"exit_threshold": 0.4, "exit_mode": "defer"})
+    jobs = [
+        job(prompt, one, max_tokens=LENGTH) for prompt, one in zip(prompts, fields, strict=True)
+    ]
+    harness = start(bundled, exits={"max_layers": DEPTH})
+    outcomes = harness.run(jobs)
+    assert {3, DEPTH} == {depth for _, depths in outcomes for depth in depths}
+    stats = harness.engine.collective_rpc("exit_stats")[0]
+    assert stats["num_layers"] == DEPTH
+    reference = oracle(truncated)
+    assert outcomes == [expect(reference, one) for one in jobs]
+    assert start(truncated).run(jobs) == outcomes
+
+
+WINDOWS = {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32}
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {}),
+    ("gemma3_text", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 3}),
+    ("olmo2", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_families_load_their_first_layers(
+    make_checkpoint, random_jobs, start, oracle, expect, tmp_path, family, changes
+) -> None:
+    """GPT-2's names, a list by layer in the config, and vLLM's Transformers backend."""
+    model = make_checkpoint(family, **changes)
+    jobs = [one for one in random_jobs(count=8) if one.fields != {"exit_layer": 4}]
+    reference = oracle(_cut(model, tmp_path, 4))
+    expected = [expect(reference, one) for one in jobs]
+    assert start(model, exits={"max_layers": 4}).run(jobs) == expected
