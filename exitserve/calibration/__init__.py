@@ -1,0 +1,1 @@
+"""Which exits, which thresholds, at what loss: chosen on text, with a promise that is tested."""

@@ -1,0 +1,93 @@
+"""The promise: finite-sample tests that a choice of thresholds keeps its target.
+
+Learn then Test (Angelopoulos, Bates, Candes, Jordan and Lei 2021, arXiv 2110.01052): each choice
+of thresholds is a hypothesis, "its risk is above the limit", tested on text that had no part in
+proposing it. Choices are tested in an order fixed beforehand, the safest first, until one cannot be
+rejected; then all rejected before keep the limit together, with probability at least 1 - delta
+(fixed-sequence testing, their section 3). The order comes from other text, as in Pareto Testing
+(Laufer-Goldshtein, Fisch, Barzilay and Jaakkola 2023, arXiv 2210.07913).
+
+The test is one of betting (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random
+variables by betting", JRSS B 86(1), section 4): under the hypothesis, the capital of a gambler who
+bets that losses are below the limit is a nonnegative supermartingale that begins at 1, so by
+Ville's inequality it ever reaches 1 / delta with probability at most delta. It needs losses in
+[0, 1] and drawn independently, nothing else: no normality, no large sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+BOLDNESS = 0.95
+"""Of the largest bet that cannot ruin the gambler; a loss of 1 must leave something."""
+LONG = 20_000
+"""Losses beyond which the least number is not tried out."""
+
+
+class Gambler:
+    """One who bets, loss after loss, that their mean is below a limit.
+
+    Bets are the predictable plug-in of Waudby-Smith and Ramdas (their equation 26): each depends
+    on the losses before it alone, so that looking after every loss is allowed.
+    """
+
+    def __init__(self, limit: float, delta: float, planned: int) -> None:
+        """Begins with a capital of 1.
+
+        Args:
+            limit: above 0 and below 1.
+            delta: at which the bets are aimed; the test is valid at any.
+            planned: losses that there are to see at most.
+
+        Raises:
+            ValueError: the limit lies outside (0, 1).
+        """
+        if not 0.0 < limit < 1.0:
+            raise ValueError(f"limit {limit} must lie between 0 and 1.")
+        self._limit = limit
+        self._boldest = BOLDNESS / (1.0 - limit)
+        self._aim = 2.0 * math.log(1.0 / delta) / max(1, planned)
+        # Regularised, so that the first bets are small.
+        self._count, self._total, self._squares = 1, 0.5, 0.25
+        self._capital = self._highest = 0.0
+
+    def sees(self, loss: float) -> None:
+        """Bets on one more loss.
+
+        Raises:
+            ValueError: it lies outside [0, 1].
+        """
+        if not 0.0 <= loss <= 1.0:
+            raise ValueError(f"a loss must lie from 0 to 1, not {loss}.")
+        bet = min(self._boldest, math.sqrt(self._aim * self._count / self._squares))
+        self._capital += math.log1p(bet * (self._limit - loss))
+        self._highest = max(self._highest, self._capital)
+        self._count += 1
+        self._total += loss
+        self._squares += (loss - self._total / self._count) ** 2
+
+    @property
+    def p_value(self) -> float:
+        """Of "the mean loss is the limit or more": one over the highest capital so far."""
+        return math.exp(-self._highest)
+
+
+def p_value(
+    losses: Sequence[float], limit: float, delta: float, planned: int | None = None
+) -> float:
+    """A gambler's p-value after `losses`; arguments as in `Gambler`, by default all are planned."""
+    gambler = Gambler(limit, delta, len(losses) if planned is None else planned)
+    for loss in losses:
+        gambler.sees(loss)
+    return gambler.p_value
+
+
+def least_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
+    """How many losses a test of `limit` at `delta` needs, if every one is `perfect`."""
+    boldest = math.log1p(BOLDNESS / (1.0 - limit) * (limit - perfect))
+    count = max(1, math.floor(math.log(1.0 / delta) / boldest))
+    # The first bets are smaller; in long tests that hardly matters.
+    while count < LONG and p_value([perfect] * count, limit, delta) > delta:
+        count = math.ceil(1.02 * count + 1)
+    return count

@@ -1,0 +1,388 @@
+"""`exitserve calibrate`: thresholds that keep a target, into the checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exitserve.arguments import at_least, numbers
+from exitserve.calibrated import CALIBRATED_MODES, Calibration
+from exitserve.checkpoint import (
+    MultiExit,
+    check_exit_layers,
+    num_layers_of,
+    parse_multi_exit,
+    read_config,
+)
+from exitserve.errors import ExitServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from exitserve.calibration.outcomes import Piece, Source
+    from exitserve.calibration.pieces import Parts
+    from exitserve.calibration.risks import Target
+    from exitserve.calibration.run import Asked, Found, Progress
+    from exitserve.costs import TokenCosts
+    from exitserve.reference import Reference
+    from exitserve.texts import Documents, Window
+
+AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
+"""Promised for requests that ask for a target, where the text is enough to show it."""
+DEFAULT_AGREEMENT = 0.99
+SEED = 0
+BYTES, MEASURED = "bytes", "measured"
+"""Kinds of `--costs`; any other word is a device."""
+
+_HELP = """\
+Chooses exit layers, and a threshold for each, that cost least while a target is kept: by
+default, that 99 % of the tokens are those of full depth. The choice is made on one part of the
+text and tested on another, with a finite-sample guarantee: with the confidence level, the target
+holds on text of the same kind. Thresholds go into the checkpoint's config.json, where
+`exitserve serve` finds them; a report with plots goes into --out.
+
+FILE is held-out text (or .jsonl with a "text" on each line), of the kind that will be served.
+Half of the windows are only prompts: the model writes on by itself, and the promise is tested
+on that too."""
+_EXAMPLES = """\
+examples:
+  exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
+  exitserve calibrate MODEL --data held-out.jsonl --mode defer --target-agreement 0.98
+  exitserve calibrate MODEL --data held-out.txt --target-perplexity-increase 0.01
+  exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
+then
+  exitserve serve MODEL                              # the calibrated thresholds are its default
+  {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another promise
+
+A test needs text: at least 321 windows for an agreement of 0.99 at a confidence of 0.95 if no
+token is ever wrong, about three times as many in practice, and as many that the model writes. A
+row of a .jsonl gives one window; a text file is cut into many, and the promise is about it."""
+
+
+def add_calibrate(subparsers: Any) -> None:
+    """Adds the `calibrate` command."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="choose thresholds that keep a target, with a guarantee",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory with exits")
+    parser.add_argument("--data", required=True, metavar="FILE", help="held-out text or .jsonl")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the report goes (default: MODEL/calibration)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write the report only, not into config.json"
+    )
+    _add_targets(parser)
+    parser.add_argument(
+        "--mode",
+        choices=CALIBRATED_MODES,
+        default="confidence",
+        help="in which the thresholds will be served (default %(default)s)",
+    )
+    parser.add_argument(
+        "--exit-layers", metavar="N,N", help="instead of the checkpoint's own, for good"
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="HOW",
+        default=BYTES,
+        help=f"what a token's parts cost: {BYTES} that are read (default), {MEASURED} on this "
+        f"machine as exitserve plan does, or a device of its table such as h200",
+    )
+    _add_text(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_targets(parser: argparse.ArgumentParser) -> None:
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-agreement",
+        type=float,
+        metavar="A",
+        help=f"share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
+    )
+    target.add_argument(
+        "--target-perplexity-increase",
+        type=float,
+        metavar="P",
+        help="instead: most that perplexity may rise, 0.01 for one per cent",
+    )
+    target.add_argument(
+        "--target-mean-depth",
+        type=float,
+        metavar="N",
+        help="instead: most layers that a token may run on average, at the best agreement",
+    )
+    parser.add_argument(
+        "--confidence-level",
+        type=float,
+        default=0.95,
+        metavar="C",
+        help="of the guarantee (default %(default)s)",
+    )
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    text = parser.add_argument_group("text")
+    text.add_argument("--windows", type=int, default=2400, metavar="N", help="default %(default)s")
+    text.add_argument(
+        "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
+    )
+    text.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="T",
+        help="of which the first are the prompt (default %(default)s)",
+    )
+    text.add_argument(
+        "--generated-share",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="share of the windows after whose prompts the model writes (default %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code.
+
+    Raises:
+        ExitServeError: an argument is wrong, or the text is too little.
+    """
+    from exitserve.report import prepare_out_dir
+
+    directory = Path(args.model)
+    block, config = _block(args, directory)
+    targets = _targets(args, config)
+    _check_text_arguments(args)
+    out = prepare_out_dir(args.out or directory / "calibration", overwrite=args.out is None)
+    with _progress() as progress:
+        calibration, data, found = calibrate(args, block, config, targets, progress)
+    from exitserve.calibration.page import publish
+
+    kept = any(one.point is not None for one in found.promised)
+    if kept and not args.dry_run:
+        _write(directory, block, calibration, found)
+    publish(out, data)
+    if kept and not args.dry_run:
+        print(f"Written into {directory / 'config.json'}; `exitserve serve {directory}` uses it.")
+    return 0
+
+
+def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[str, Any]]:
+    config = read_config(args.model)
+    if not directory.is_dir() and not args.dry_run:
+        raise ExitServeError(
+            f"'{args.model}' is a hub id, into which nothing can be written: download it to a "
+            f"directory first, or --dry-run for the report alone."
+        )
+    if args.dry_run and args.out is None:
+        raise ExitServeError("--dry-run writes a report only: say where to, --out DIR.")
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    if isinstance(context, int) and args.window > context:
+        raise ExitServeError(
+            f"--window {args.window} is longer than the model's context of {context} tokens."
+        )
+    block = parse_multi_exit(config)
+    num_layers = num_layers_of(config)
+    if args.exit_layers:
+        layers = check_exit_layers(numbers(args.exit_layers, int, "--exit-layers"), num_layers)
+        block = MultiExit(exit_layers=layers, objective=block.objective if block else "unknown")
+    if block is None or not block.exit_layers:
+        raise ExitServeError(
+            f"'{args.model}' declares no exits, so there is nothing to calibrate: `exitserve plan` "
+            f"tells which exits could pay, `exitserve train` trains them; or name layers that were "
+            f"trained elsewhere, --exit-layers N,N."
+        )
+    block.validate(num_layers)
+    return block, config
+
+
+def _targets(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
+    """The asked target first."""
+    from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
+
+    if not 0.5 <= args.confidence_level < 1.0:
+        raise ExitServeError(
+            f"--confidence-level must be from 0.5 to below 1, such as 0.95, not "
+            f"{args.confidence_level:g}."
+        )
+    others = [agreement_target(one) for one in AGREEMENTS]
+    if args.target_perplexity_increase is not None:
+        return [perplexity_target(args.target_perplexity_increase), *others]
+    if args.target_mean_depth is not None:
+        return [depth_target(args.target_mean_depth, num_layers_of(config)), *others]
+    least = DEFAULT_AGREEMENT if args.target_agreement is None else args.target_agreement
+    asked = agreement_target(least)
+    return [asked, *(one for one in others if one.agreement != asked.agreement)]
+
+
+def _check_text_arguments(args: argparse.Namespace) -> None:
+    at_least(10, args.windows, "--windows")
+    at_least(1, args.prompt_tokens, "--prompt-tokens")
+    at_least(args.prompt_tokens + 8, args.window, "--window")
+    if not 0.0 <= args.generated_share <= 1.0:
+        raise ExitServeError(
+            f"--generated-share must be from 0 to 1, not {args.generated_share:g}."
+        )
+
+
+def calibrate(
+    args: argparse.Namespace,
+    block: MultiExit,
+    config: dict[str, Any],
+    targets: list[Target],
+    progress: Progress,
+) -> tuple[Calibration, dict[str, Any], Found]:
+    """Reads the text, calibrates, and returns the block for the checkpoint, the report, and all."""
+    import torch
+
+    from exitserve.calibration.bounds import least_pieces
+    from exitserve.calibration.outcomes import Piece
+    from exitserve.calibration.page import report
+    from exitserve.calibration.pieces import check_enough, split
+    from exitserve.calibration.run import Calibrator
+    from exitserve.reference import load_reference
+    from exitserve.texts import read_documents
+
+    documents = read_documents(args.data)
+    delta = 1.0 - args.confidence_level
+    asked = _asked(args, block, config, targets, delta)
+    windows = _windows(args, documents)
+    count = round(args.generated_share * len(windows))
+    text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
+    prompts = [window.token_ids[: args.prompt_tokens] for window in windows[:count]]
+
+    def check(written: list[Piece]) -> Parts:
+        parts = split([*text, *written])
+        sources = _sources(args)
+        least = least_pieces(targets[0].limit, delta, targets[0].perfect)
+        check_enough(parts, sources, least, documents.name, targets[0].name)
+        return parts
+
+    # Before anything slow starts; and again, since some continuations are too short to count.
+    check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
+    parts = check(_written(args, reference, prompts, progress))
+    found = Calibrator(reference, asked, progress).run(parts)
+    return *report(args, block, asked, parts, documents, found), found
+
+
+def _asked(
+    args: argparse.Namespace,
+    block: MultiExit,
+    config: dict[str, Any],
+    targets: list[Target],
+    delta: float,
+) -> Asked:
+    from exitserve.calibration.bounds import least_pieces
+    from exitserve.calibration.choice import end_limit
+    from exitserve.calibration.run import Asked
+    from exitserve.costs import break_even_rates
+
+    return Asked(
+        target=targets[0],
+        others=tuple(targets[1:]),
+        mode=args.mode,
+        delta=delta,
+        costs=_costs(args, config),
+        break_even=break_even_rates(config, block.exit_layers),
+        fewest_ends=least_pieces(end_limit(targets[0]), delta),
+        most_tokens=args.window - args.prompt_tokens,
+    )
+
+
+def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
+    """What the parts of a token cost, at half the window's context."""
+    from exitserve.costs import shape_of, token_bytes
+    from exitserve.planning.sources import measured_costs, serving_dtype
+
+    context = args.window // 2
+    if args.costs == BYTES:
+        return token_bytes(shape_of(config, serving_dtype(config, None)), context)
+    device = None if args.costs == MEASURED else args.costs
+    return measured_costs(config, dtype=None, context=context, device=device)
+
+
+def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
+    from exitserve.calibration.pieces import independent
+    from exitserve.texts import load_tokenizer, windows_of
+
+    tokenizer = load_tokenizer(args.model)
+    every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)
+    return independent(every, args.windows, SEED, running=documents.running)
+
+
+def _sources(args: argparse.Namespace) -> list[Source]:
+    """Where pieces are from."""
+    text: list[Source] = ["text"] if args.generated_share < 1.0 else []
+    return [*text, "generated"] if args.generated_share > 0.0 else text
+
+
+def _written(
+    args: argparse.Namespace,
+    reference: Reference,
+    prompts: list[tuple[int, ...]],
+    progress: Progress,
+) -> list[Piece]:
+    """What the model writes after prompts."""
+    from exitserve.calibration.pieces import written_by
+
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("the model writes", done, len(prompts))
+
+    tokens = args.window - args.prompt_tokens
+    return written_by(reference, prompts, tokens, SEED, advance)
+
+
+def _write(directory: Path, block: MultiExit, calibration: Calibration, found: Found) -> None:
+    from dataclasses import replace
+
+    from exitserve.checkpoint import write_multi_exit
+    from exitserve.gates import save_gates
+
+    if found.criterion == "gate":
+        save_gates(directory, found.gates)
+    write_multi_exit(directory, replace(block, criterion=found.criterion, calibration=calibration))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the error stream for each kind of work; lines where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+
+        def progress(doing: str, done: int, total: int) -> None:
+            if doing not in tasks:
+                for task in tasks.values():  # what ended early shows as done
+                    bar.stop_task(task)
+                tasks[doing] = bar.add_task(doing, total=total)
+                if not console.is_terminal:
+                    console.print(f"{doing} ({total})", markup=False, highlight=False)
+            bar.update(tasks[doing], completed=done)
+
+        yield progress

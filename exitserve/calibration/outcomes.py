@@ -1,0 +1,131 @@
+"""What the oracle makes of a piece of text under some thresholds, beside full depth.
+
+Shapes: T tokens, E exit layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference
+
+Source = Literal["text", "generated"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of text as a request would see it: a prompt, and what follows it."""
+
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    source: Source
+    """Held-out text, or what the model itself wrote after a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullDepth:
+    """What full depth says after each decode token of a piece."""
+
+    token: Tensor
+    """[T'] its greedy token."""
+    nats: Tensor
+    """[T' - 1] its loss on the tokens that follow, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Means over the decode tokens of one piece."""
+
+    source: Source
+    tokens: int
+    agreement: float
+    """Share of tokens equal to full depth's."""
+    depth: float
+    checks: float
+    """Reads of the head for a check, per token."""
+    stays: float
+    """Share of tokens that ran all layers."""
+    nats: float
+    full_nats: float
+    """Loss on the following tokens, with exits and at full depth."""
+    ends: int
+    """Tokens that left early with an end of sequence."""
+    wrong_ends: int
+    """Those of them with which full depth does not agree."""
+
+
+def full_depth(reference: Reference, piece: Piece) -> FullDepth:
+    """Runs a piece at full depth."""
+    trace = reference.trace(piece.token_ids, piece.prompt_length, ExitPolicy.off())
+    decoded = trace.logits[piece.prompt_length :]
+    return FullDepth(token=decoded.argmax(dim=-1), nats=_nats(decoded, piece))
+
+
+def outcome(reference: Reference, piece: Piece, full: FullDepth, policy: ExitPolicy) -> Outcome:
+    """Runs a piece with exits: the frozen-row pass of the oracle."""
+    trace = reference.trace(piece.token_ids, piece.prompt_length, policy)
+    decode = slice(piece.prompt_length, None)
+    logits, depth = trace.logits[decode], trace.depth[decode]
+    token = logits.argmax(dim=-1)
+    agrees = token == full.token
+    early = (depth < reference.parts.num_layers) & torch.isin(token, reference.eos_token_ids)
+    return Outcome(
+        source=piece.source,
+        tokens=len(depth),
+        agreement=agrees.double().mean().item(),
+        depth=depth.double().mean().item(),
+        checks=trace.checks[decode].double().mean().item(),
+        stays=(depth == reference.parts.num_layers).double().mean().item(),
+        nats=_nats(logits, piece).double().mean().item(),
+        full_nats=full.nats.double().mean().item(),
+        ends=int(early.sum()),
+        wrong_ends=int((early & ~agrees).sum()),
+    )
+
+
+def _nats(logits: Tensor, piece: Piece) -> Tensor:
+    """[T' - 1] loss of decode logits [T', V] on the tokens that follow them."""
+    following = torch.tensor(piece.token_ids[piece.prompt_length + 1 :], device=logits.device)
+    return torch.nn.functional.cross_entropy(logits[:-1], following, reduction="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Means over all decode tokens of several pieces."""
+
+    pieces: int
+    tokens: int
+    agreement: float
+    mean_depth: float
+    checks: float
+    stays: float
+    perplexity: float
+    full_perplexity: float
+
+
+def summary(outcomes: Iterable[Outcome]) -> Summary:
+    """Summarises outcomes, each weighted by its tokens."""
+    every = list(outcomes)
+    tokens = sum(one.tokens for one in every)
+
+    def mean(values: Sequence[float]) -> float:
+        weighted = zip(values, every, strict=True)
+        return sum(value * one.tokens for value, one in weighted) / tokens
+
+    return Summary(
+        pieces=len(every),
+        tokens=tokens,
+        agreement=mean([one.agreement for one in every]),
+        mean_depth=mean([one.depth for one in every]),
+        checks=mean([one.checks for one in every]),
+        stays=mean([one.stays for one in every]),
+        perplexity=math.exp(mean([one.nats for one in every])),
+        full_perplexity=math.exp(mean([one.full_nats for one in every])),
+    )

@@ -1,0 +1,316 @@
+"""The report of a calibration: the block for the checkpoint, tables, and plots."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration.choice import Candidate, cost_of
+from exitserve.calibration.outcomes import summary
+from exitserve.calibration.pieces import Parts
+from exitserve.calibration.run import Asked, Found
+from exitserve.calibration.scores import ExitScores
+from exitserve.checkpoint import MultiExit
+from exitserve.report import (
+    machine,
+    machine_line,
+    markdown_table,
+    terminal_table,
+    versions,
+    write_report,
+)
+from exitserve.texts import Documents
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METHOD = (
+    "Learn then Test (arXiv 2110.01052): fixed-sequence testing along choices ordered on other "
+    "text, p-values by betting (Waudby-Smith and Ramdas 2024)"
+)
+BINS = 10
+HEADERS = ("target", "agreement", "mean depth", "perplexity", "cost")
+
+
+def report(
+    args: argparse.Namespace,
+    block: MultiExit,
+    asked: Asked,
+    parts: Parts,
+    documents: Documents,
+    found: Found,
+) -> tuple[Calibration, dict[str, Any]]:
+    """The block for the checkpoint, and the data of the report."""
+    first, *others = found.promised
+    points = [one.point for one in others if one.point is not None]
+    calibration = Calibration(
+        target=first.target.name,
+        mode=asked.mode,
+        criterion=found.criterion,
+        confidence_level=1.0 - asked.delta,
+        num_layers=asked.costs.num_layers,
+        chosen=first.point or OperatingPoint(agreement=None, thresholds={}, eos_thresholds={}),
+        points=tuple(sorted(points, key=lambda one: one.agreement or 0.0)),
+        provenance=_provenance(args, parts, documents),
+    )
+    data = {
+        "command": "calibrate",
+        "model": str(args.model),
+        "machine": machine(),
+        "versions": versions(),
+        "num_layers": asked.costs.num_layers,
+        "exit_layers": list(block.exit_layers),
+        "calibration": calibration.to_json(),
+        "promised": [
+            {
+                "target": one.target.name,
+                "kept": one.point is not None,
+                "choices_kept": one.kept,
+                **_point(one.point),
+            }
+            for one in found.promised
+        ],
+        "curves": {
+            name: [_choice(one, asked) for one in curve] for name, curve in found.curves.items()
+        },
+        "reliability": {
+            str(layer): reliability(scores, found.criterion)
+            for layer, scores in found.scores.items()
+        },
+    }
+    return calibration, data
+
+
+def _provenance(args: argparse.Namespace, parts: Parts, documents: Documents) -> dict[str, Any]:
+    """Which text, how it was used, when, and with what."""
+    sources = ("text", "generated")
+    return {
+        "data": documents.provenance(),
+        "method": METHOD,
+        "windows": {
+            name: {source: sum(one.source == source for one in pieces) for source in sources}
+            for name, pieces in (("fit", parts.fit), ("select", parts.select), ("test", parts.test))
+        },
+        "window_tokens": args.window,
+        "prompt_tokens": args.prompt_tokens,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions(),
+    }
+
+
+def _point(point: OperatingPoint | None) -> dict[str, Any]:
+    if point is None:
+        return {"thresholds": None, "eos_thresholds": None, "found": None}
+    return {
+        "thresholds": {str(layer): value for layer, value in point.thresholds.items()},
+        "eos_thresholds": {str(layer): value for layer, value in point.eos_thresholds.items()},
+        "found": dict(point.found),
+    }
+
+
+def _choice(candidate: Candidate, asked: Asked) -> dict[str, Any]:
+    found = summary(candidate.selected)
+    return {
+        "thresholds": {str(layer): value for layer, value in candidate.proposal.thresholds},
+        "agreement": round(found.agreement, 5),
+        "mean_depth": round(found.mean_depth, 4),
+        "perplexity": round(found.perplexity, 4),
+        "full_depth_perplexity": round(found.full_perplexity, 4),
+        "cost": round(cost_of(found, asked.costs, asked.mode), 4),
+    }
+
+
+def reliability(scores: ExitScores, criterion: str) -> list[dict[str, float | int]]:
+    """How often full depth agrees with an exit, by its confidence, in `BINS` bins of one width."""
+    confidence = scores.confidence[criterion]
+    found: list[dict[str, float | int]] = []
+    for index in range(BINS):
+        low, high = index / BINS, (index + 1) / BINS
+        within = (confidence >= low) & ((confidence < high) | (index == BINS - 1))
+        count = int(within.sum())
+        if count:
+            found.append(
+                {
+                    "confidence": round(float(confidence[within].mean()), 4),
+                    "agreement": round(float(scores.agrees[within].double().mean()), 4),
+                    "tokens": count,
+                }
+            )
+    return found
+
+
+def publish(out: Path, data: Mapping[str, Any]) -> None:
+    """Writes the report, and prints its short table."""
+    from rich.console import Console
+
+    figures = {"pareto": pareto(data), "reliability": reliability_plot(data)}
+    write_report(out, data, markdown(data), figures)
+    console = Console()
+    calibration = data["calibration"]
+    title = (
+        f"criterion {calibration['criterion']}, mode {calibration['mode']}, confidence level "
+        f"{calibration['confidence_level']:g}"
+    )
+    console.print(terminal_table(title, HEADERS, rows(data)))
+    for line in choices(data):
+        console.print(line, markup=False, highlight=False)
+    for line in warnings(data):
+        console.print(f"Warning: {line}")
+    console.print(f"Report: {out / 'report.md'}")
+
+
+def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The table of what is promised."""
+    table: list[tuple[str, ...]] = []
+    for one in data["promised"]:
+        if not one["kept"]:
+            table.append((one["target"], "full depth", "", "", ""))
+            continue
+        found = one["found"]
+        rise = found["perplexity"] / found["full_depth_perplexity"] - 1.0
+        table.append(
+            (
+                one["target"],
+                f"{found['agreement']:.4f}",
+                f"{found['mean_depth']:.2f} of {data['num_layers']}",
+                f"{found['perplexity']:.2f} ({rise:+.2%})",
+                f"{found['cost']:.3f}",
+            )
+        )
+    return table
+
+
+def choices(data: Mapping[str, Any]) -> list[str]:
+    """The thresholds of each target, a line each."""
+    lines = []
+    for one in data["promised"]:
+        exits = [f"{layer} above {value:.3f}" for layer, value in (one["thresholds"] or {}).items()]
+        ends = [value < 1.0 for value in (one["eos_thresholds"] or {}).values()]
+        if exits:
+            also = ", ends of sequence too" if any(ends) else ""
+            lines.append(f"{one['target']}: exit at {', at '.join(exits)}{also}")
+    return lines
+
+
+def warnings(data: Mapping[str, Any]) -> list[str]:
+    """What a reader must know."""
+    lines = []
+    first = data["promised"][0]
+    if not first["kept"]:
+        lines.append(
+            f"no thresholds that cost less than full depth could be shown to keep "
+            f"{first['target']} on this text, so `auto` means full depth. pareto.png shows what "
+            f"this model gives; --mode defer or an easier target allows more, on text that no "
+            f"calibration has used yet."
+        )
+    missing = [one["target"] for one in data["promised"][1:] if not one["kept"]]
+    if missing:
+        lines.append(
+            f"no thresholds of their own for {', '.join(missing)}: requests that ask for it get "
+            f"those of a higher promise, or full depth."
+        )
+    return lines
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page."""
+    calibration = data["calibration"]
+    provenance = calibration["provenance"]
+    lines = [
+        f"# Calibration of {data['model']}",
+        "",
+        f"Criterion {calibration['criterion']}, mode {calibration['mode']}. Each target holds by "
+        f"itself, with a confidence of {calibration['confidence_level']:g}, on windows of "
+        f"{provenance['window_tokens']} tokens {' and '.join(_tested(provenance))}. They had no "
+        f"part in the choice.",
+        "",
+        markdown_table(HEADERS, rows(data)),
+        "",
+        *(f"- {line}" for line in choices(data)),
+        "",
+        "Agreement, depth and perplexity are those of the test's text. Cost is that of a mean "
+        "token as a share of a full-depth token, at batch 1; it is not a wall speedup: `exitserve "
+        "bench --thresholds auto` measures that.",
+        "",
+        *(f"**Warning**: {line}" for line in warnings(data)),
+        "",
+        "![cost against agreement and perplexity](pareto.png)",
+        "",
+        "![agreement against confidence](reliability.png)",
+        "",
+        f"Method: {provenance['method']}.",
+        "",
+        f"Made on {machine_line(data)}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tested(provenance: Mapping[str, Any]) -> list[str]:
+    """What the test's text was."""
+    windows, data = provenance["windows"]["test"], provenance["data"]
+    name = f"`{data['name']}` (sha256 {data['sha256'][:12]}...)"
+    found = []
+    if windows["text"]:
+        found.append(f"like {windows['text']} of {name}")
+    if windows["generated"]:
+        found.append(
+            f"like {windows['generated']} that full depth wrote, at temperature 1, after prompts "
+            f"from {name}"
+        )
+    return found
+
+
+def pareto(data: Mapping[str, Any]) -> Figure:
+    """Cost against agreement and against perplexity, one line for each criterion."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, curve in data["curves"].items():
+        style = {"marker": "o", "markersize": 3, "linewidth": 1, "label": name}
+        left.plot([one["cost"] for one in curve], [one["agreement"] for one in curve], **style)
+        right.plot([one["cost"] for one in curve], [_rise(one) for one in curve], **style)
+    promised = [one["found"] for one in data["promised"] if one["kept"]]
+    for axes, values in (
+        (left, [one["agreement"] for one in promised]),
+        (right, [_rise(one) for one in promised]),
+    ):
+        costs = [one["cost"] for one in promised]
+        axes.plot(costs, values, "k*", markersize=9, label="promised")
+        axes.set_xlabel("cost of a token, share of full depth")
+        axes.grid(alpha=0.3)
+    left.set_ylabel("agreement with full depth")
+    right.set_ylabel("perplexity, rise in %")
+    left.legend()
+    return figure
+
+
+def _rise(one: Mapping[str, float]) -> float:
+    return 100.0 * (one["perplexity"] / one["full_depth_perplexity"] - 1.0)
+
+
+def reliability_plot(data: Mapping[str, Any]) -> Figure:
+    """Agreement against confidence, one line for each exit layer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
+    for layer, bins in data["reliability"].items():
+        tokens: Sequence[int] = [one["tokens"] for one in bins]
+        axes.plot(
+            [one["confidence"] for one in bins],
+            [one["agreement"] for one in bins],
+            marker="o",
+            markersize=4,
+            label=f"exit at {layer} ({sum(tokens):,} tokens)",
+        )
+    axes.set_xlabel(f"confidence ({data['calibration']['criterion']})")
+    axes.set_ylabel("share equal to full depth")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -1,0 +1,143 @@
+"""The text of a calibration: held-out windows, and what the model itself writes after prompts.
+
+What is served is the model's own text, which is more predictable than other people's; what it is
+asked to read is other people's. A promise is tested on both.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from exitserve.calibration.outcomes import Piece, Source
+from exitserve.errors import ExitServeError
+from exitserve.reference import Reference
+from exitserve.texts import Window
+
+FEWEST_TOKENS = 8
+"""A continuation that ended sooner says too little."""
+BATCH = 32
+"""Continuations written together."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces, by what they are for; no piece is in two of them."""
+
+    fit: list[Piece]
+    """Gates are fitted to these."""
+    select: list[Piece]
+    """Thresholds are proposed and put in order by these."""
+    test: list[Piece]
+    """The promise is tested on these alone."""
+
+
+SHARES = (0.1, 0.2)
+"""Of the pieces: for fitting and for selection; the rest is for the test, which needs the most."""
+
+
+def independent(windows: Sequence[Window], count: int, seed: int, *, running: bool) -> list[Window]:
+    """At most `count` windows in random order: one of each document.
+
+    Windows of one document depend on each other, which the test must not ignore. Of running text
+    there are no documents: windows are draws from the one text.
+    """
+    drawn = random.Random(seed)
+    shuffled = drawn.sample(list(windows), len(windows))
+    if not running:
+        first = {window.document: window for window in reversed(shuffled)}
+        shuffled = [window for window in shuffled if first[window.document] is window]
+    return shuffled[:count]
+
+
+def split(pieces: Sequence[Piece]) -> Parts:
+    """Cuts pieces in random order into their three parts, each source by itself."""
+    parts = Parts([], [], [])
+    for source in ("text", "generated"):
+        own = [piece for piece in pieces if piece.source == source]
+        first, second = (round(share * len(own)) for share in SHARES)
+        parts.fit.extend(own[:first])
+        parts.select.extend(own[first : first + second])
+        parts.test.extend(own[first + second :])
+    # Gates are fitted to the first tokens, which should be of all sources.
+    random.Random(len(parts.fit)).shuffle(parts.fit)
+    return parts
+
+
+@torch.no_grad()
+def written_by(
+    reference: Reference,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    seed: int,
+    advance: Callable[[int], None],
+) -> list[Piece]:
+    """What the model writes at full depth after prompts of one length, sampled at temperature 1.
+
+    Args:
+        reference: the oracle, whose model writes.
+        prompts: token ids.
+        tokens: most of a continuation.
+        seed: of the sampling.
+        advance: called with the number of prompts that are done.
+
+    Returns:
+        Those of at least `FEWEST_TOKENS` tokens, each up to its end of sequence, without that.
+    """
+    torch.manual_seed(seed)
+    ends = reference.eos_token_ids.tolist()
+    found = []
+    for start in range(0, len(prompts), BATCH):
+        batch = torch.tensor(prompts[start : start + BATCH], device=reference.device)
+        pad = ends[0] if ends else 0
+        output = reference.model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            pad_token_id=pad,
+        )
+        length = batch.shape[1]
+        for row in output.tolist():
+            written = row[length:]
+            stop = next((i for i, token in enumerate(written) if token in ends), len(written))
+            if stop >= FEWEST_TOKENS:
+                found.append(Piece((*row[:length], *written[:stop]), length, "generated"))
+        advance(len(batch))
+    return found
+
+
+def check_enough(
+    parts: Parts, sources: Sequence[Source], least: int, name: str, target: str
+) -> None:
+    """Raises `ExitServeError`, with what is needed, if a test could not pass on so little text.
+
+    Args:
+        parts: the pieces.
+        sources: where there should be some from.
+        least: pieces of each source that the test needs.
+        name: of the file.
+        target: what is tested.
+    """
+    for source in sources:
+        count = sum(piece.source == source for piece in parts.test)
+        chosen = any(piece.source == source for piece in parts.select)
+        if count < least or not chosen:
+            whole = max(10, math.ceil(least / (1.0 - sum(SHARES))))
+            what = "windows of held-out text" if source == "text" else "continuations"
+            raise ExitServeError(
+                f"'{name}' gives {count} {what} for the test of {target}, which needs at least "
+                f"{least} even if every one of them is perfect (and about three times as many if "
+                f"they are not): give text for {whole} {what} or more (--windows, a shorter "
+                f"--window; a row of a .jsonl gives one), a target that is easier, or a lower "
+                f"--confidence-level."
+            )

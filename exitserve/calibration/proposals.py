@@ -1,0 +1,187 @@
+"""Thresholds worth trying: for each price of a wrong token, those of the least expected cost.
+
+For one exit layer with all other thresholds held, the best threshold is found exactly: tokens
+sorted by confidence, the running sum of what each would save or lose by leaving there, its lowest
+point. Taking the layers in turn until nothing changes gives a choice of exit layers too, since a
+layer whose best threshold lets nobody leave is not checked at all.
+
+Shapes: N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exitserve.calibration.scores import ExitScores
+from exitserve.costs import TokenCosts
+from exitserve.policy import NEVER
+
+PRICES = tuple(1000.0 * 0.5**step for step in range(13))
+"""Of a token that is not full depth's, in full-depth tokens: from the safest to the cheapest."""
+LOW_PRICES = tuple(0.15 * 0.6**step for step in range(6))
+"""More of them for targets of depth, at which errors count for little."""
+BETWEEN = 5
+"""Choices between two neighbours, near a target."""
+SWEEPS = 6
+FEWEST = 20
+"""Tokens that must leave at a layer on the data, or it is not worth its checks."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One choice of thresholds for one criterion."""
+
+    criterion: str
+    thresholds: tuple[tuple[int, float], ...]
+    """Exit layer and threshold, ascending; layers left out are not checked."""
+    price: float
+    """At which it is the best."""
+
+
+def proposals(
+    scores: Mapping[int, ExitScores],
+    criterion: str,
+    costs: TokenCosts,
+    *,
+    propagates: bool,
+    prices: Sequence[float] = PRICES,
+) -> list[Proposal]:
+    """The choices for all prices, the safest first, without repeats.
+
+    Args:
+        scores: by exit layer, of tokens that ran at full depth.
+        criterion: whose confidence is compared with thresholds.
+        costs: of the parts of a token.
+        propagates: whether keys and values of layers not run are paid for.
+        prices: of a token that is not full depth's, descending.
+    """
+    found: dict[tuple[tuple[int, float], ...], Proposal] = {}
+    for price in prices:
+        thresholds = _Problem(scores, criterion, costs, price, propagates).solved()
+        if thresholds:
+            found.setdefault(thresholds, Proposal(criterion, thresholds, price))
+    return list(found.values())
+
+
+def between(first: Proposal, second: Proposal) -> list[Proposal]:
+    """`BETWEEN` choices between two, thresholds evenly between theirs.
+
+    At a layer that only one of them checks, the other's threshold is 1, which nobody passes.
+    """
+    one, other = dict(first.thresholds), dict(second.thresholds)
+    found = []
+    for step in range(1, BETWEEN + 1):
+        share = step / (BETWEEN + 1)
+        thresholds = tuple(
+            (layer, one.get(layer, 1.0) + share * (other.get(layer, 1.0) - one.get(layer, 1.0)))
+            for layer in sorted({*one, *other})
+        )
+        price = first.price * (second.price / first.price) ** share
+        found.append(Proposal(first.criterion, thresholds, price))
+    return found
+
+
+def end_thresholds(
+    scores: Mapping[int, ExitScores], proposal: Proposal, least: float, fewest: int
+) -> dict[int, float]:
+    """Thresholds for ends of sequence; 1, so that none leaves early, where too few were seen.
+
+    Half of the errors that `least` allows are left for what the data does not show.
+
+    Args:
+        scores: by exit layer.
+        proposal: what other tokens leave by.
+        least: share of early ends that must be full depth's.
+        fewest: ends that a layer must have seen.
+    """
+    found = {}
+    for layer, threshold in proposal.thresholds:
+        own = scores[layer]
+        confidence, order = own.confidence[proposal.criterion][own.ends].sort(descending=True)
+        right = own.agrees[own.ends][order].double().cumsum(dim=0)
+        count = torch.arange(1, len(confidence) + 1)
+        fine = (right / count >= (1.0 + least) / 2.0) & (count >= fewest)
+        last = fine.nonzero().flatten()
+        found[layer] = max(threshold, float(confidence[last[-1]])) if len(last) else 1.0
+    return found
+
+
+class _Problem:
+    """Least cost at one price. All costs are shares of a full-depth token."""
+
+    def __init__(
+        self,
+        scores: Mapping[int, ExitScores],
+        criterion: str,
+        costs: TokenCosts,
+        price: float,
+        propagates: bool,
+    ) -> None:
+        self._layers = sorted(scores)
+        self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]
+        # Ends of sequence leave early only where that is calibrated by itself.
+        self._may = [~scores[layer].ends for layer in self._layers]
+        full = costs.of(costs.num_layers, 0.0, 1.0, propagates=propagates)
+        bare = [costs.of(layer, 0.0, 0.0, propagates=propagates) for layer in self._layers]
+        self._check = costs.of(0, 1.0, 0.0) - costs.of(0, 0.0, 0.0)
+        self._gated = criterion == "gate"
+        self._stay = full
+        self._leave = [
+            cost + price * (~scores[layer].agrees).double()
+            for layer, cost in zip(self._layers, bare, strict=True)
+        ]
+        self._thresholds = [NEVER] * len(self._layers)
+
+    def solved(self) -> tuple[tuple[int, float], ...]:
+        """Thresholds of the layers that are checked."""
+        for _ in range(SWEEPS):
+            before = list(self._thresholds)
+            for index in reversed(range(len(self._layers))):
+                self._thresholds[index] = self._best(index)
+            if self._thresholds == before:
+                break
+        chosen = zip(self._layers, self._thresholds, strict=True)
+        return tuple((layer, one) for layer, one in chosen if one < NEVER)
+
+    def _leaves(self, index: int) -> Tensor:
+        """[N] bool: who would leave at exit number `index`, having come there."""
+        return (self._confidence[index] > self._thresholds[index]) & self._may[index]
+
+    def _after(self, index: int) -> Tensor:
+        """[N] what tokens cost that go on beyond exit number `index`."""
+        cost = torch.full_like(self._leave[0], self._stay)
+        for later in reversed(range(index + 1, len(self._layers))):
+            leaves = self._leaves(later)
+            cost = torch.where(leaves, self._leave[later], cost)
+            if self._thresholds[later] < NEVER:
+                cost = cost + self._check * (leaves if self._gated else 1.0)
+        return cost
+
+    def _best(self, index: int) -> float:
+        """The best threshold of one exit, all others held."""
+        comes = torch.ones_like(self._may[0])
+        for earlier in range(index):
+            comes &= ~self._leaves(earlier)
+        able = comes & self._may[index]
+        if able.sum() < FEWEST:
+            return NEVER
+        gain = self._leave[index][able] - self._after(index)[able]
+        if self._gated:
+            gain = gain + self._check
+        confidence, order = self._confidence[index][able].sort(descending=True)
+        total = gain[order].cumsum(dim=0)
+        if not self._gated:
+            total = total + self._check * comes.sum()
+        # No threshold lies between tokens of one confidence.
+        cut = torch.ones_like(total, dtype=torch.bool)
+        cut[:-1] = confidence[1:] < confidence[:-1]
+        total = torch.where(cut, total, torch.inf)
+        best = int(total.argmin())
+        if total[best] >= 0 or best + 1 < FEWEST:
+            return NEVER
+        following = confidence[best + 1] if best + 1 < len(confidence) else torch.tensor(0.0)
+        return float((confidence[best] + following) / 2)

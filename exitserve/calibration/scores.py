@@ -1,0 +1,145 @@
+"""What each exit would say of tokens that ran at full depth, and gates fitted to it.
+
+One full-depth pass over a piece shows all its exits at once, with exact keys and values: what
+proposals are made from. What thresholds really give is for the oracle to say (`outcomes`).
+
+Shapes: N tokens, E exit layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exitserve.calibration.outcomes import Piece
+from exitserve.decoder import capture_hidden
+from exitserve.gates import Gate
+from exitserve.reference import Reference
+from exitserve_kernels.exit_check import CRITERIA, check_logits
+
+GATE_TOKENS = 30_000
+"""Most tokens a gate is fitted to: a probe of D weights needs no more."""
+GATE_DECAY = 1e-3
+"""Of the squared weights of a gate, on standardised states."""
+
+
+@dataclass(frozen=True)
+class ExitScores:
+    """What one exit layer says of N tokens."""
+
+    confidence: Mapping[str, Tensor]
+    """[N] float32 for each criterion."""
+    agrees: Tensor
+    """[N] bool: its likeliest token is full depth's."""
+    ends: Tensor
+    """[N] bool: its likeliest token ends the sequence."""
+
+
+@torch.no_grad()
+def states_of(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
+    """Normed states [N, D] of a piece's decode tokens at each exit, and full depth's tokens [N]."""
+    parts = reference.parts
+    depths = [*reference.exit_layers, parts.num_layers]
+    ids = torch.tensor([piece.token_ids], device=reference.device)
+    with capture_hidden(parts.layers, depths) as hidden:
+        reference.model.base_model(input_ids=ids, use_cache=False)
+    decode = {depth: hidden[depth][0, piece.prompt_length :] for depth in depths}
+    token = parts.classify(decode[parts.num_layers]).argmax(dim=-1)
+    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, token
+
+
+@torch.no_grad()
+def exit_scores(
+    reference: Reference,
+    pieces: Iterable[Piece],
+    gates: Mapping[int, Gate],
+    advance: Callable[[], None],
+) -> dict[int, ExitScores]:
+    """Scores of all decode tokens of `pieces` under every criterion, by exit layer.
+
+    Args:
+        reference: the oracle.
+        pieces: the text.
+        gates: fitted ones; without any, there is no criterion "gate".
+        advance: called after each piece.
+    """
+    found: dict[int, list[ExitScores]] = {layer: [] for layer in reference.exit_layers}
+    for piece in pieces:
+        states, token = states_of(reference, piece)
+        for layer, normed in states.items():
+            logits = reference.parts.classify_normed(normed)
+            never = torch.full((len(logits),), torch.inf, device=logits.device)
+            scores = {one: check_logits(logits, never, criterion=one) for one in CRITERIA}
+            confidence = {str(name): score.confidence for name, score in scores.items()}
+            if gates:
+                confidence["gate"] = gates[layer].confidence(normed)
+            says = logits.argmax(dim=-1)
+            ends = torch.isin(says, reference.eos_token_ids)
+            found[layer].append(ExitScores(confidence, says == token, ends))
+        advance()
+    return {layer: _joined(scores) for layer, scores in found.items()}
+
+
+def _joined(scores: Sequence[ExitScores]) -> ExitScores:
+    return ExitScores(
+        {
+            name: torch.cat([one.confidence[name] for one in scores]).cpu()
+            for name in scores[0].confidence
+        },
+        torch.cat([one.agrees for one in scores]).cpu(),
+        torch.cat([one.ends for one in scores]).cpu(),
+    )
+
+
+def fitted_gates(
+    reference: Reference, pieces: Sequence[Piece], advance: Callable[[], None]
+) -> dict[int, Gate]:
+    """Fits a gate to each exit layer: does full depth agree with what this exit says?
+
+    Args:
+        reference: the oracle.
+        pieces: text for this alone.
+        advance: called after each piece.
+    """
+    states: dict[int, list[Tensor]] = {layer: [] for layer in reference.exit_layers}
+    labels: dict[int, list[Tensor]] = {layer: [] for layer in reference.exit_layers}
+    tokens = 0
+    for piece in pieces:
+        if tokens < GATE_TOKENS:
+            normed, token = states_of(reference, piece)
+            tokens += len(token)
+            for layer, rows in normed.items():
+                with torch.no_grad():
+                    says = reference.parts.classify_normed(rows).argmax(dim=-1)
+                states[layer].append(rows.float())
+                labels[layer].append(says == token)
+        advance()
+    return {
+        layer: fit_gate(torch.cat(states[layer]), torch.cat(labels[layer]))
+        for layer in reference.exit_layers
+    }
+
+
+def fit_gate(states: Tensor, agrees: Tensor) -> Gate:
+    """Logistic regression of `agrees` [N] on normed states [N, D], by L-BFGS."""
+    states = states.detach()
+    centre, scale = states.mean(dim=0), states.std(dim=0) + 1e-6
+    rows, labels = (states - centre) / scale, agrees.float()
+    weight = torch.zeros(rows.shape[1], device=rows.device, requires_grad=True)
+    bias = torch.zeros((), device=rows.device, requires_grad=True)
+    solver = torch.optim.LBFGS([weight, bias], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        solver.zero_grad()
+        said = rows @ weight + bias
+        fit = torch.nn.functional.binary_cross_entropy_with_logits(said, labels)
+        whole = fit + GATE_DECAY * weight.square().sum()
+        whole.backward()  # type: ignore[no-untyped-call]  # PyTorch's
+        return whole
+
+    solver.step(loss)  # type: ignore[no-untyped-call]  # PyTorch's
+    own = (weight / scale).detach()
+    return Gate(own, bias.detach() - own @ centre)

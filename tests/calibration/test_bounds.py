@@ -1,0 +1,94 @@
+"""The guarantee, simulated: it is wrong as rarely as it says, and a looser one is caught."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.calibration.bounds import Gambler, least_pieces, p_value
+
+DELTA, LIMIT, PIECES, RUNS = 0.1, 0.05, 150, 600
+
+
+def losses_of(mean: float, kind: str, draw: random.Random, count: int = PIECES) -> list[float]:
+    """Independent losses in [0, 1]: rare disasters, small errors everywhere, or both."""
+    if kind == "rare":
+        return [float(draw.random() < mean) for _ in range(count)]
+    if kind == "even":
+        return [draw.betavariate(20 * mean, 20 * (1 - mean)) for _ in range(count)]
+    return [draw.betavariate(mean / 2, (1 - mean) / 2) for _ in range(count)]
+
+
+def wrong_share(kind: str, keeps: Callable[[Sequence[float]], bool]) -> float:
+    """How often a risk that is hardly above the limit passes for one below."""
+    draw = random.Random(f"{kind}-0")
+    return sum(keeps(losses_of(1.01 * LIMIT, kind, draw)) for _ in range(RUNS)) / RUNS
+
+
+SPREAD = 3 * math.sqrt(DELTA * (1 - DELTA) / RUNS)
+"""Three standard deviations of a share of `DELTA` in so many runs."""
+
+
+@pytest.mark.parametrize("kind", ["rare", "even", "both"])
+def test_a_target_is_missed_no_more_often_than_the_level_allows(kind: str) -> None:
+    assert wrong_share(kind, lambda seen: p_value(seen, LIMIT, DELTA) <= DELTA) <= DELTA + SPREAD
+
+
+@pytest.mark.parametrize("kind", ["rare", "even", "both"])
+def test_a_loosened_bound_would_be_caught(kind: str) -> None:
+    """Without a bound, by the mean alone, the same simulation fails: it can tell."""
+    assert wrong_share(kind, lambda seen: sum(seen) / len(seen) <= LIMIT) > DELTA + SPREAD
+
+
+def test_the_test_has_power() -> None:
+    """A risk at half the limit is found out on as much text as the command asks for."""
+    draw = random.Random(1)
+    found = [p_value(losses_of(LIMIT / 2, "even", draw), LIMIT, DELTA) for _ in range(100)]
+    assert sum(p <= DELTA for p in found) >= 95
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("delta", [0.05, 0.2])
+def test_the_least_text_is_told(limit: float, delta: float) -> None:
+    """No test in [0, 1] can do with less than log(1 / delta) / -log(1 - limit) perfect pieces."""
+    least = least_pieces(limit, delta)
+    floor = math.log(1 / delta) / -math.log(1 - limit)
+    assert floor <= least <= 1.5 * floor + 10
+    assert p_value([0.0] * least, limit, delta) <= delta
+    assert p_value([0.0] * (math.floor(floor) - 1), limit, delta) > delta
+
+
+def test_a_loss_that_nobody_can_avoid_is_reckoned_with() -> None:
+    """Of perplexity, full depth itself has half of the range: a rise of 1 % is hard to see."""
+    least = least_pieces(0.51, 0.05, perfect=0.5)
+    assert p_value([0.5] * least, 0.51, 0.05) <= 0.05
+    assert least > 100
+    assert least_pieces(1e-6, 0.05) > 2_000_000, "and is told at once"
+
+
+@given(st.lists(st.floats(0, 1), max_size=60), st.floats(0.01, 0.99), st.floats(0.01, 0.5))
+def test_capital_never_runs_out_and_p_values_only_fall(
+    losses: list[float], limit: float, delta: float
+) -> None:
+    gambler, before = Gambler(limit, delta, 60), 1.0
+    for loss in losses:
+        gambler.sees(loss)
+        assert 0.0 < gambler.p_value <= before
+        before = gambler.p_value
+
+
+@pytest.mark.parametrize("loss", [-0.01, 1.01, math.nan])
+def test_losses_outside_of_the_theorem_are_refused(loss: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        p_value([loss], 0.1, 0.05)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, -1.0])
+def test_limits_outside_of_the_theorem_are_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Gambler(limit, 0.05, 10)

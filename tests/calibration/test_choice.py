@@ -1,0 +1,145 @@
+"""The whole choice, simulated: order, start, test, sources, lengths, ends of sequence."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from exitserve.calibration.choice import Candidate, Trial, in_order, kept, mean_risk, weighed
+from exitserve.calibration.outcomes import Outcome, Source
+from exitserve.calibration.proposals import Proposal
+from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
+
+DELTA, RUNS = 0.1, 300
+TARGET = agreement_target(0.9)
+MOST = 100
+RISKS = (0.03, 0.06, 0.085, 0.101, 0.13, 0.2)
+"""True risks of the candidates, over tokens; the last three are above the limit of 0.1."""
+
+
+def outcome(
+    wrong: float, tokens: int = MOST, source: Source = "text", ends: int = 0, wrong_ends: int = 0
+) -> Outcome:
+    return Outcome(
+        source=source,
+        tokens=tokens,
+        agreement=1.0 - wrong,
+        depth=9.0,
+        checks=1.0,
+        stays=0.5,
+        nats=2.0 + wrong,
+        full_nats=2.0,
+        ends=ends,
+        wrong_ends=wrong_ends,
+    )
+
+
+def candidate(number: int, selected: list[Outcome], ends: float = 1.0) -> Candidate:
+    return Candidate(Proposal("max_prob", ((6, 0.5),), float(number)), {6: ends}, tuple(selected))
+
+
+def drawn(risk: float, draw: random.Random, source: Source) -> Outcome:
+    """A piece whose tokens are wrong with `risk`; long ones more often than short ones."""
+    short = draw.random() < 0.6
+    share = risk * (0.3 if short else 1.0675)  # weighed by tokens: risk
+    tokens = 10 if short else MOST
+    wrong = sum(draw.random() < share for _ in range(tokens))
+    return outcome(wrong / tokens, tokens, source)
+
+
+def calibration(draw: random.Random, pieces: int = 300) -> float | None:
+    """The true risk of what is chosen among all; None where nothing is."""
+    sources: list[Source] = ["text", "generated"] * (pieces // 2)
+    candidates = [
+        candidate(number, [drawn(risk, draw, source) for source in sources[:80]])
+        for number, risk in enumerate(RISKS)
+    ]
+    risks = {one.proposal: risk for one, risk in zip(candidates, RISKS, strict=True)}
+
+    def run(one: Candidate, piece: int) -> Outcome:
+        return drawn(risks[one.proposal], draw, sources[piece])
+
+    found = kept(candidates, TARGET, Trial(run, sources, DELTA, MOST), lambda: None)
+    return max((risks[one.proposal] for one in found), default=None)
+
+
+def test_the_target_is_missed_no_more_often_than_the_level_allows() -> None:
+    draw = random.Random(0)
+    found = [calibration(draw) for _ in range(RUNS)]
+    wrong = sum(risk is not None and risk > TARGET.limit for risk in found) / RUNS
+    # Two sources must both be fooled, so it is rarer than delta; three deviations of chance.
+    assert wrong <= DELTA + 3 * math.sqrt(DELTA * (1 - DELTA) / RUNS)
+    assert sum(risk is not None for risk in found) > 0.9 * RUNS, "and something is promised"
+
+
+def test_a_loosened_test_would_be_caught(monkeypatch) -> None:
+    """With the means alone the same simulation misses the target far more often."""
+
+    def mean(trial: Trial, one: Candidate, target) -> float:
+        pieces = [trial.outcome(one, piece) for piece in range(len(trial.sources))]
+        return float(mean_risk(pieces, target) > target.limit)
+
+    monkeypatch.setattr(Trial, "p_value", mean)
+    draw = random.Random(0)
+    found = [calibration(draw) for _ in range(RUNS)]
+    wrong = sum(risk is not None and risk > TARGET.limit for risk in found) / RUNS
+    assert wrong > DELTA + 3 * math.sqrt(DELTA * (1 - DELTA) / RUNS)
+
+
+def test_tokens_count_not_pieces() -> None:
+    """Short pieces without errors do not make up for long ones with many."""
+    pieces = [outcome(0.0, 10)] * 9 + [outcome(0.2, MOST)]
+    assert mean_risk(pieces, TARGET) == pytest.approx(20 / 190)
+    losses = [weighed(one, TARGET, MOST) for one in pieces]
+    assert all(0.0 <= loss <= 1.0 for loss in losses)
+    assert sum(losses) / len(losses) > TARGET.limit
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+@pytest.mark.parametrize("tokens", [1, 50, MOST])
+def test_a_piece_counts_from_0_to_1(wrong: float, tokens: int) -> None:
+    for target in (TARGET, perplexity_target(0.05), depth_target(8, 12)):
+        assert 0.0 <= weighed(outcome(wrong, tokens), target, MOST) <= 1.0
+
+
+def trial(pieces: list[Outcome]) -> Trial:
+    return Trial(lambda _, piece: pieces[piece], [one.source for one in pieces], DELTA, MOST)
+
+
+def test_early_ends_are_tested_over_all_sources() -> None:
+    """Running text hardly ever ends; what the model writes does."""
+    text = [outcome(0.0) for _ in range(100)]
+    written = [outcome(0.0, source="generated", ends=1) for _ in range(100)]
+    good = candidate(0, [*text[:50], *written[:50]], ends=0.9)
+    assert kept([good], TARGET, trial([*text, *written]), lambda: None) == [good]
+    wrong = [outcome(0.0, source="generated", ends=1, wrong_ends=i % 2) for i in range(100)]
+    bad = candidate(0, [*text[:50], *wrong[:50]], ends=0.9)
+    assert kept([bad], TARGET, trial([*text, *wrong]), lambda: None) == []
+
+
+def test_one_bad_source_is_enough_to_fail() -> None:
+    text = [outcome(0.0) for _ in range(200)]
+    written = [outcome(0.2, source="generated") for _ in range(200)]
+    one = candidate(0, [*text[:50], *written[:50]])
+    assert kept([one], TARGET, trial([*text, *written]), lambda: None) == []
+
+
+def test_nothing_is_run_where_nothing_could_be_shown() -> None:
+    asked: list[int] = []
+
+    def run(_: Candidate, piece: int) -> Outcome:
+        asked.append(piece)
+        return outcome(0.0)
+
+    few = Trial(run, ["text"] * 10, DELTA, MOST)
+    assert kept([candidate(0, [outcome(0.0)] * 5)], TARGET, few, lambda: None) == []
+    assert kept([], TARGET, Trial(run, [], DELTA, MOST), lambda: None) == []
+    assert asked == []
+
+
+def test_the_safest_comes_first_whatever_the_target() -> None:
+    safe, risky = candidate(0, [outcome(0.01)] * 5), candidate(1, [outcome(0.2)] * 5)
+    assert in_order([risky, safe], TARGET) == [safe, risky]
+    assert in_order([risky, safe], perplexity_target(0.05)) == [safe, risky]

@@ -1,0 +1,166 @@
+"""`exitserve calibrate` as a user runs it, on the bundled model and installed Python files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from exitserve.calibration import command, proposals
+from exitserve.calibration import run as calibration_run
+from exitserve.calibration.outcomes import Piece, full_depth, outcome
+from exitserve.checkpoint import read_config, read_multi_exit
+from exitserve.cli import main
+from exitserve.engine.launch import check_rules
+from exitserve.reference import load_reference
+from exitserve.texts import load_tokenizer, read_documents, windows_of
+
+WINDOW, PROMPT = 64, 16
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> tuple[Path, Path]:
+    """Two files of Python source: one to calibrate on, one for afterwards."""
+    folder = tmp_path_factory.mktemp("corpora")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
+    texts = [path.read_text(encoding="utf-8", errors="ignore")[2000:4500] for path in sources]
+    texts = [text for text in texts if len(text) > 1500][::2]
+    files = folder / "calibrate.jsonl", folder / "afterwards.jsonl"
+    for file, part in zip(files, (texts[::2], texts[1::2]), strict=True):
+        file.write_text("\n".join(json.dumps({"text": text}) for text in part), encoding="utf-8")
+    return files
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Fewer choices on less text: every one is a pass of the oracle over many windows."""
+    monkeypatch.setattr(calibration_run, "COMPARED", 10)
+    monkeypatch.setattr(calibration_run, "PRICES", (60.0, 12.0, 4.0, 1.5))
+    monkeypatch.setattr(proposals, "BETWEEN", 2)
+    monkeypatch.setattr(command, "AGREEMENTS", (0.6,))
+
+
+@pytest.fixture
+def model(bundled, tmp_path) -> Path:
+    return Path(shutil.copytree(bundled, tmp_path / "model"))
+
+
+def calibrate(model: Path, data: Path, *more: str) -> int:
+    sizes = ["--window", str(WINDOW), "--prompt-tokens", str(PROMPT), "--windows", "200"]
+    return main(["calibrate", str(model), "--data", str(data), *sizes, *more])
+
+
+def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> float:
+    """What text that the calibration never saw says of a policy."""
+    reference = load_reference(str(model))
+    policy = check_rules(model, {}).policy_for(fields)
+    windows = windows_of(read_documents(data), load_tokenizer(model), WINDOW, limit=80, seed=1)
+    found = []
+    for window in windows:
+        piece = Piece(window.token_ids, PROMPT, "text")
+        found.append(outcome(reference, piece, full_depth(reference, piece), policy).agreement)
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("mode", ["confidence", "defer"])
+def test_a_calibrated_model_keeps_its_promise(
+    quick, capsys, model: Path, corpora, mode: str
+) -> None:
+    asked = ("--target-agreement", "0.8", "--confidence-level", "0.8", "--mode", mode)
+    assert calibrate(model, corpora[0], *asked) == 0
+    said = capsys.readouterr().out
+    assert "agreement>=0.8" in said
+    assert "Written into" in said
+    block = read_multi_exit(model)
+    assert block is not None
+    found = block.calibration
+    assert found is not None
+    assert (found.mode, found.num_layers, found.criterion) == (mode, 12, block.criterion)
+    assert found.chosen.agreement == 0.8
+    assert found.chosen.thresholds, "exits that pay nothing are no result"
+    assert found.chosen.found["mean_depth"] < 11.5
+    assert found.provenance["data"]["name"] == "calibrate.jsonl"
+    assert agreement_afterwards(model, corpora[1], {"exit_threshold": "auto"}) >= 0.8
+    report = json.loads((model / "calibration" / "report.json").read_text())
+    assert set(report["curves"]) == {"max_prob", "margin", "entropy", "gate"}
+    for name in ("report.md", "pareto.png", "reliability.png"):
+        assert (model / "calibration" / name).stat().st_size > 0
+    rules = check_rules(model, {})
+    assert rules.default == rules.policy_for({"exit_threshold": "auto"}), "the server's default"
+    assert check_rules(model, {"mode": "off"}).default.mode == "off"
+    assert rules.policy_for({"exit_target": 0.55}).mode == mode
+
+
+def test_other_targets(quick, model: Path, corpora) -> None:
+    level = ("--confidence-level", "0.7", "--generated-share", "0", "--exit-layers", "6,9")
+    more = ("--target-mean-depth", "10.5", "--out", str(model / "report"))
+    assert calibrate(model, corpora[0], *more, *level, "--dry-run") == 0
+    assert read_multi_exit(model).calibration is None, "a dry run writes a report only"
+    assert (model / "report" / "report.md").is_file()
+    assert calibrate(model, corpora[0], *more[:2], *level) == 0
+    block = read_multi_exit(model)
+    assert block is not None
+    assert block.exit_layers == (6, 9)
+    found = block.calibration
+    assert found is not None
+    assert found.target == "mean_depth<=10.5"
+    assert found.chosen.found["mean_depth"] <= 10.5
+    assert set(found.chosen.thresholds) <= {6, 9}
+    assert calibrate(model, corpora[0], "--target-perplexity-increase", "0.2", *level) == 0
+    found = read_multi_exit(model).calibration
+    assert found is not None
+    rise = found.chosen.found["perplexity"] / found.chosen.found["full_depth_perplexity"]
+    assert rise <= 1.2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--target-agreement", "1"], "above 0 and below 1, such as 0.99, not 1"),
+        (["--target-agreement", "0"], "above 0 and below 1"),
+        (["--target-perplexity-increase", "-0.1"], "above 0 and at most 0.5"),
+        (["--target-mean-depth", "12"], "below the model's 12 layers"),
+        (["--confidence-level", "1"], "from 0.5 to below 1"),
+        (["--generated-share", "1.5"], "from 0 to 1"),
+        (["--windows", "3"], "--windows must be at least 10"),
+        (["--window", "10"], "--window must be at least 24"),
+        (["--exit-layers", "3,12"], r"1\.\.11"),
+        (["--costs", "abacus"], "abacus"),
+        (["--target-perplexity-increase", "0.7"], "at most 0.5"),
+        (["--window", "513"], "longer than the model's context of 512"),
+    ],
+)
+def test_bad_arguments_are_named(
+    capsys, bundled, corpora, tmp_path, more: list[str], message: str
+) -> None:
+    assert calibrate(Path(bundled), corpora[0], "--dry-run", "--out", str(tmp_path), *more) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert re.search(message, error)
+
+
+def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_path) -> None:
+    more = [
+        "--dry-run",
+        "--out",
+        str(tmp_path / "out"),
+        "--target-agreement",
+        "0.99",
+        "--generated-share",
+        "0",
+    ]
+    assert calibrate(Path(bundled), corpora[0], *more) == 2
+    assert "needs at least 3" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -> None:
+    config = read_config(model)
+    del config["multi_exit"]
+    (model / "config.json").write_text(json.dumps(config))
+    assert calibrate(model, corpora[0]) == 2
+    assert "exitserve plan" in capsys.readouterr().err

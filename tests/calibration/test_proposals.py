@@ -1,0 +1,130 @@
+"""Proposed thresholds cost least: against brute force, and against every change of one of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from exitserve.calibration import proposals as module
+from exitserve.calibration.proposals import (
+    FEWEST,
+    Proposal,
+    between,
+    end_thresholds,
+    proposals,
+)
+from exitserve.calibration.scores import ExitScores
+from exitserve.costs import TokenCosts
+
+COSTS = TokenCosts(num_layers=12, layer=1.0, fill=0.1, check=0.8, head=0.8)
+TOKENS = 400
+
+
+def scores_of(layers: tuple[int, ...], seed: int = 0) -> dict[int, ExitScores]:
+    """Tokens that agree about as often as their confidence says, the more so the deeper."""
+    drawn = torch.Generator().manual_seed(seed)
+    found = {}
+    for layer in layers:
+        confidence = torch.rand(TOKENS, generator=drawn) ** (4.0 / layer)
+        agrees = torch.rand(TOKENS, generator=drawn) < 0.4 + 0.6 * confidence
+        ends = torch.zeros(TOKENS, dtype=torch.bool)
+        kinds = {"max_prob": confidence, "gate": confidence}
+        found[layer] = ExitScores(kinds, agrees, ends)
+    return found
+
+
+def total(
+    scores: dict[int, ExitScores],
+    thresholds: dict[int, float],
+    price: float,
+    *,
+    gated: bool = False,
+) -> float:
+    """What all tokens cost, one after the other, as a share of full depth's and with errors."""
+    cost = 0.0
+    for token in range(TOKENS):
+        depth, checks, wrong = 12, 0, False
+        for layer, threshold in sorted(thresholds.items()):
+            leaves = scores[layer].confidence["max_prob"][token] > threshold
+            checks += int(leaves or not gated)
+            if leaves:
+                depth, wrong = layer, not scores[layer].agrees[token]
+                break
+        cost += COSTS.of(depth, checks, float(depth == 12)) + price * wrong
+    return cost
+
+
+@pytest.mark.parametrize("criterion", ["max_prob", "gate"])
+@pytest.mark.parametrize("price", [0.7, 2.0, 6.0])
+def test_one_threshold_is_the_best_of_all(criterion: str, price: float) -> None:
+    scores = scores_of((6,))
+    (found,) = proposals(scores, criterion, COSTS, propagates=True, prices=[price])
+    gated = criterion == "gate"
+    own = total(scores, dict(found.thresholds), price, gated=gated)
+    confidence = scores[6].confidence["max_prob"].sort(descending=True).values
+    between = ((confidence[FEWEST:] + confidence[FEWEST - 1 : -1]) / 2).tolist()
+    best = min(total(scores, {6: one}, price, gated=gated) for one in between)
+    assert own <= best + 1e-6
+    assert own < total(scores, {}, price), "else it would not be proposed"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("price", [1.0, 3.0])
+def test_no_change_of_one_threshold_is_better(monkeypatch, seed: int, price: float) -> None:
+    monkeypatch.setattr(module, "FEWEST", 1)  # else a layer that few tokens reach is left out
+    scores = scores_of((3, 6, 9), seed)
+    (found,) = proposals(scores, "max_prob", COSTS, propagates=True, prices=[price])
+    own = total(scores, dict(found.thresholds), price)
+    for layer, value in itertools.product((3, 6, 9), (0.2, 0.5, 0.7, 0.8, 0.9, 0.97, None)):
+        changed = {k: v for k, v in found.thresholds if k != layer}
+        if value is not None:
+            changed[layer] = value
+        assert own <= total(scores, changed, price) + 1e-6, (layer, value)
+
+
+def test_dearer_errors_mean_fewer_exits() -> None:
+    scores = scores_of((3, 6, 9))
+    found = proposals(scores, "max_prob", COSTS, propagates=True)
+    assert [one.price for one in found] == sorted((one.price for one in found), reverse=True)
+    errors = []
+    for one in found:
+        wrong = total(scores, dict(one.thresholds), 1.0) - total(scores, dict(one.thresholds), 0.0)
+        errors.append(round(wrong))
+    assert errors == sorted(errors)
+    assert errors[0] < errors[-1]
+
+
+def test_exits_that_cannot_pay_are_not_proposed() -> None:
+    """A check that costs as much as all layers saved."""
+    dear = TokenCosts(num_layers=12, layer=1.0, fill=0.1, check=20.0, head=0.8)
+    assert proposals(scores_of((6, 9)), "max_prob", dear, propagates=True) == []
+
+
+def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
+    scores = scores_of((6,))
+    own = scores[6]
+    ends = torch.zeros(TOKENS, dtype=torch.bool)
+    ends[:200] = True
+    sure = own.confidence["max_prob"] > 0.8
+    known = ExitScores(own.confidence, torch.where(sure, True, own.agrees), ends)
+    proposal = Proposal("max_prob", ((6, 0.3),), 1.0)
+    few = int((ends & sure).sum())
+    strict = end_thresholds({6: known}, proposal, 0.99, fewest=few // 2)[6]
+    assert 0.3 < strict < 1.0
+    early = ends & (own.confidence["max_prob"] >= strict)
+    assert known.agrees[early].double().mean() >= 0.99
+    assert end_thresholds({6: known}, proposal, 0.99, fewest=300) == {6: 1.0}
+    assert end_thresholds({6: own}, proposal, 0.9999, fewest=few) == {6: 1.0}
+
+
+def test_choices_between_two_lead_from_one_to_the_other() -> None:
+    safe = Proposal("max_prob", ((9, 0.8),), 8.0)
+    risky = Proposal("max_prob", ((6, 0.4), (9, 0.2)), 1.0)
+    found = between(safe, risky)
+    assert len({one.price for one in found} | {8.0, 1.0}) == len(found) + 2
+    for layer, first, last in ((6, 1.0, 0.4), (9, 0.8, 0.2)):
+        values = [first, *(dict(one.thresholds)[layer] for one in found), last]
+        assert values == sorted(values, reverse=True)
+        assert len(set(values)) == len(values)
