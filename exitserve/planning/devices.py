@@ -1,0 +1,85 @@
+"""Accelerators by their vendors' figures, and what the parts of a step cost there at least.
+
+    seconds of a part = max(bytes it reads / bandwidth, arithmetic / peak)
+
+A bound, not a measurement: no launches, no engine. The figures are the vendors' peaks for dense
+bfloat16 and for memory bandwidth, written down **from memory and unverified**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from exitserve.costs import DecoderShape
+from exitserve.errors import ExitServeError, nearest
+from exitserve.planning.predict import Curve, StepCosts
+
+SOURCE = "vendor figures from memory, unverified"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a vendor says of an accelerator."""
+
+    bandwidth: float
+    """Bytes a second."""
+    peak: float
+    """Floating-point operations a second, dense bfloat16."""
+
+
+DEVICES = {
+    "b200": Device(8.0e12, 2250e12),
+    "h200": Device(4.8e12, 989e12),
+    "h100": Device(3.35e12, 989e12),
+    "a100-80g": Device(2.0e12, 312e12),
+    "a100-40g": Device(1.55e12, 312e12),
+    "l40s": Device(0.864e12, 362e12),
+    "l4": Device(0.3e12, 121e12),
+    "rtx4090": Device(1.0e12, 165e12),
+    "rtx3090": Device(0.936e12, 71e12),
+}
+
+
+def device_named(name: str) -> Device:
+    """Raises `ExitServeError` unless the table has `name`."""
+    if name not in DEVICES:
+        raise ExitServeError(
+            f"--device {name!r} is unknown.{nearest(name, DEVICES)} Known: {', '.join(DEVICES)}; "
+            f"without --device this machine is measured."
+        )
+    return DEVICES[name]
+
+
+def roofline(shape: DecoderShape, device: Device, context: int, largest: int) -> StepCosts:
+    """The least that the parts of a step take.
+
+    Args:
+        shape: the decoder.
+        device: the figures.
+        context: tokens that each row's attention reads.
+        largest: number of rows up to which times are asked for.
+    """
+
+    def curve(seconds: Callable[[int], float]) -> Curve:
+        return Curve(tuple((rows, seconds(rows)) for rows in range(1, largest + 1)))
+
+    def product(weights: int) -> Curve:
+        """Reading the weights, in bytes, or two operations for each number and row."""
+        flops = 2 * weights / shape.dtype_bytes
+        return curve(lambda rows: max(weights / device.bandwidth, rows * flops / device.peak))
+
+    cache = context * shape.kv_token_bytes
+    # Scores, then the sum over values: two products of [heads, head_dim] with [head_dim, context].
+    flops = 4 * context * shape.num_heads * shape.head_dim
+    head = product(shape.head_bytes)
+    return StepCosts(
+        num_layers=shape.num_layers,
+        matrices=product(shape.layer_bytes),
+        attention=curve(lambda rows: rows * max(cache / device.bandwidth, flops / device.peak)),
+        fill=product(shape.kv_projection_bytes),
+        check=head,
+        head=head,
+        rest=curve(lambda rows: 0.0),
+        exits=curve(lambda rows: 0.0),
+    )

@@ -1,0 +1,244 @@
+"""The human side of a plan: terminal tables, Markdown page, plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from exitserve.planning.run import gain_of, shown_layers
+from exitserve.report import machine_line, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KIB = 1024
+
+
+def _share(value: float | None) -> str:
+    return "never" if value is None else f"{value:.0%}"
+
+
+def layer_headers(data: Mapping[str, Any], most: int | None = None) -> list[str]:
+    """Columns of the table of exit layers, for the first `most` batch sizes or all."""
+    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
+    share = f"{data['exit_share']:.0%}"
+    return [
+        "exit\nlayer",
+        "break\neven",
+        *(f"all\nB={size}" for size in sizes),
+        *(f"{share}\nB={size}" for size in sizes),
+        *(f"masked\nB={size}" for size in sizes if size > 1),
+        "copies\nKiB",
+    ]
+
+
+def layer_rows(data: dict[str, Any], most: int | None = None) -> list[list[str]]:
+    """One row of text for each exit layer shown; a star marks the best."""
+    rows = []
+    for one in shown_layers(data):
+        star = "*" if one["exit_layer"] in data["best"]["layers"] else ""
+        batches = one["batches"][:most]
+        rows.append(
+            [
+                f"{one['exit_layer']}{star}",
+                _share(batches[0][data["way"]]["break_even_share"]),
+                *(f"{batch['best_speedup']:.2f}" for batch in batches),
+                *(f"{batch['compacted']['speedup_at_share']:.2f}" for batch in batches),
+                *(
+                    f"{batch['masked']['speedup_at_share']:.2f}"
+                    for batch in batches
+                    if batch["batch_size"] > 1
+                ),
+                f"{one['kv_copy_bytes_per_token'] / KIB:g}",
+            ]
+        )
+    return rows
+
+
+def choice_headers(data: Mapping[str, Any]) -> list[str]:
+    """Columns of the table of exit layers together."""
+    shares = dict.fromkeys(one["exit_share"] for one in data["best"]["speedups"])
+    return ["exit layers", *(f"{share:.0%} leave" for share in shares)]
+
+
+def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """One row of text for each batch size, for the layers recommended and those declared."""
+    rows = []
+    for name, label in (("best", "best here"), ("declared", "the checkpoint's")):
+        choice = data[name]
+        if not choice:
+            continue
+        for cost in data["costs"]:
+            size = cost["batch_size"]
+            found = [one for one in choice["speedups"] if one["batch_size"] == size]
+            cells = (f"{one['speedup']:.2f}" for one in found)
+            rows.append([f"{_named(choice['layers'])} ({label}), batch {size}", *cells])
+    return rows
+
+
+def summary(data: Mapping[str, Any]) -> list[str]:
+    """What was found, in sentences."""
+    cost, shape = data["costs"][0], data["shape"]
+    size = cost["batch_size"]
+    rate = data["source"]["bandwidth"] / 1e9
+    where = f"{data['source']['device']} by its figures" if not data["measured"] else "here"
+    lines = [
+        f"A step of batch {size} at full depth takes {cost['full_depth_ms']:.3g} ms {where} "
+        f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
+        f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms, the head "
+        f"{cost['head_ms']:.3g} ms, the rest {cost['rest_ms']:.3g} ms.",
+        f"A check costs {cost['check_in_layers']:.1f} layers; the keys and values of a layer not "
+        f"run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token takes "
+        f"{shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
+    ]
+    return lines + [_verdict_line(one, data) for one in data["verdicts"]]
+
+
+def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    assumed = data["assumption"]
+    if one["can_pay"]:
+        return (
+            f"Batch {one['batch_size']}: exits can pay, up to "
+            f"{one['best_plausible_speedup']:.2f} if {assumed['plausible_share']:.0%} of the "
+            f"tokens left at a quarter of the depth."
+        )
+    return (
+        f"Batch {one['batch_size']}: exits CANNOT pay. Even if {assumed['plausible_share']:.0%} "
+        f"of the tokens left at a quarter of the depth, wall speedup would be "
+        f"{one['best_plausible_speedup']:.2f}: {one['reason']}."
+    )
+
+
+def recommendation(data: Mapping[str, Any]) -> str:
+    """The exit layers to train, in a sentence or two."""
+    best, share = data["best"], data["exit_share"]
+    size = data["costs"][0]["batch_size"]
+    assumed = (
+        f"{gain_of(best, size, share):.2f} at batch {size} ({data['way']}) if {share:.0%} of the "
+        f"tokens leave early, 40% of these by a quarter of the depth and 70% by half of it"
+    )
+    even = best["break_even_share"]
+    needed = "at no share" if even is None else f"from {even:.0%} on"
+    layers = _named(best["layers"])
+    if not data["recommended"]:
+        return (
+            f"NO exit layers are recommended: wall speedup of the best, {layers}, would be "
+            f"{assumed}. They cost nothing {needed}."
+        )
+    return f"Recommended exit layers: {layers}. Wall speedup {assumed}. They cost nothing {needed}."
+
+
+def _named(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+LEGEND = (
+    "One exit layer: wall speedups over full depth if all tokens leave there, if some do and only "
+    "active rows run (CPU), and the same masked, all rows running as long as one does (CUDA "
+    "graphs). Break-even: share of tokens that must leave there, at the first batch size. Copies: "
+    "a token that leaves keeps its whole room in the cache; so much of it is filled from the state "
+    "at which it left."
+)
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """The page `report.md`."""
+    one_line = [header.replace("\n", " ") for header in layer_headers(data)]
+    lines = [f"# What exits can give: {data['model']}", ""]
+    for note in data["notes"]:
+        lines += [f"> **Note.** {note}", ""]
+    lines += [*(f"- {line}" for line in summary(data)), "", recommendation(data), ""]
+    lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
+    lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
+    lines += [
+        f"{LEGEND} A star marks the best layers under the assumption.",
+        "",
+        "![plan](plan.png)",
+        "",
+    ]
+    lines += ["## What the parts of a step cost", "", _cost_table(data), ""]
+    if data["measured"]:
+        source = data["source"]
+        lines += [
+            f"Timed on matrices of the model's shapes, the least of {source['rounds']} rounds in "
+            f"turn, {source['threads']} threads. The rest of a step, and planning exits "
+            f"({data['costs'][0]['exits_ms']:g} ms), are constants of the engine.",
+            "",
+        ]
+    lines += [f"{machine_line(data)}.", ""]
+    return "\n".join(lines)
+
+
+def _cost_table(data: Mapping[str, Any]) -> str:
+    names = ("layer", "attention", "fill", "check", "head", "rest", "full_depth")
+    headers = ("batch", *(f"{name.replace('_', ' ')} ms" for name in names), "check in layers")
+    rows = [
+        [
+            str(cost["batch_size"]),
+            *(f"{cost[f'{name}_ms']:.3g}" for name in names),
+            f"{cost['check_in_layers']:.1f}",
+        ]
+        for cost in data["costs"]
+    ]
+    return markdown_table(headers, rows)
+
+
+def plot(data: Mapping[str, Any]) -> Figure:
+    """Wall speedup and break-even share against the exit layer, a line for each batch size."""
+    # Figure, not pyplot: no global state, and no window is ever opened.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    speeds, shares = figure.subplots(1, 2, sharex=True)
+    figure.suptitle(f"{data['model']}: what one exit layer can give ({data['way']})", fontsize=11)
+    colours = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
+    for index in range(len(data["costs"])):
+        _draw(speeds, shares, data, index, colours[index % len(colours)])
+    speeds.set_yscale("log")
+    speeds.yaxis.set_major_formatter(ScalarFormatter())
+    speeds.yaxis.set_minor_formatter(ScalarFormatter())
+    speeds.axhline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
+    speeds.set_ylabel("wall speedup over full depth")
+    speeds.set_title("solid: every token leaves; dashed: some do", fontsize=10)
+    shares.set_ylabel("share of tokens that must leave")
+    shares.set_ylim(0, 1)
+    shares.set_title("break-even share (no line: never)", fontsize=10)
+    for panel in (speeds, shares):
+        panel.set_xlabel(f"exit layer, of {data['shape']['num_layers']}")
+        panel.grid(alpha=0.25)
+        for layer in data["best"]["layers"]:
+            panel.axvline(layer, color="#999999", linewidth=1, linestyle=":", zorder=0)
+    handles, labels = speeds.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colour: str) -> None:
+    size = data["costs"][index]["batch_size"]
+    layers = [one["exit_layer"] for one in data["exit_layers"]]
+    batches = [one["batches"][index] for one in data["exit_layers"]]
+    look: dict[str, Any] = {
+        "color": colour,
+        "marker": "o" if len(layers) < 3 else "",
+        # Batch sizes often agree: the first one stays visible beneath the others.
+        "linewidth": max(1.2, 4.0 - 1.2 * index),
+    }
+    speeds.plot(
+        layers,
+        [batch["best_speedup"] for batch in batches],
+        **look,
+        label=f"batch {size}: every token leaves",
+    )
+    ways = [batch[data["way"]] for batch in batches]
+    speeds.plot(
+        layers,
+        [way["speedup_at_share"] for way in ways],
+        **look,
+        linestyle="--",
+        label=f"batch {size}: {data['exit_share']:.0%} leave",
+    )
+    even = [way["break_even_share"] for way in ways]
+    known = [float("nan") if share is None else share for share in even]
+    shares.plot(layers, known, **look)

@@ -1,0 +1,155 @@
+"""Which exit layers to train, under a stated assumption about how many tokens leave where.
+
+Before training nobody knows that. The assumption has one number, the share S of tokens that leave
+at any exit, and a curve: the part of them that has left by a depth. Its points are the bundled
+model's at threshold 0.4 (models/exit-py-10m/README.md: 16, 12 and 12 % of all tokens at a quarter,
+a half and three quarters of the depth), joined by straight lines.
+
+With it, the mean time of a step is a sum over segments, each of which depends on its two ends only,
+so the best layers are a shortest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from exitserve.planning.predict import (
+    Curve,
+    StepCosts,
+    least_share,
+    segment_seconds,
+    speedup,
+)
+
+LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
+"""(share of the depth, part of the exits that are at or before it)."""
+SHARES = (0.3, 0.5, 0.8)
+"""S for which a recommendation's gains are told: the bundled model at an agreement of 0.95, the
+default assumption, and text of which most is easy."""
+PLAUSIBLE = 0.8
+"""Share of tokens beyond which no model is assumed to go,"""
+SHALLOWEST = 0.25
+"""all of them at this share of the depth. Where even that gains less than `WORTH`, exits cannot
+pay."""
+WORTH = 1.05
+MOST_LAYERS = 4
+ONE_MORE = 1.01
+"""A further exit layer must gain this factor."""
+
+
+def shares_at(layers: Sequence[int], num_layers: int, total: float) -> dict[int, float]:
+    """Share of all tokens that leaves at each exit layer, ascending, where `total` could leave."""
+    left = [0.0, *(total * left_by(layer / num_layers) for layer in layers)]
+    return {
+        layer: after - before for layer, (before, after) in zip(layers, pairwise(left), strict=True)
+    }
+
+
+def break_even_total(
+    costs: StepCosts, batch: int, layers: Sequence[int], *, compacts: bool
+) -> float | None:
+    """The least S at which exit layers together cost nothing; None where even S = 1 does not."""
+
+    def gain(total: float) -> float:
+        shares = shares_at(layers, costs.num_layers, total)
+        return speedup(costs, batch, shares, compacts=compacts)
+
+    return least_share(gain)
+
+
+def left_by(depth: float) -> float:
+    """Part of the exits at or before a share of the depth."""
+    for (before, low), (after, high) in pairwise(LEFT_BY):
+        if depth <= after:
+            return low + (high - low) * (depth - before) / (after - before)
+    raise ValueError(f"depth {depth} must be a share, 0..1.")
+
+
+def choose(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
+    """The exit layers with the least mean time of a step; one to four of them.
+
+    Args:
+        costs: of the parts.
+        batch: B.
+        total: S.
+        compacts: see `segment_seconds`.
+    """
+    last = costs.num_layers
+    nodes = range(last + 1)
+    staying = [1.0 - total * left_by(layer / last) for layer in nodes]
+
+    def edge(start: int, layer: int) -> float:
+        after = 0.0 if layer == last else staying[layer]
+        return segment_seconds(costs, batch, start, layer, staying[start], after, compacts=compacts)
+
+    edges = {(start, layer): edge(start, layer) for layer in nodes for start in range(layer)}
+    # For each number of exits, the best way to every layer that ends with an exit there.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    found: tuple[float, tuple[int, ...]] | None = None
+    fixed = costs.rest(batch) + costs.exits(batch)
+    for _ in range(min(MOST_LAYERS, last - 1)):
+        best = {
+            layer: min(
+                (seconds + edges[start, layer], (*path, layer))
+                for start, (seconds, path) in best.items()
+                if start < layer
+            )
+            for layer in range(1, last)
+            if any(start < layer for start in best)
+        }
+        seconds, path = min((s + edges[start, last], p) for start, (s, p) in best.items())
+        if found is not None and found[0] < (fixed + seconds) * ONE_MORE:
+            break
+        found = fixed + seconds, path
+    return found[1] if found else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether exits can pay at a batch size."""
+
+    gain: float
+    """Wall speedup if the plausible share of tokens left at the shallowest layer considered."""
+    reason: str | None
+    """Why they cannot; None where they can."""
+
+
+def verdict(costs: StepCosts, batch: int, *, compacts: bool) -> Verdict:
+    """Whether exits can pay, and if not, what stands in the way: what would have to be free."""
+    layer = min(costs.num_layers - 1, max(1, round(SHALLOWEST * costs.num_layers)))
+    gain = _plausible_gain(costs, batch, layer, compacts=compacts)
+    reason = None
+    if gain < WORTH:
+        reason = _reason(costs, batch, layer, compacts=compacts)
+    return Verdict(gain=gain, reason=reason)
+
+
+def _plausible_gain(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> float:
+    return speedup(costs, batch, {layer: PLAUSIBLE}, compacts=compacts)
+
+
+def _reason(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> str:
+    agreeing = 1.0 - PLAUSIBLE**batch
+    if not compacts and _plausible_gain(costs, batch, layer, compacts=True) >= WORTH:
+        return (
+            f"all {batch} rows run as long as any of them needs a layer, which is so in "
+            f"{agreeing:.0%} of the steps; running active rows only would pay"
+        )
+    nothing = Curve(tuple((rows, 0.0) for rows, _ in costs.check.points))
+    if _plausible_gain(replace(costs, check=nothing), batch, layer, compacts=compacts) >= WORTH:
+        return (
+            f"a check is too dear: it costs {costs.check_in_layers(batch):.1f} of "
+            f"{costs.num_layers} layers, because the vocabulary is large for so small a model"
+        )
+    no_engine = replace(costs, rest=nothing, exits=nothing)
+    if _plausible_gain(no_engine, batch, layer, compacts=compacts) >= WORTH:
+        own = (costs.rest(batch) + costs.exits(batch)) / (costs.full(batch) + costs.exits(batch))
+        return f"the engine's own work is {own:.0%} of a step, which exits do not shorten"
+    if batch > 1:
+        return (
+            f"reading weights is what takes time, and at least one of {batch} rows needs every "
+            f"layer in {agreeing:.0%} of the steps"
+        )
+    return "layers cost too little of a step"
