@@ -1,0 +1,214 @@
+"""Generative tasks of EleutherAI's lm-eval against a running server, with the depth of every token.
+
+Exit fields belong to a request, so one server answers for every setting. Its responses carry the
+depth at which each token stopped (`exit_trace`), which is kept beside the score.
+
+Tasks that compare log-likelihoods of given answers generate nothing: prompts run at full depth, so
+no threshold would change their score. They are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import requests
+from lm_eval.evaluator import evaluate
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+
+from exitserve.errors import ExitServeError, nearest
+from exitserve.evaluation.endpoint import Endpoint
+from exitserve.evaluation.settings import Setting, TaskPlan
+
+GENERATIVE = "generate_until"
+SEED = 1234
+"""lm-eval's own: of few-shot examples and of sampling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What lm-eval says of one task under one setting."""
+
+    task: str
+    samples: int
+    metrics: Mapping[str, dict[str, Any]]
+    """"metric,filter" to `value`, `stderr`, `higher_is_better`; the first is the task's own."""
+    depths: Sequence[int]
+    """Of every decode token of all answers; an answer's first token, always at full depth, is not
+    among them."""
+
+
+class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
+    """lm-eval's client of a completions server, which sends exit fields and keeps the depths."""
+
+    def __init__(self, endpoint: Endpoint, tokenizer: str, plan: TaskPlan) -> None:
+        """Connects to a server.
+
+        Args:
+            endpoint: the server.
+            tokenizer: directory of the checkpoint.
+            plan: concurrency, chat.
+        """
+        super().__init__(
+            base_url=f"{endpoint.url}/v1/completions",
+            model=endpoint.name,
+            tokenizer=tokenizer,
+            tokenizer_backend="huggingface",
+            # As the server encodes prompts itself; a chat template brings its own special tokens.
+            add_bos_token=not plan.chat,
+            # lm-eval takes one off for a token to generate, which it then counts once more.
+            max_length=endpoint.context + 1,
+            num_concurrent=plan.concurrency,
+            max_retries=1,
+            seed=SEED,
+        )
+        self.fields: dict[str, Any] = {}
+        self.depths: list[int] = []
+
+    def _create_payload(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        payload: dict[str, Any] = super()._create_payload(*args, **kwargs)
+        return payload | {"vllm_xargs": {**self.fields, "exit_trace": True}}
+
+    def parse_generations(self, outputs: Any, **kwargs: Any) -> list[str]:
+        """The texts of the answers; notes their depths."""
+        for output in outputs if isinstance(outputs, list) else [outputs]:
+            for choice in output["choices"]:
+                self.depths += choice["exit_layers"][1:]
+        texts: list[str] = super().parse_generations(outputs, **kwargs)
+        return texts
+
+
+def load_tasks(plan: TaskPlan) -> dict[str, Any]:
+    """Task name to lm-eval's task; groups are taken apart.
+
+    Relative paths of data files count from the folder of `--task-path`.
+
+    Raises:
+        ExitServeError: a task is unknown, cannot be loaded, or generates nothing.
+    """
+    if plan.path is not None and not plan.path.is_dir():
+        raise ExitServeError(f"--task-path '{plan.path}' is no folder; give the one of your tasks.")
+    manager = _manager(plan)
+    for name in plan.names:
+        if name not in manager.task_index:
+            raise ExitServeError(
+                f"task {name!r} is unknown to lm-eval.{nearest(name, manager.all_tasks)} Tasks of "
+                f"your own go into a folder given with --task-path."
+            )
+    tasks: dict[str, Any] = {}
+    for name in plan.names:
+        with contextlib.chdir(plan.path or Path.cwd()):
+            tasks |= _load(manager, name)
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE != GENERATIVE:
+            raise ExitServeError(
+                f"task {name!r} compares likelihoods of given answers ({task.OUTPUT_TYPE}), so "
+                f"nothing is generated and nothing can exit: its score is the same at every "
+                f"threshold. Give generative tasks (output_type: {GENERATIVE})."
+            )
+    return tasks
+
+
+def _manager(plan: TaskPlan) -> TaskManager:
+    """What finds the tasks: in the folder given, or also among lm-eval's own thousands."""
+    if plan.path is not None:
+        own = TaskManager(include_path=str(plan.path.resolve()), include_defaults=False)
+        # A group may hold tasks of lm-eval's.
+        if set(plan.names) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=None if plan.path is None else str(plan.path.resolve()))
+
+
+def _load(manager: TaskManager, name: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = manager.load([name])["tasks"]
+    except Exception as error:  # a task runs code of its own and of `datasets`
+        reason = " ".join(str(error).split())[:300]
+        raise ExitServeError(
+            f"task {name!r} cannot be loaded ({type(error).__name__}: {reason}); without access "
+            f"to a hub its data files must be local (dataset_path: json, data_files)."
+        ) from error
+    return found
+
+
+def run_tasks(
+    tasks: Mapping[str, Any],
+    settings: Sequence[Setting],
+    plan: TaskPlan,
+    endpoint: Endpoint,
+    tokenizer: str,
+) -> Iterator[tuple[Setting, Score]]:
+    """Runs every task under every setting, and yields each score as it is there.
+
+    Raises:
+        ExitServeError: answers of a task do not fit the context, the server fails, or lm-eval
+            refuses the task.
+    """
+    client = ExitCompletions(endpoint, tokenizer, plan)
+    for name, task in tasks.items():
+        _prepare(task, endpoint)
+        for setting in settings:
+            client.fields, client.depths = dict(setting.fields), []
+            with _told_in_one_line(name, endpoint):
+                found = evaluate(
+                    lm=client,
+                    task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}},
+                    limit=plan.limit,
+                    log_samples=False,
+                    apply_chat_template=plan.chat,
+                )
+            yield setting, _score_of(name, found, client.depths)
+
+
+def _prepare(task: Any, endpoint: Endpoint) -> None:
+    """What lm-eval's own command does to a task before it runs it, and a look at its length."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=SEED)
+    answer = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 256)
+    if answer >= endpoint.context:
+        raise ExitServeError(
+            f"task {task.task_name!r} asks for {answer} tokens, but the server's context is "
+            f"{endpoint.context}: lower max_gen_toks in its generation_kwargs."
+        )
+
+
+@contextlib.contextmanager
+def _told_in_one_line(name: str, endpoint: Endpoint) -> Iterator[None]:
+    try:
+        yield
+    except (requests.RequestException, aiohttp.ClientError, TimeoutError) as error:
+        raise ExitServeError(
+            f"the server at {endpoint.url} failed during task {name!r}: {error or 'no answer'}."
+        ) from error
+    except ValueError as error:
+        # How lm-eval refuses a task, such as one that runs code that was generated.
+        raise ExitServeError(f"lm-eval refuses task {name!r}: {error}") from error
+
+
+def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> Score:
+    results, better = found["results"][name], found["higher_is_better"][name]
+    metrics = {}
+    for key, value in results.items():
+        metric, comma, chosen = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        spread = results.get(f"{metric}_stderr,{chosen}")
+        metrics[key] = {
+            "value": float(value),
+            "stderr": float(spread) if isinstance(spread, int | float) else None,
+            "higher_is_better": better.get(metric) is not False,
+        }
+    if not metrics:
+        raise ExitServeError(f"task {name!r} has no metric that is a number.")
+    return Score(
+        task=name,
+        samples=found["n-samples"][name]["effective"],
+        metrics=metrics,
+        depths=tuple(depths),
+    )

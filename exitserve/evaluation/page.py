@@ -1,0 +1,210 @@
+"""The human side of an evaluation: Markdown page, terminal tables, plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from exitserve.evaluation.settings import label_of
+from exitserve.report import machine_line, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSSY = (
+    "Early exit is lossy: modes confidence and defer do not preserve full depth's distribution, "
+    "and trade quality for depth. Measure the loss on your own tasks before you serve it."
+)
+LOSSLESS = "Only mode verify was measured, whose answers are those of full depth."
+
+HEADERS = (
+    "setting",
+    "mean depth",
+    "depth speedup",
+    "agreement",
+    "perplexity",
+    "perplexity retained",
+)
+SHORT_HEADERS = (
+    "setting",
+    "mean\ndepth",
+    "depth\nspeedup",
+    "agree-\nment",
+    "perplexity",
+    "perplexity\nretained",
+)
+"""Of the terminal table, which fits 80 characters."""
+TASK_HEADERS = ("task", "setting", "score", "retained", "mean depth", "depth speedup")
+SHORT_TASK_HEADERS = ("task", "setting", "score", "retained", "mean\ndepth", "depth\nspeedup")
+DEPTH_HEADERS = ("setting", "depth", "share of tokens", "agreement", "perplexity")
+
+
+def text_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row for each case, in the order of `HEADERS`."""
+    return [
+        [
+            _label(case),
+            _number(case["mean_depth"], 2),
+            _number(case["depth_speedup"], 2),
+            _number(case["agreement"], 3),
+            _number(case["perplexity"], 3),
+            _share(case["perplexity_retention"]),
+        ]
+        for case in cases
+    ]
+
+
+def task_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row for each task and case, in the order of `TASK_HEADERS`."""
+    rows = []
+    for name in cases[0]["tasks"]:
+        for case in cases:
+            task = case["tasks"][name]
+            spread = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
+            rows.append(
+                [
+                    name,
+                    _label(case),
+                    f"{task['score']:.3f}{spread}",
+                    _share(task["retention"]),
+                    _number(task["mean_depth"], 2),
+                    _number(task["depth_speedup"], 2),
+                ]
+            )
+    return rows
+
+
+def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row for each case with exits and each depth, in the order of `DEPTH_HEADERS`."""
+    return [
+        [
+            _label(case),
+            str(part["depth"]),
+            _share(part["share"]),
+            _number(part["agreement"], 3),
+            _number(part["perplexity"], 3),
+        ]
+        for case in cases
+        if case["mode"] not in ("off", "verify")
+        for part in case["by_depth"]
+    ]
+
+
+def title_of(data: Mapping[str, Any]) -> str:
+    """Names the model."""
+    return f"{data['model']}, quality against depth"
+
+
+def warning_of(data: Mapping[str, Any]) -> str:
+    """What quality is traded, in the settings that were measured."""
+    modes = {case["mode"] for case in data["cases"]} - {"off"}
+    return LOSSLESS if modes == {"verify"} else LOSSY
+
+
+def minimum_line(data: Mapping[str, Any]) -> str | None:
+    """The least that any task retains; None without tasks."""
+    least = data["minimum_retention"]
+    if least is None:
+        return None
+    setting = label_of(least["mode"], least["exit_threshold"])
+    return f"Minimum retained: {_share(least['retention'])} ({least['task']}, {setting})."
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page `report.md`."""
+    cases = data["cases"]
+    lines = [f"# {title_of(data)}", "", f"> **Warning.** {warning_of(data)}", ""]
+    for note in data["notes"]:
+        lines += [f"> **Note.** {note}", ""]
+    if cases[0]["tasks"]:
+        lines += ["## Tasks", "", markdown_table(TASK_HEADERS, task_rows(cases)), ""]
+        lines += [f"**{least}**", ""] if (least := minimum_line(data)) else []
+    lines += ["## Held-out text", "", markdown_table(HEADERS, text_rows(cases)), ""]
+    lines += ["![retained quality](retention.png)", ""]
+    if by_depth := depth_rows(cases):
+        lines += ["## By the depth at which tokens stopped", ""]
+        lines += [markdown_table(DEPTH_HEADERS, by_depth), ""]
+    lines += ["## How it was measured", "", *_conditions(data), ""]
+    return "\n".join(lines)
+
+
+def _conditions(data: Mapping[str, Any]) -> list[str]:
+    settings = data["settings"]
+    text, tasks = settings["data"], settings["tasks"]
+    lines = [
+        f"- Text: {text['name']} (sha256 {text['sha256'][:16]}, {text['documents']} documents), "
+        f"{settings['windows']} windows of {settings['window_tokens']} tokens, the first "
+        f"{settings['prompt_tokens']} of each as prompt: {settings['decode_tokens']} decode "
+        f"tokens. Teacher forced and exact, in float32.",
+        "- Agreement: tokens equal to full depth's greedy choice on the same text. Perplexity: of "
+        "the text, by the depth at which each token stopped; of one depth's row, over the tokens "
+        "that stopped there, which are the easy ones.",
+        "- Retained: score over full depth's (the inverse where less is better).",
+        f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
+        f"{settings['criterion']}, exit checks {settings['exit_checks']}. Nothing was timed; "
+        f"depth speedup counts layers.",
+    ]
+    if tasks is not None:
+        few = "" if tasks["limit"] is None else f", at most {tasks['limit']} requests each"
+        here = tasks["server"] == "started here"
+        server = tasks["server"] + ("" if here else " (the machine below may be another)")
+        lines.append(
+            f"- Tasks: lm-eval {tasks['lm_eval']}{few}, server "
+            f"{server}, {tasks['concurrency']} requests at a time. Mean depth is of "
+            f"the tokens of a task's own answers, the first of each left out."
+        )
+    return [*lines, f"- {machine_line(data)}."]
+
+
+def _label(case: Mapping[str, Any]) -> str:
+    return label_of(case["mode"], case["exit_threshold"])
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def plot(data: Mapping[str, Any]) -> Figure:
+    """What is retained of full depth, against depth speedup: text, agreement, every task.
+
+    One panel for each mode; every line begins at full depth.
+    """
+    # Figure, not pyplot: no global state, and no window is ever opened.
+    from matplotlib.figure import Figure
+
+    full, *others = data["cases"]
+    modes = list(dict.fromkeys(case["mode"] for case in others))
+    figure = Figure(figsize=(1.6 + 4.8 * len(modes), 4.8), layout="constrained")
+    figure.suptitle(title_of(data), fontsize=11)
+    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for panel, mode in zip(panels, modes, strict=True):
+        _draw(panel, [full, *(case for case in others if case["mode"] == mode)])
+        panel.set_title(mode, fontsize=10)
+    panels[0].set_ylabel("retained of full depth, %")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
+    lines = {
+        "agreement, held-out text": [(c["depth_speedup"], c["agreement"]) for c in cases],
+        "perplexity, held-out text": [
+            (c["depth_speedup"], c["perplexity_retention"]) for c in cases
+        ],
+    }
+    for name in cases[0]["tasks"]:
+        found = [case["tasks"][name] for case in cases]
+        lines[name] = [(task["depth_speedup"], task["retention"]) for task in found]
+    for name, points in lines.items():
+        known = sorted((x, 100 * y) for x, y in points if x is not None and y is not None)
+        style = "--" if name.endswith("held-out text") else "-"
+        panel.plot([x for x, _ in known], [y for _, y in known], style, marker="o", label=name)
+    panel.axhline(100, color="#bbbbbb", linewidth=1, zorder=0)
+    panel.set_xlabel("depth speedup (layers at full depth / layers run)")
+    panel.grid(alpha=0.25)

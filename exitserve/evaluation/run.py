@@ -1,0 +1,281 @@
+"""The evaluation: tasks against a server, then the oracle on held-out text; a report of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exitserve.evaluation.endpoint import Endpoint, check_fields, find
+from exitserve.evaluation.oracle import Seen, measure, report_of, rounded
+from exitserve.evaluation.settings import EvalPlan, TaskPlan
+from exitserve.reference import load_reference
+from exitserve.report import machine, versions
+from exitserve.server.local import LocalServer
+from exitserve.texts import Window
+
+if TYPE_CHECKING:
+    # lm-eval, which it needs, may not be installed.
+    from exitserve.evaluation.harness import Score
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of all work that is done, 0..1."""
+
+NOT_TIMED: dict[str, Any] = {
+    "batch_size": None,
+    "tokens_per_second": None,
+    "tpot_ms": None,
+    "wall_speedup": None,
+    "limit_speedup": None,
+    "efficiency": None,
+}
+"""Keys of `exitserve bench` that need plain vLLM running beside."""
+
+
+def evaluate(
+    plan: EvalPlan,
+    windows: Sequence[Window],
+    tasks: Mapping[str, Any],
+    out: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Runs a plan.
+
+    Args:
+        plan: what is asked.
+        windows: of the plan's documents.
+        tasks: lm-eval's, by name; empty without `plan.tasks`.
+        out: for the log of a server that is started.
+        progress: see `Progress`.
+
+    Returns:
+        The report without its `schema_version`; see docs/eval.md for the keys.
+
+    Raises:
+        ExitServeError: the server is not the right one, or it or a task fails.
+    """
+    steps = len(tasks) * len(plan.settings) + len(windows)
+    done = 0
+
+    def passed(doing: str) -> None:
+        nonlocal done
+        done += 1
+        progress(doing, done / steps)
+
+    scores: dict[str, list[Score]] = {setting.label: [] for setting in plan.settings}
+    if plan.tasks is not None:
+        from exitserve.evaluation.harness import run_tasks
+
+        progress("asking the server" if plan.tasks.endpoint else "starting a server", 0.0)
+        with _server(plan, plan.tasks, out) as endpoint:
+            for setting, score in run_tasks(tasks, plan.settings, plan.tasks, endpoint, plan.model):
+                scores[setting.label].append(score)
+                passed(f"{score.task}: {setting.label}")
+    progress("loading the model in float32", done / steps)
+    reference = load_reference(plan.model, exit_checks=plan.exit_checks)
+    found = measure(
+        reference,
+        windows,
+        plan.prompt_tokens,
+        plan.settings,
+        lambda: passed("held-out text, every setting"),
+    )
+    return _report(plan, windows, found, scores)
+
+
+def _report(
+    plan: EvalPlan,
+    windows: Sequence[Window],
+    found: Sequence[Seen],
+    scores: Mapping[str, Sequence[Score]],
+) -> dict[str, Any]:
+    full = found[0].whole.perplexity
+    cases = [
+        case_of(seen, scores[seen.setting.label], full, plan.rules.exit_layers) for seen in found
+    ]
+    for case in cases:
+        add_retention(case, cases[0])
+    return {
+        "kind": "evaluation",
+        "model": plan.model,
+        "synthetic": False,
+        "machine": machine(),
+        "versions": versions(),
+        "settings": _settings_block(plan, windows),
+        "minimum_retention": least_retained(cases),
+        "notes": notes_on(cases),
+        "cases": cases,
+    }
+
+
+def check_server(plan: EvalPlan) -> None:
+    """Looks at the server that was named, if one was, before anything slow starts.
+
+    Raises:
+        ExitServeError: it is not the right one, or refuses a setting.
+    """
+    if plan.tasks is not None and plan.tasks.endpoint is not None:
+        endpoint = find(plan.tasks.endpoint, plan.model, plan.rules)
+        check_fields(endpoint, (setting.fields for setting in plan.settings))
+
+
+@contextmanager
+def _server(plan: EvalPlan, asked: TaskPlan, out: Path) -> Iterator[Endpoint]:
+    """The running server that was named, or one that runs as long as the context."""
+    if asked.endpoint is not None:
+        yield find(asked.endpoint, plan.model, plan.rules)
+        return
+    options = [*asked.server_options, "--exit-checks", plan.exit_checks]
+    if any(setting.policy.mode == "verify" for setting in plan.settings):
+        # The threshold is only its default, which no request takes.
+        options += ["--mode", "verify", "--exit-threshold", "0.5"]
+    with LocalServer(plan.model, *options, log=out / "server.log") as server:
+        yield find(server.url, plan.model, plan.rules)
+
+
+def case_of(
+    seen: Seen,
+    scores: Sequence[Score],
+    full_perplexity: float | None,
+    exit_layers: Sequence[int],
+) -> dict[str, Any]:
+    """One entry of the report's `cases`: the keys of `exitserve bench`, then our own."""
+    whole, full = seen.whole, max(seen.by_depth)
+    policy = seen.setting.policy
+    verifies = policy.mode == "verify"
+    perplexity = whole.perplexity
+    return {
+        **NOT_TIMED,
+        "mode": policy.mode,
+        "exit_threshold": seen.setting.exit_threshold,
+        "exit_layer": None,
+        "exit_share": None,
+        "actual_exit_share": None,
+        "mean_depth": rounded(seen.mean_depth),
+        # What a server runs for drafts that it rejects, it alone can count.
+        "mean_layers_run": None
+        if verifies
+        else rounded(float(full) if policy.mode == "defer" else seen.mean_depth),
+        "depth_speedup": rounded(full / seen.mean_depth),
+        "agreement": rounded(whole.agreement),
+        "perplexity": rounded(perplexity),
+        "drafted": seen.drafted if verifies else None,
+        "accepted": seen.accepted if verifies else None,
+        "exit_layers": {str(depth): tally.tokens for depth, tally in seen.by_depth.items()},
+        "perplexity_retention": None
+        if perplexity is None or full_perplexity is None
+        else rounded(full_perplexity / perplexity),
+        "thresholds": {str(layer): _finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
+        if policy.mode != "off"
+        else {},
+        "by_depth": report_of(seen),
+        "tasks": {score.task: _task_of(score, full) for score in scores},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return None if value == float("inf") else value
+
+
+def _task_of(score: Score, full: int) -> dict[str, Any]:
+    """A task under one setting; its first metric is the score."""
+    name, first = next(iter(score.metrics.items()))
+    depths = score.depths
+    mean = sum(depths) / len(depths) if depths else None
+    return {
+        "metric": name,
+        "score": rounded(first["value"]),
+        "stderr": rounded(first["stderr"]),
+        "higher_is_better": first["higher_is_better"],
+        "retention": None,
+        "samples": score.samples,
+        "tokens": len(depths),
+        "mean_depth": rounded(mean),
+        "depth_speedup": None if mean is None else rounded(full / mean),
+        "exit_layers": {str(depth): depths.count(depth) for depth in sorted(set(depths))},
+        "metrics": {
+            key: {**metric, "value": rounded(metric["value"]), "stderr": rounded(metric["stderr"])}
+            for key, metric in score.metrics.items()
+        },
+    }
+
+
+def retention(score: float, full: float, *, higher_is_better: bool) -> float | None:
+    """The share of full depth's score that is left; None where that would divide by zero."""
+    part, whole = (score, full) if higher_is_better else (full, score)
+    return rounded(part / whole) if whole else None
+
+
+def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
+    """Puts `retention` into the tasks of a case, beside those of full depth."""
+    for name, task in case["tasks"].items():
+        task["retention"] = retention(
+            task["score"], full["tasks"][name]["score"], higher_is_better=task["higher_is_better"]
+        )
+
+
+def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of all tasks and settings; None where no task has a retention."""
+    found = [
+        {
+            "retention": task["retention"],
+            "task": name,
+            "mode": case["mode"],
+            "exit_threshold": case["exit_threshold"],
+        }
+        for case in cases[1:]
+        for name, task in case["tasks"].items()
+        if task["retention"] is not None
+    ]
+    return min(found, key=lambda one: one["retention"], default=None)
+
+
+def _settings_block(plan: EvalPlan, windows: Sequence[Window]) -> dict[str, Any]:
+    tasks = plan.tasks
+    return {
+        "num_layers": plan.rules.num_layers,
+        "exit_layers": list(plan.rules.exit_layers),
+        "exit_checks": plan.exit_checks,
+        "criterion": plan.rules.criterion,
+        "data": plan.documents.provenance(),
+        "windows": len(windows),
+        "window_tokens": plan.window,
+        "prompt_tokens": plan.prompt_tokens,
+        "decode_tokens": len(windows) * (plan.window - plan.prompt_tokens - 1),
+        "seed": plan.seed,
+        "tasks": None
+        if tasks is None
+        else {
+            "lm_eval": version("lm_eval"),
+            "names": list(tasks.names),
+            "limit": tasks.limit,
+            "concurrency": tasks.concurrency,
+            "chat_template": tasks.chat,
+            "server": "started here" if tasks.endpoint is None else tasks.endpoint,
+            "server_options": list(tasks.server_options),
+        },
+    }
+
+
+def notes_on(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes = []
+    for name, full in cases[0]["tasks"].items():
+        others = [case["tasks"][name] for case in cases[1:]]
+        if not full["tokens"]:
+            notes.append(
+                f"{name}: answers of one token come from the prompt pass, at full depth. Nothing "
+                f"of this task can exit."
+            )
+        if not full["score"]:
+            notes.append(f"{name}: full depth's score is 0, so there is nothing to retain.")
+        moved = max((abs(one["score"] - full["score"]) for one in others), default=0.0)
+        if full["stderr"] is not None and 0 < moved < 2 * full["stderr"]:
+            notes.append(
+                f"{name}: scores differ by at most {moved:.3f}, less than two standard errors "
+                f"({2 * full['stderr']:.3f}) of a score by itself: too few samples "
+                f"({full['samples']}) to tell what exits cost."
+            )
+    return notes

@@ -1,0 +1,114 @@
+"""What an evaluation is asked to do, and the settings whose quality is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitserve.errors import ExitServeError
+from exitserve.policy import AUTO, ExitPolicy, ExitRules, Mode
+from exitserve.texts import Documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One rule for all requests; the first of an evaluation is full depth."""
+
+    fields: Mapping[str, Any]
+    """What a request sends for it."""
+    policy: ExitPolicy
+    """What the fields mean for this model."""
+    exit_threshold: float | str | None = None
+    """As it was given: a number or `auto`; None for full depth."""
+
+    @property
+    def label(self) -> str:
+        """For tables and plots."""
+        return label_of(self.policy.mode, self.exit_threshold)
+
+
+def label_of(mode: str, exit_threshold: float | str | None) -> str:
+    """Names a setting."""
+    if exit_threshold is None:
+        return "full depth"
+    name = "threshold" if mode == "confidence" else mode
+    value = exit_threshold
+    return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """Tasks of lm-eval, and the server that they run against."""
+
+    names: tuple[str, ...]
+    path: Path | None
+    """A folder with task files of one's own."""
+    limit: int | None
+    """Most requests of each task; None for all."""
+    concurrency: int
+    chat: bool
+    """Whether prompts go through the tokenizer's chat template."""
+    endpoint: str | None
+    """URL of a running server; None to start one."""
+    server_options: tuple[str, ...]
+    """Flags of `exitserve serve` for a server that is started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan:
+    """A checked request for an evaluation."""
+
+    model: str
+    """As it was given: a directory."""
+    rules: ExitRules
+    exit_checks: str
+    settings: tuple[Setting, ...]
+    """Full depth first."""
+    documents: Documents
+    window: int
+    """Tokens of a window."""
+    prompt_tokens: int
+    """Those of them that are taken for the prompt."""
+    windows: int
+    """Most windows."""
+    seed: int
+    tasks: TaskPlan | None
+
+
+def make_settings(
+    rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
+) -> tuple[Setting, ...]:
+    """Full depth, then every number in every mode; `auto` brings a mode of its own.
+
+    Raises:
+        ExitServeError: the model has no exits, or a threshold does not fit or is given twice.
+    """
+    if not rules.exit_layers:
+        raise ExitServeError(
+            "this checkpoint declares no exit layers, so there is nothing to compare: "
+            "`exitserve plan` tells which exits could pay, and `exitserve train` makes them."
+        )
+    if len(set(thresholds)) != len(thresholds) or len(set(modes)) != len(modes):
+        raise ExitServeError("a threshold or a mode is given twice; give each once.")
+    asked: list[tuple[float | str, dict[str, Any]]] = []
+    for mode in modes:
+        asked += [
+            (value, {"exit_threshold": value, "exit_mode": mode})
+            for value in thresholds
+            if value != AUTO
+        ]
+    asked += [(AUTO, {"exit_threshold": AUTO})] if AUTO in thresholds else []
+    settings = [Setting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
+    for value, fields in asked:
+        policy = rules.policy_for(fields)
+        if policy.mode == "off":
+            raise ExitServeError(
+                f"threshold {value} never exits for this checkpoint; full depth is always "
+                f"measured, so leave it away."
+            )
+        settings.append(Setting(fields=fields, policy=policy, exit_threshold=value))
+    if len(settings) == 1:
+        raise ExitServeError("--thresholds names none; give numbers below 1, or auto.")
+    return tuple(settings)

@@ -1,0 +1,59 @@
+"""Which settings an evaluation has: numbers in every mode, calibrated thresholds in their own."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from exitserve.arguments import thresholds_of
+from exitserve.bench.settings import verify_options
+from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.checkpoint import read_multi_exit, write_multi_exit
+from exitserve.engine.launch import check_rules
+from exitserve.errors import ExitServeError
+from exitserve.evaluation.settings import make_settings
+
+POINT = OperatingPoint(agreement=0.98, thresholds={3: 0.8, 9: 0.6}, eos_thresholds={3: 0.9, 9: 0.9})
+
+
+@pytest.fixture
+def calibrated(bundled: Path, tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled / name, tmp_path)
+    block = read_multi_exit(bundled)
+    assert block is not None
+    found = Calibration(
+        target="agreement>=0.98",
+        mode="defer",
+        criterion="max_prob",
+        confidence_level=0.95,
+        num_layers=12,
+        chosen=POINT,
+    )
+    write_multi_exit(tmp_path, replace(block, calibration=found))
+    return tmp_path
+
+
+def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
+    rules = check_rules(calibrated, verify_options(None))
+    settings = make_settings(rules, thresholds_of("0.5, auto,0.7"), ("confidence", "verify"))
+    assert [setting.label for setting in settings] == [
+        "full depth",
+        "threshold 0.5",
+        "threshold 0.7",
+        "verify 0.5",
+        "verify 0.7",
+        "defer auto",
+    ]
+    full, *_, auto = settings
+    assert full.fields == {"exit_threshold": 1.0} and full.policy.mode == "off"
+    assert auto.fields == {"exit_threshold": "auto"}
+    assert [auto.policy.thresholds_at(layer)[0] for layer in (3, 9)] == [0.8, 0.6]
+
+
+def test_auto_needs_a_calibration(bundled: Path) -> None:
+    with pytest.raises(ExitServeError, match="run exitserve calibrate"):
+        make_settings(check_rules(bundled, {}), ["auto"], ("confidence",))
