@@ -1,0 +1,176 @@
+"""The model card of a truncated checkpoint, and the files that go with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from exitserve.checkpoint import MultiExit
+from exitserve.gates import FILE as GATES
+from exitserve.truncation.perplexity import Perplexity
+
+CARD = "README.md"
+CARRIED = (
+    GATES,
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
+    "chat_template.jinja",
+    "chat_template.json",
+    "chat_templates/*.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files of the full checkpoint that hold for its first layers too."""
+LICENCE_KEYS = ("license", "license_name", "license_link")
+
+_TEMPLATE = """\
+# {title}
+
+The first **{kept} of {full}** decoder layers of `{source}`, with its embeddings, final norm and LM
+head{own}. An ordinary Hugging Face checkpoint{change}.
+
+| | |
+|---|---|
+| architecture | `{architecture}` |
+| layers | {kept} of {full} |
+| exit training | {training} |
+| exits left | {exits} |
+| perplexity | {perplexity} |
+
+## Use
+
+```bash
+vllm serve {title}                # plain vLLM
+exitserve serve {title}           # with exits, where some are left
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}")
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+```
+
+Made by `exitserve truncate`. For every prompt the next-token distribution is the one that the full
+model's norm and head give after {kept} layers.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """What the card tells of."""
+
+    source: str
+    """The full model's hub id, or the name of its folder."""
+    title: str
+    config: Mapping[str, Any]
+    """Of the full model."""
+    num_layers: int
+    full_depth: int
+    block: MultiExit | None
+    """The full model's exits."""
+    perplexity: Perplexity | None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the head was trained to follow this depth."""
+        exits = () if self.block is None else self.block.exit_layers
+        return self.num_layers in (*exits, self.full_depth)
+
+
+def card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
+    """The page, with its metadata.
+
+    Args:
+        made: what was cut.
+        licence: of the full model's card, see `licence_of`.
+        from_hub: `made.source` is a hub id.
+    """
+    metadata: dict[str, Any] = dict(licence)
+    if from_hub:
+        metadata["base_model"] = made.source
+    metadata |= {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["early-exit", "truncated"],
+    }
+    block = made.block.first(made.num_layers) if made.block else None
+    exits = "none" if block is None else ", ".join(map(str, block.exit_layers))
+    if block is not None and block.calibration is not None and made.num_layers < made.full_depth:
+        exits += "; their thresholds were calibrated for the full depth and promise nothing here"
+    names = made.config.get("architectures") or ["unknown"]
+    page = _TEMPLATE.format(
+        title=made.title,
+        kept=made.num_layers,
+        full=made.full_depth,
+        source=made.source,
+        own="" if made.num_layers < made.full_depth else ": all of it",
+        change=": nothing was trained or changed",
+        architecture=names[0],
+        training=_training(made),
+        exits=exits,
+        perplexity=_measured(made.perplexity),
+    )
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n{page}"
+
+
+def _training(made: Truncation) -> str:
+    if made.num_layers == made.full_depth:
+        return "none needed: this is the full depth"
+    if made.block is None:
+        return "none: the head was never trained to follow this depth, so quality is unknown"
+    trained = ", ".join(map(str, made.block.exit_layers))
+    if made.is_trained:
+        return f"objective `{made.block.objective}`, at layers {trained}: this depth is one of them"
+    return f"objective `{made.block.objective}`, at layers {trained}: this depth is none of them"
+
+
+def _measured(found: Perplexity | None) -> str:
+    if found is None:
+        return "not measured"
+    return (
+        f"{found.value:.3f}, on {found.tokens:,} tokens of {', '.join(found.files)} (windows of "
+        f"{found.window} tokens, float32)"
+    )
+
+
+def licence_of(directory: Path) -> dict[str, str]:
+    """The licence in the metadata of a checkpoint's own card; empty where there is none."""
+    path = directory / CARD
+    if not path.is_file():
+        return {}
+    parts = path.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return {}
+    try:
+        metadata = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return {}
+    if not isinstance(metadata, dict):
+        return {}
+    return {key: str(metadata[key]) for key in LICENCE_KEYS if metadata.get(key)}
+
+
+def carried(directory: Path) -> Iterator[Path]:
+    """The files of a checkpoint to copy, relative to it."""
+    for pattern in CARRIED:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file():
+                yield path.relative_to(directory)

@@ -1,0 +1,158 @@
+"""The `truncate` command. Light to import: torch is loaded once the arguments are known."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exitserve.checkpoint import num_layers_of, read_config
+from exitserve.errors import ExitServeError
+from exitserve.truncation.layers import check_depth, doubt, trained_depths
+
+if TYPE_CHECKING:
+    from exitserve.truncation.fit import Sizes
+    from exitserve.truncation.run import Job
+
+DESCRIPTION = """\
+Write the first layers of a checkpoint, with the same norm and head, as a checkpoint of its own.
+
+It is an ordinary Hugging Face directory, smaller in weights and in key-value cache, for plain
+transformers, plain vLLM and exitserve. Nothing is trained: it says what the full model's head says
+after that many layers, so cut at a layer that was trained as an exit.
+
+  exitserve truncate MODEL --layers 8 --out DIR
+  exitserve truncate MODEL --to-fit 8GiB --context 4096 --requests 16 --out DIR
+
+`exitserve serve MODEL --max-layers N` serves the same without writing anything.
+"""
+DEFAULT_CONTEXT = 4096
+
+
+def add_truncate(subparsers: Any) -> None:
+    """Adds the `truncate` command."""
+    parser = subparsers.add_parser(
+        "truncate",
+        help="write the first layers as a shallower, ordinary checkpoint",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    depth = parser.add_argument_group("how deep (one of these)")
+    depth.add_argument("--layers", type=int, metavar="N", help="keep the first N layers")
+    depth.add_argument(
+        "--to-fit",
+        metavar="SIZE",
+        help="keep as many layers as fit this memory, such as 8GiB, weights and cache together; "
+        "where a checkpoint names exit layers, one of those or all",
+    )
+    load = parser.add_argument_group("what the memory is to hold (with --to-fit)")
+    load.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help=f"of each request (default {DEFAULT_CONTEXT}, or the model's if shorter)",
+    )
+    load.add_argument(
+        "--requests", type=int, default=1, metavar="R", help="at the same time (default 1)"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="text or JSON lines to measure the perplexity on, for the model card",
+    )
+    parser.set_defaults(run=_truncate)
+
+
+def _truncate(args: argparse.Namespace) -> int:
+    _check(args)
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from exitserve.report import terminal_table
+    from exitserve.truncation.fit import served_dtype, table
+    from exitserve.truncation.run import truncate
+
+    job, sizes, budget = _job(args)
+    console = Console()
+    # Before anything is written, so that a wrong choice can be stopped.
+    depths = sorted({*trained_depths(job.config), job.num_layers, len(sizes.layers)})
+    context = _context(args, job.config)
+    headers, rows = table(sizes, depths, budget, context)
+    title = f"{Path(args.model).name} in {served_dtype(job.config)}"
+    console.print(terminal_table(title, headers, rows))
+    if warning := doubt(job.config, job.num_layers):
+        console.print(warning, style="yellow", soft_wrap=True)
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
+        task = progress.add_task("writing", total=total)
+        made = truncate(job, lambda count: progress.advance(task, count))
+    if made.perplexity is not None:
+        console.print(f"Perplexity at this depth: {made.perplexity.value:.3f}")
+    console.print(f"{job.num_layers} of {made.full_depth} layers: {args.out}", soft_wrap=True)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ExitServeError` for options that cannot be."""
+    if (args.layers is None) == (args.to_fit is None):
+        raise ExitServeError("give one of --layers N and --to-fit SIZE.")
+    for option in ("context", "requests"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ExitServeError(f"--{option} {value} must be at least 1.")
+    for path in args.data:
+        if not path.is_file():
+            raise ExitServeError(f"no data file at '{path}'.")
+
+
+def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
+    """What to write, the full model's sizes, and the budget in bytes where one was given."""
+    from exitserve.truncation.fit import Load, deepest_fit, parse_size, served_dtype, sizes_of
+    from exitserve.truncation.run import Job, check_family, check_names, check_out
+    from exitserve.truncation.source import local_checkpoint
+    from exitserve.truncation.weights import read_weights
+
+    budget = None if args.to_fit is None else parse_size(args.to_fit)
+    config = read_config(args.model)
+    check_family(config)
+    full = num_layers_of(config)
+    if args.layers is not None:
+        check_depth(args.layers, config, "--layers")
+    check_out(Path(args.out))
+    directory = local_checkpoint(args.model)
+    weights = read_weights(directory)
+    check_names(weights, full)
+    sizes = sizes_of(config, weights.tensors, served_dtype(config))
+    layers = args.layers
+    if budget is not None:
+        load = Load(requests=args.requests, context=_context(args, config))
+        layers = deepest_fit(sizes, trained_depths(config) or range(1, full + 1), budget, load)
+    job = Job(
+        model=args.model,
+        directory=directory,
+        config=config,
+        weights=weights,
+        num_layers=layers,
+        out=Path(args.out),
+        data=args.data,
+    )
+    return job, sizes, budget
+
+
+def _context(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
+    """Tokens of a request, as asked for or by default."""
+    longest = config.get("max_position_embeddings", config.get("n_positions"))
+    if args.context is None:
+        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    if longest and args.context > longest:
+        raise ExitServeError(
+            f"--context {args.context} is longer than the model's context of {longest} tokens."
+        )
+    return int(args.context)

@@ -1,0 +1,186 @@
+"""How much memory each depth of a decoder needs, and the most layers that fit a budget.
+
+    need(N) = weights outside the layers + sum of the first N layers' weights
+            + requests * context * N * (keys and values of one token in one layer)
+
+A depth fits if its need is at most `USABLE` of the budget: activations, compiled code and the
+graphs of a GPU take the rest. These are plain vLLM's needs. Serving with exits takes a second copy
+of the K/V projections above the first exit layer. Layers whose attention has a window are counted
+at the full context, so models that have such need less than is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exitserve.checkpoint import num_layers_of
+from exitserve.costs import DTYPE_BYTES, shape_of
+from exitserve.errors import ExitServeError
+from exitserve.truncation.layers import layer_of
+from exitserve.truncation.weights import StoredTensor
+
+USABLE = 0.9
+"""Share of a budget for weights and cache; vLLM's default takes about as much of a GPU."""
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_FLOATS = ("F32", "F16", "BF16")
+"""Stored types that vLLM turns into the type it serves; others (quantised) stay as they are."""
+_UNUSED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+"""Ends of names in old checkpoints that no model loads."""
+_TIED_BY_DEFAULT = ("gemma2", "gemma3_text", "gpt2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the memory is to hold besides the weights."""
+
+    requests: int
+    """At the same time."""
+    context: int
+    """Tokens of each, prompt and answer together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of a decoder as vLLM serves it."""
+
+    outside: int
+    """Embeddings, final norm and head."""
+    layers: tuple[int, ...]
+    """[L] of each layer."""
+    kv_token: int
+    """Keys and values of one token in one layer."""
+
+    def weights(self, num_layers: int) -> int:
+        """Bytes of the weights of the first layers, with embeddings, norm and head."""
+        return self.outside + sum(self.layers[:num_layers])
+
+    def kv_tokens(self, num_layers: int, budget: int) -> int:
+        """Tokens whose keys and values have room beside the weights; 0 if those do not fit."""
+        room = int(budget * USABLE) - self.weights(num_layers)
+        return max(0, room // (num_layers * self.kv_token))
+
+    def budget(self, num_layers: int, load: Load) -> int:
+        """The least budget that holds a depth and its load."""
+        cache = load.requests * load.context * num_layers * self.kv_token
+        return -int(-(self.weights(num_layers) + cache) // USABLE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `8GiB`, `500MB`.
+
+    Raises:
+        ExitServeError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = None if found is None else UNITS.get(found[2].upper())
+    if found is None or unit is None or float(found[1]) == 0:
+        raise ExitServeError(
+            f"size {text!r} is unknown; write a number above 0 and a unit, such as 8GiB or 500MB."
+        )
+    return int(float(found[1]) * unit)
+
+
+def served_dtype(config: Mapping[str, Any]) -> str:
+    """The type that vLLM serves a checkpoint in by default: its own, but bfloat16 for float32."""
+    own = config.get("dtype", config.get("torch_dtype"))
+    return own if own in DTYPE_BYTES and own != "float32" else "bfloat16"
+
+
+def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: str) -> Sizes:
+    """Reads the sizes off a checkpoint.
+
+    Args:
+        config: its `config.json`.
+        tensors: all of them.
+        dtype: that it is served in, one of `exitserve.costs.DTYPE_BYTES`.
+
+    Raises:
+        ExitServeError: the config lacks a size, or the dtype is unknown.
+    """
+    kv_token = shape_of(config, dtype).kv_token_bytes
+    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)
+    outside, layers = 0, [0] * num_layers_of(config)
+    for tensor in tensors:
+        if tensor.name.endswith(_UNUSED) or (tied and tensor.name == "lm_head.weight"):
+            continue
+        size = tensor.num_bytes
+        if tensor.dtype in _FLOATS:
+            size = tensor.num_elements * DTYPE_BYTES[dtype]
+        layer = layer_of(tensor.name)
+        if layer is None:
+            outside += size
+        elif layer < len(layers):
+            layers[layer] += size
+    return Sizes(outside=outside, layers=tuple(layers), kv_token=kv_token)
+
+
+def deepest_fit(sizes: Sizes, depths: Sequence[int], budget: int, load: Load) -> int:
+    """The largest of some depths that fits a budget together with its load.
+
+    Raises:
+        ExitServeError: none does; the message says what the smallest needs.
+    """
+    fitting = [depth for depth in depths if sizes.budget(depth, load) <= budget]
+    if fitting:
+        return max(fitting)
+    least = min(depths)
+    raise ExitServeError(
+        f"no depth fits {in_words(budget)}: the smallest, {least} of {len(sizes.layers)} layers, "
+        f"needs {in_words(sizes.budget(least, load))} for its weights and "
+        f"{load.requests} x {load.context} tokens of context ({1 - USABLE:.0%} left for the "
+        f"rest); give more, or a lower --context or --requests."
+    )
+
+
+def in_words(count: float) -> str:
+    """Bytes for a reader: `3.4 GiB`."""
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:.1f} {unit}"
+
+
+def table(
+    sizes: Sizes, depths: Sequence[int], budget: int | None, context: int
+) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows that compare depths, the full one among them.
+
+    Args:
+        sizes: of the full model.
+        depths: one row for each; gains are told against the full depth.
+        budget: of memory, for what it holds beside the weights; None leaves that out.
+        context: tokens of a request.
+    """
+    full = len(sizes.layers)
+    headers = ["layers", "weights", "cache a token"]
+    if budget is not None:
+        headers += ["tokens in the cache", f"requests of {context} tokens"]
+    rows = []
+    for depth in depths:
+        row = [
+            f"{depth} of {full}",
+            in_words(sizes.weights(depth)),
+            in_words(depth * sizes.kv_token),
+        ]
+        if budget is not None:
+            tokens, whole = sizes.kv_tokens(depth, budget), sizes.kv_tokens(full, budget)
+            row.append("does not fit" if not tokens else f"{tokens:,}")
+            gain = tokens // context - whole // context
+            more = f" (+{gain})" if depth < full else ""
+            row.append(f"{tokens // context}{more}")
+        rows.append(row)
+    return headers, rows

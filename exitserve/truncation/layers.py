@@ -1,0 +1,120 @@
+"""The first N layers of a decoder: which tensors belong to them, and what its config then says.
+
+Pure Python: a server that loads the first layers only (`--max-layers`) needs this as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from exitserve.checkpoint import BLOCK, num_layers_of, parse_multi_exit
+from exitserve.errors import ExitServeError
+
+COUNTS = ("num_hidden_layers", "n_layer")
+"""Keys of `config.json` that hold the number of layers; GPT-2 has the second."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "sliding_window_pattern")
+"""Keys that may hold a list with one entry for each layer. (A number there is a period.)"""
+LAYER_NUMBERS = ("mlp_only_layers",)
+"""Keys that hold a list of layers by number, from 0."""
+FIRST_WINDOW = "max_window_layers"
+"""From this layer on attention has a window (Qwen); vLLM wants it to be within the depth."""
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer, from 0, that a checkpoint's tensor belongs to; None for all others."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
+
+
+def beyond(name: str, num_layers: int) -> bool:
+    """Whether a checkpoint's tensor belongs to a layer above the first `num_layers`."""
+    layer = layer_of(name)
+    return layer is not None and layer >= num_layers
+
+
+def check_depth(num_layers: Any, config: Mapping[str, Any], option: str) -> int:
+    """Returns a number of layers to keep, if the model has that many.
+
+    Args:
+        num_layers: as the user gave it.
+        config: the checkpoint's `config.json`.
+        option: where it was given, for the message.
+
+    Raises:
+        ExitServeError: it is no whole number in 1..L.
+    """
+    full = num_layers_of(config)
+    whole = isinstance(num_layers, int) and not isinstance(num_layers, bool)
+    if not whole or not 1 <= num_layers <= full:
+        raise ExitServeError(
+            f"{option} {num_layers} is out of range: the model has {full} layers, so a whole "
+            f"number from 1 to {full} is allowed."
+        )
+    return int(num_layers)
+
+
+def trained_depths(config: Mapping[str, Any]) -> list[int]:
+    """Depths that the head was trained to follow, the full one last; empty without exits."""
+    block = parse_multi_exit(config)
+    return [] if block is None else [*block.exit_layers, num_layers_of(config)]
+
+
+def doubt(config: Mapping[str, Any], num_layers: int) -> str | None:
+    """What to tell a user whose model was not trained to end after `num_layers` layers."""
+    trained = trained_depths(config)
+    if num_layers in (*trained, num_layers_of(config)):
+        return None
+    reason = "this checkpoint names no exits, so none was trained"
+    if trained:
+        names = ", ".join(map(str, trained[:-1]))
+        reason = f"layer {num_layers} was not trained as an exit (those that were: {names})"
+    return (
+        f"Warning: {reason}. How good the first {num_layers} layers are, is unknown: "
+        f"`exitserve inspect` measures every layer."
+    )
+
+
+def cut_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config of the first `num_layers` layers, itself for all of them.
+
+    Exits above are dropped, and with the last of them the block; what a calibration promised for
+    the full depth is dropped too (`MultiExit.first`).
+
+    Args:
+        config: the checkpoint's `config.json`.
+        num_layers: 1..L, see `check_depth`.
+
+    Raises:
+        ExitServeError: the block of exits is malformed.
+    """
+    if num_layers == num_layers_of(config):
+        return dict(config)
+    cut = dict(config)
+    for key in COUNTS:
+        if key in cut:
+            cut[key] = num_layers
+    for key in PER_LAYER:
+        if isinstance(cut.get(key), list):
+            cut[key] = cut[key][:num_layers]
+    for key in LAYER_NUMBERS:
+        if isinstance(cut.get(key), list):
+            cut[key] = [layer for layer in cut[key] if layer < num_layers]
+    if isinstance(cut.get(FIRST_WINDOW), int):
+        cut[FIRST_WINDOW] = min(cut[FIRST_WINDOW], num_layers)
+    block = parse_multi_exit(cut)
+    left = None if block is None else block.first(num_layers)
+    cut.pop(BLOCK, None)
+    if left is not None:
+        cut[BLOCK] = left.to_json()
+    return cut
+
+
+def config_overrides(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """What vLLM's `hf_overrides` must change in a config for the first `num_layers` layers."""
+    cut = cut_config(config, num_layers)
+    # Exits are read through `exitserve.engine.options`, which restricts them by itself.
+    return {key: value for key, value in cut.items() if key != BLOCK and value != config[key]}

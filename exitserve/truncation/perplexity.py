@@ -1,0 +1,150 @@
+"""The perplexity of a checkpoint on a user's file, as `exitserve inspect` measures it.
+
+Documents are tokenised, each ended by the end-of-sequence token, joined, and cut into windows;
+some of those are drawn. A window's first token is not predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from exitserve.decoder import capture_hidden, decoder_parts
+from exitserve.errors import ExitServeError
+
+WINDOW = 256
+"""Tokens of a window, where the model's context is not shorter."""
+MOST_WINDOWS = 200
+_BATCH = 4
+_TABLES = (".jsonl", ".json")
+_TEXT_FIELD = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """What was measured, on what."""
+
+    value: float
+    tokens: int
+    """That were predicted."""
+    window: int
+    files: tuple[str, ...]
+    """Their names."""
+
+
+def token_windows(
+    paths: Sequence[Path],
+    tokenizer: Any,
+    *,
+    length: int,
+    most: int = MOST_WINDOWS,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Reads files into windows of tokens, drawn without replacement.
+
+    Args:
+        paths: text files, or JSON lines with a field `text`.
+        tokenizer: the model's.
+        length: tokens of a window.
+        most: windows to draw; fewer where the files hold fewer.
+        seed: of the draw.
+
+    Raises:
+        ExitServeError: a file cannot be read, or holds less than a window.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stream: list[int] = []
+    for path in paths:
+        for text in _documents(path):
+            stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
+    count = len(stream) // length
+    if not count:
+        raise ExitServeError(
+            f"the data have {len(stream)} tokens, fewer than a window of {length}; give more text."
+        )
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return [stream[index * length : (index + 1) * length] for index in order[:most]]
+
+
+def _documents(path: Path) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExitServeError(f"data file '{path}' cannot be read as text: {error}.") from error
+    if path.suffix not in _TABLES:
+        yield text
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)[_TEXT_FIELD]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExitServeError(
+                f"line {number} of '{path}' is no JSON object with a field {_TEXT_FIELD!r}."
+            ) from error
+        if found:
+            yield str(found)
+
+
+def read_data(model_dir: Path, files: Sequence[Path]) -> Tensor:
+    """Windows [W, T] of files, in the tokens of a local checkpoint.
+
+    Raises:
+        ExitServeError: a file or the tokenizer cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        config = AutoConfig.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExitServeError(
+            f"--data needs the model's tokenizer, and none can be loaded ({type(error).__name__})."
+        ) from error
+    length = min(WINDOW, int(config.max_position_embeddings))
+    return torch.tensor(token_windows(files, tokenizer, length=length))
+
+
+def measure(model_dir: Path, windows: Tensor, files: Sequence[Path]) -> Perplexity:
+    """The perplexity of a local checkpoint in float32, on windows [W, T] of some files.
+
+    Raises:
+        ExitServeError: transformers cannot load it, for lack of a quantisation library perhaps.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    except (ImportError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ExitServeError(
+            f"the perplexity cannot be measured ({reason}); leave out --data."
+        ) from error
+    model.train(False)
+    count, length = windows.shape
+    with torch.no_grad():
+        nats = sum(_nats(model, windows[at : at + _BATCH]) for at in range(0, count, _BATCH))
+    tokens = count * (length - 1)
+    names = tuple(path.name for path in files)
+    return Perplexity(value=math.exp(nats / tokens), tokens=tokens, window=length, files=names)
+
+
+def _nats(model: Any, ids: Tensor) -> float:
+    """The sum of cross-entropies of windows [B, T], in float32 as `inspect` computes them."""
+    parts = decoder_parts(model)
+    with capture_hidden(parts.layers, [parts.num_layers]) as hidden:
+        model.base_model(ids)
+    total = 0.0
+    # One window at a time: logits are [T, V].
+    for states, labels in zip(hidden[parts.num_layers], ids, strict=True):
+        logits = parts.classify(states[:-1])
+        total += float(functional.cross_entropy(logits.float(), labels[1:], reduction="sum"))
+    return total

@@ -1,0 +1,147 @@
+"""Writes the first layers of a checkpoint as a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitserve.checkpoint import num_layers_of, parse_multi_exit
+from exitserve.decoder import FAMILIES
+from exitserve.errors import ExitServeError
+from exitserve.truncation.card import CARD, Truncation, card, carried, licence_of
+from exitserve.truncation.layers import cut_config, layer_of
+from exitserve.truncation.perplexity import Perplexity, measure, read_data
+from exitserve.truncation.weights import StoredWeights, write_weights
+
+_ENDINGS = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be written where."""
+
+    model: str
+    """As the user named it."""
+    directory: Path
+    """Its files."""
+    config: dict[str, Any]
+    weights: StoredWeights
+    """Of `num_layers` layers or more."""
+    num_layers: int
+    out: Path
+    data: Sequence[Path] = ()
+    """Files to measure the perplexity on; none: it is not measured."""
+
+
+def check_family(config: dict[str, Any]) -> None:
+    """Raises `ExitServeError` unless the checkpoint is a causal LM of a supported family."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ExitServeError(
+            f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    (name, *_) = config.get("architectures") or ["none named"]
+    if not name.endswith(_ENDINGS):
+        raise ExitServeError(
+            f"architecture {name} is no causal language model, which alone can be truncated: "
+            f"others have no head that fits an earlier layer."
+        )
+    block = parse_multi_exit(config)
+    if block is not None:
+        block.validate(num_layers_of(config))
+
+
+def check_names(weights: StoredWeights, num_layers: int) -> None:
+    """Raises `ExitServeError` unless tensors are named by layer, each layer having some."""
+    found = {layer_of(tensor.name) for tensor in weights.tensors}
+    missing = sorted(set(range(num_layers)) - found)
+    if missing:
+        example = weights.tensors[0].name if weights.tensors else "none"
+        raise ExitServeError(
+            f"no tensor is named as part of layer {missing[0]} (counted from 0): names must be "
+            f"like model.layers.{missing[0]}.mlp.up_proj.weight, and are like {example}. "
+            f"Save the checkpoint with transformers' save_pretrained first."
+        )
+
+
+def check_out(out: Path) -> None:
+    """Raises `ExitServeError` if a checkpoint cannot be written there."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise ExitServeError(f"--out '{out}' exists; give another, or remove it.")
+
+
+def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
+    """Writes the checkpoint; on any failure nothing is left of it.
+
+    Args:
+        job: what to write.
+        advance: told of each piece of weights that was copied, in bytes.
+
+    Returns:
+        What was made, as its card tells it.
+
+    Raises:
+        ExitServeError: the destination exists or cannot be written, the data cannot be read, or
+            the perplexity cannot be measured.
+    """
+    check_out(job.out)
+    kept = job.weights.first(job.num_layers)
+    check_names(kept, job.num_layers)
+    if job.data and job.config.get("quantization_config"):
+        raise ExitServeError(
+            "the perplexity of quantised weights is not measured, since transformers runs them "
+            "otherwise than vLLM does; leave out --data."
+        )
+    windows = read_data(job.directory, job.data) if job.data else None
+    # Beside its destination, so that it is never there half-written and needs no second copy.
+    partial = job.out.parent / f".{job.out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_weights(kept, partial, advance)
+        _write_config(job, partial)
+        for path in carried(job.directory):
+            (partial / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(job.directory / path, partial / path)
+        found = None if windows is None else measure(partial, windows, job.data)
+        made = _described(job, found)
+        page = card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
+        (partial / CARD).write_text(page, encoding="utf-8")
+        partial.replace(job.out)
+    except OSError as error:
+        raise ExitServeError(f"cannot write '{job.out}': {error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return made
+
+
+def _is_from_hub(job: Job) -> bool:
+    return not Path(job.model).is_dir()
+
+
+def _write_config(job: Job, directory: Path) -> None:
+    if job.num_layers == num_layers_of(job.config):
+        shutil.copyfile(job.directory / "config.json", directory / "config.json")
+        return
+    text = json.dumps(cut_config(job.config, job.num_layers), indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+
+
+def _described(job: Job, perplexity: Perplexity | None) -> Truncation:
+    # A folder's own path is nobody else's business.
+    source = job.model if _is_from_hub(job) else job.directory.resolve().name
+    return Truncation(
+        source=source,
+        title=job.out.resolve().name,
+        config=job.config,
+        num_layers=job.num_layers,
+        full_depth=num_layers_of(job.config),
+        block=parse_multi_exit(job.config),
+        perplexity=perplexity,
+    )

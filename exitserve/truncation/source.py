@@ -1,0 +1,31 @@
+"""Where the full checkpoint lies: a directory, or a hub id whose needed files are fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exitserve.errors import ExitServeError
+from exitserve.truncation.card import CARD, CARRIED
+
+
+def local_checkpoint(model: str) -> Path:
+    """The directory of a checkpoint; a hub model's is its place in the local hub cache.
+
+    Args:
+        model: directory, or a hub id that `read_config` has found.
+
+    Raises:
+        ExitServeError: the files cannot be fetched.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", CARD, *CARRIED, "model*.safetensors", "*.safetensors.index.json"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's errors are of these
+        raise ExitServeError(
+            f"the files of '{model}' could not be fetched ({type(error).__name__}); "
+            f"download the checkpoint and give its directory."
+        ) from error

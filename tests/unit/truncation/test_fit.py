@@ -1,0 +1,116 @@
+"""How many layers fit: the arithmetic against real models, and its invariants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.checkpoint import read_config
+from exitserve.errors import ExitServeError
+from exitserve.truncation.fit import (
+    USABLE,
+    Load,
+    Sizes,
+    deepest_fit,
+    parse_size,
+    served_dtype,
+    sizes_of,
+    table,
+)
+from exitserve.truncation.weights import read_weights
+
+SIZES = st.builds(
+    Sizes,
+    outside=st.integers(0, 10**9),
+    layers=st.lists(st.integers(1, 10**9), min_size=1, max_size=40).map(tuple),
+    kv_token=st.integers(1, 10**5),
+)
+LOADS = st.builds(Load, requests=st.integers(1, 64), context=st.integers(1, 10**5))
+
+
+@given(SIZES, LOADS, st.integers(1, 10**12))
+def test_what_fits_is_the_deepest_that_holds_its_load(sizes: Sizes, load: Load, budget: int):
+    depths = range(1, len(sizes.layers) + 1)
+    try:
+        found = deepest_fit(sizes, depths, budget, load)
+    except ExitServeError:
+        assert sizes.budget(1, load) > budget
+        return
+    wanted = load.requests * load.context
+    assert sizes.kv_tokens(found, budget) >= wanted
+    assert sizes.weights(found) <= USABLE * budget
+    if found < len(sizes.layers):
+        assert sizes.kv_tokens(found + 1, budget) < wanted
+
+
+def test_the_smallest_need_is_told_and_suffices() -> None:
+    sizes, load = (
+        Sizes(outside=2**30, layers=(2**28,) * 8, kv_token=1024),
+        Load(requests=4, context=2048),
+    )
+    with pytest.raises(
+        ExitServeError, match=r"no depth fits 1\.0 GiB: .* 1 of 8 layers, needs 1\.4"
+    ):
+        deepest_fit(sizes, range(1, 9), 2**30, load)
+    need = sizes.budget(1, load)
+    assert deepest_fit(sizes, range(1, 9), need, load) == 1
+    with pytest.raises(ExitServeError):
+        deepest_fit(sizes, range(1, 9), need - 2, load)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), ("1.5 gib", 3 * 2**29), ("7B", 7)],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["8", "GiB", "8 XiB", "-1GiB", "0GiB", "", "8GiBs", "1e3MB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ExitServeError, match="such as 8GiB"):
+        parse_size(text)
+
+
+def test_floats_are_counted_as_served_and_the_rest_as_stored(quantised: Path, bundled: Path):
+    """int8 weights stay, their float32 scales and everything else become bfloat16."""
+    config = read_config(quantised)
+    assert served_dtype(config) == "bfloat16"
+    whole = sizes_of(config, read_weights(bundled).tensors, "bfloat16")
+    eight = sizes_of(config, read_weights(quantised).tensors, "bfloat16")
+    assert eight.outside == whole.outside
+    assert 0.5 < eight.weights(12) / whole.weights(12) < 0.7
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_the_models_parameters(make_checkpoint, family: str, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model_dir = make_checkpoint(family, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    config = read_config(model_dir)
+    sizes = sizes_of(config, read_weights(model_dir).tensors, "float32")
+    assert sizes.weights(6) == sum(p.nbytes for p in model.parameters())
+    assert len(set(sizes.layers)) == 1
+    heads = 4 if family == "gpt2" else 2
+    assert sizes.kv_token == 2 * heads * 32 * 4
+
+
+def test_the_table_tells_gains_against_full_depth() -> None:
+    sizes = Sizes(outside=0, layers=(900,) * 4, kv_token=9)
+    headers, rows = table(sizes, [1, 4], 4500, context=10)
+    assert headers == [
+        "layers",
+        "weights",
+        "cache a token",
+        "tokens in the cache",
+        "requests of 10 tokens",
+    ]
+    assert [row[3:] for row in rows] == [["350", "35 (+34)"], ["12", "1"]]
+    _, rows = table(sizes, [4], 3000, context=10)
+    assert rows[0][3:] == ["does not fit", "0"]
+    assert len(table(sizes, [4], None, context=10)[0]) == 3
