@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ from exitserve.engine.launch import (
 )
 from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
-from exitserve.policy import MODES, NUM_DRAFTS
-from exitserve.server.refusals import refuse, refuse_checkpoint
+from exitserve.policy import AUTO, MODES, NUM_DRAFTS
+from exitserve.server.refusals import check_shadow_rate, refuse, refuse_checkpoint
+from exitserve.truncation.layers import doubt
 
 DESCRIPTION = """\
 Serve a multi-exit checkpoint on vLLM's OpenAI-compatible server.
@@ -26,6 +28,7 @@ Every flag of `vllm serve` may follow; a few that matter here:
 
 Requests choose their own exits in vllm_xargs:
   {"exit_threshold": 0.8}   exit where the confidence is above 0.8 (1: full depth)
+  {"exit_target": 0.98}     ... above thresholds that keep 98 % of tokens those of full depth
   {"exit_mode": "defer"}    ... and compute its deeper keys and values exactly, a little later
   {"exit_layer": 6}         every token exits at layer 6
   {"exit_trace": true}      tell the depth of each token in the response
@@ -44,9 +47,10 @@ def add_serve(subparsers: Any) -> None:
     parser.add_argument("model", help="checkpoint directory or hub id")
     parser.add_argument(
         "--exit-threshold",
-        type=float,
+        type=_threshold,
         metavar="T",
-        help="default confidence threshold (default: requests that ask for none run full depth)",
+        help="default confidence threshold, or auto: those that exitserve calibrate found "
+        "(default: auto where there are some, else full depth for requests that ask for nothing)",
     )
     parser.add_argument(
         "--mode",
@@ -70,6 +74,12 @@ def add_serve(subparsers: Any) -> None:
         help="layers where tokens may exit (default: those the checkpoint names)",
     )
     parser.add_argument(
+        "--max-layers",
+        type=int,
+        metavar="N",
+        help="load and serve the first N layers only, as `exitserve truncate` would write them",
+    )
+    parser.add_argument(
         "--eos-threshold",
         type=float,
         metavar="T",
@@ -81,7 +91,24 @@ def add_serve(subparsers: Any) -> None:
         help="paying: a request whose checks keep failing is checked less often (default); "
         "all: every token is checked at every exit layer",
     )
+    parser.add_argument(
+        "--shadow-rate",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="share of requests whose answers full depth judges afterwards, for the metrics of "
+        "live quality: 0.01 is one in a hundred (default 0: none)",
+    )
     parser.set_defaults(run=serve, takes_rest=True)
+
+
+def _threshold(text: str) -> float | str:
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number, for example 0.8, nor {AUTO}"
+        ) from error
 
 
 def _layers(text: str) -> list[int]:
@@ -102,6 +129,7 @@ def serve(args: argparse.Namespace) -> int:
     ours = engine_options(
         args.model,
         {
+            "max_layers": args.max_layers,
             "exit_layers": args.exit_layers,
             "mode": args.mode,
             "exit_threshold": args.exit_threshold,
@@ -112,6 +140,8 @@ def serve(args: argparse.Namespace) -> int:
         },
     )
     rules = check_rules(args.model, ours["additional_config"][KEY])
+    if warning := doubt(read_config(args.model), rules.num_layers):
+        print(f"exitserve: {warning}", file=sys.stderr)
     if rules.exit_layers:
         refuse_checkpoint(read_config(args.model))
     prepare_environment()
@@ -121,6 +151,8 @@ def serve(args: argparse.Namespace) -> int:
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
     vllm_args = parse_vllm_args(args.model, args.rest)
+    check_shadow_rate(args.shadow_rate, rules, vllm_args)
+    vllm_args.shadow_rate = args.shadow_rate
     refuse(vllm_args, has_exits=bool(rules.exit_layers))
     add_engine_options(vllm_args, ours)
     try:

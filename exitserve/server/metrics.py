@@ -1,15 +1,16 @@
 """Every Prometheus metric of the product, and the numbers of `GET /exitserve/stats`.
 
-Both read the worker's cumulative snapshot (`exitserve.engine.recorder.Recorder.snapshot`).
+Most read the worker's cumulative snapshot (`exitserve.engine.recorder.Recorder.snapshot`); those of
+live quality are counted where it is judged, in the API process (`exitserve.server.shadow`).
 A metric is one entry of `METRICS`; its PromQL line goes out with it in `/metrics`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -18,6 +19,11 @@ Snapshot = Mapping[str, Any]
 
 Counts = dict[tuple[str, str], int]
 """Count by metric name and exit layer; the layer is empty where the metric has no such label."""
+
+Thresholds = Literal["calibrated", "other"]
+"""Whether the calibration chose a request's thresholds: its promise is what is exported."""
+DropReason = Literal["queue_full", "no_trace", "error"]
+"""Why a drawn request is not judged: others wait, its depths are not known, or judging failed."""
 
 WINDOW_SECONDS = 60.0
 """The length of `last_minute`."""
@@ -28,25 +34,41 @@ MIN_SPACING_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One counter or gauge: what it means, and how it is read off a snapshot."""
+    """One counter or gauge, and what it means."""
 
     name: str
     help: str
     promql: str
-    read: Callable[[Snapshot], dict[str, int]]
-    per_exit_layer: bool = False
+    by: tuple[str, ...] = ()
+    """Labels beside the model's name."""
     is_gauge: bool = False
     """It may fall, and has no sum over time."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Label names, in the order in which values are given."""
-        return ("model_name", "exit_layer") if self.per_exit_layer else ("model_name",)
+        return ("model_name", *self.by)
 
     @property
     def documentation(self) -> str:
         """The help text that `/metrics` carries."""
         return f"{self.help} PromQL: {self.promql}"
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        """Registers it as a counter; a registry takes it once."""
+        return Counter(self.name, self.documentation, self.labels, registry=registry)
+
+    def gauge(self, registry: CollectorRegistry) -> Gauge:
+        """Registers it as a gauge; a registry takes it once."""
+        return Gauge(self.name, self.documentation, self.labels, registry=registry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMetric(Metric):
+    """One that is read off the worker's snapshot."""
+
+    read: Callable[[Snapshot], dict[str, int]]
+    """Value by exit layer; by the empty text where the metric has no such label."""
 
 
 def _by_layer(counts: Mapping[Any, int]) -> dict[str, int]:
@@ -70,31 +92,31 @@ def _full_depth_layers(snapshot: Snapshot) -> int:
     return int(snapshot["num_layers"]) * tokens
 
 
-TOKENS = Metric(
+TOKENS = WorkerMetric(
     name="exitserve_tokens_total",
     help="Generated tokens by the depth at which they stopped; the last layer is full depth.",
     promql="sum by (exit_layer) (rate(exitserve_tokens_total[5m]))",
-    per_exit_layer=True,
+    by=("exit_layer",),
     read=_tokens,
 )
-CHECKS = Metric(
+CHECKS = WorkerMetric(
     name="exitserve_checks_total",
     help="Tokens whose confidence was checked at an exit layer.",
     promql="sum by (exit_layer) (rate(exitserve_checks_total[5m]))",
-    per_exit_layer=True,
+    by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["checks"]),
 )
-CHECKS_PASSED = Metric(
+CHECKS_PASSED = WorkerMetric(
     name="exitserve_checks_passed_total",
     help="Tokens that passed the check of an exit layer, and so stopped (or were drafted) there.",
     promql=(
         "sum by (exit_layer) (rate(exitserve_checks_passed_total[5m]))"
         " / sum by (exit_layer) (rate(exitserve_checks_total[5m]))"
     ),
-    per_exit_layer=True,
+    by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["passed"]),
 )
-FROZEN_ROW_TOKENS = Metric(
+FROZEN_ROW_TOKENS = WorkerMetric(
     name="exitserve_frozen_row_tokens_total",
     help="Tokens whose row was frozen and whose remaining K/V was propagated.",
     promql=(
@@ -102,7 +124,7 @@ FROZEN_ROW_TOKENS = Metric(
     ),
     read=lambda snapshot: {"": snapshot["frozen_tokens"]},
 )
-DEFERRED_TOKENS = Metric(
+DEFERRED_TOKENS = WorkerMetric(
     name="exitserve_deferred_tokens_total",
     help="Tokens (mode defer) that were emitted while their deeper layers were still to run.",
     promql=(
@@ -110,20 +132,20 @@ DEFERRED_TOKENS = Metric(
     ),
     read=lambda snapshot: {"": snapshot["deferred_tokens"]},
 )
-DEFERRED_LAYERS = Metric(
+DEFERRED_LAYERS = WorkerMetric(
     name="exitserve_deferred_layers_total",
     help="Layers that tokens ran after they were emitted (mode defer), or as rejected drafts.",
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=lambda snapshot: {"": snapshot["deferred_layers"]},
 )
-PENDING_TOKENS = Metric(
+PENDING_TOKENS = WorkerMetric(
     name="exitserve_pending_tokens",
     help="Tokens that wait at an exit layer for their deeper layers to run.",
     promql="sum(exitserve_pending_tokens)",
     read=lambda snapshot: {"": snapshot["pending_tokens"]},
     is_gauge=True,
 )
-FLUSHED_TOKENS = Metric(
+FLUSHED_TOKENS = WorkerMetric(
     name="exitserve_flushed_tokens_total",
     help="Pending tokens (mode defer) that ran because a block was full, or too many waited.",
     promql=(
@@ -132,19 +154,19 @@ FLUSHED_TOKENS = Metric(
     ),
     read=lambda snapshot: {"": snapshot["flushed_tokens"]},
 )
-STEPPED_ASIDE = Metric(
+STEPPED_ASIDE = WorkerMetric(
     name="exitserve_stepped_aside_total",
     help="Times that a request (mode verify) drafted nothing because drafting is slower now.",
     promql="sum(rate(exitserve_stepped_aside_total[5m]))",
     read=lambda snapshot: {"": snapshot["stepped_aside"]},
 )
-DEPTH_SAVED = Metric(
+DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
     help="Layers that generated tokens did without: the sum of L - depth.",
     promql="sum(rate(exitserve_depth_saved_layers_total[5m]))",
     read=lambda snapshot: {"": _saved_layers(snapshot)},
 )
-FULL_DEPTH = Metric(
+FULL_DEPTH = WorkerMetric(
     name="exitserve_full_depth_layers_total",
     help="Layers that generated tokens would have run at full depth: L for each token.",
     promql=(
@@ -154,14 +176,42 @@ FULL_DEPTH = Metric(
     ),
     read=lambda snapshot: {"": _full_depth_layers(snapshot)},
 )
-INVOLUNTARY_STAYS = Metric(
+INVOLUNTARY_STAYS = WorkerMetric(
     name="exitserve_involuntary_stays_total",
     help="Confident rows that had to go on because of their batch; 0 unless something is wrong.",
     promql="sum(increase(exitserve_involuntary_stays_total[5m]))",
     read=lambda snapshot: {"": snapshot["involuntary_stays"]},
 )
 
-METRICS: tuple[Metric, ...] = (
+SHADOW_TOKENS = Metric(
+    name="exitserve_shadow_tokens_total",
+    help="Tokens of answers that full depth judged afterwards (--shadow-rate), by their depth.",
+    promql="sum by (exit_layer) (rate(exitserve_shadow_tokens_total[1h]))",
+    by=("exit_layer", "thresholds"),
+)
+SHADOW_AGREED = Metric(
+    name="exitserve_shadow_agreed_total",
+    help="Those at which the likeliest token of their depth is full depth's too.",
+    promql=(
+        "sum(rate(exitserve_shadow_agreed_total[1h]))"
+        " / sum(rate(exitserve_shadow_tokens_total[1h]))"
+    ),
+    by=("exit_layer", "thresholds"),
+)
+SHADOW_DROPPED = Metric(
+    name="exitserve_shadow_dropped_total",
+    help="Requests that were drawn to be judged and were not, by the reason.",
+    promql="sum by (reason) (increase(exitserve_shadow_dropped_total[1h]))",
+    by=("reason",),
+)
+CALIBRATED_AGREEMENT = Metric(
+    name="exitserve_calibrated_agreement",
+    help="The share of tokens that are full depth's, as the checkpoint's calibration promises it.",
+    promql="max by (model_name) (exitserve_calibrated_agreement)",
+    is_gauge=True,
+)
+
+WORKER_METRICS: tuple[WorkerMetric, ...] = (
     TOKENS,
     CHECKS,
     CHECKS_PASSED,
@@ -175,6 +225,13 @@ METRICS: tuple[Metric, ...] = (
     FULL_DEPTH,
     INVOLUNTARY_STAYS,
 )
+METRICS: tuple[Metric, ...] = (
+    *WORKER_METRICS,
+    SHADOW_TOKENS,
+    SHADOW_AGREED,
+    SHADOW_DROPPED,
+    CALIBRATED_AGREEMENT,
+)
 """All of them: tests hold dashboards, alert rules and the documentation against this."""
 
 
@@ -182,7 +239,7 @@ def read_counts(snapshot: Snapshot) -> Counts:
     """Every counter's value in one snapshot."""
     return {
         (metric.name, layer): count
-        for metric in METRICS
+        for metric in WORKER_METRICS
         if not metric.is_gauge
         for layer, count in metric.read(snapshot).items()
     }
@@ -199,22 +256,18 @@ def advance(last: Counts, current: Counts) -> Counts:
 
 
 class ExitMetrics:
-    """The counters and gauges of one served model."""
+    """The counters and gauges of one served model that follow its worker."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         """Registers every metric; a registry takes them once."""
         self._model_name = model_name
         self._counters = {
-            metric.name: Counter(
-                metric.name, metric.documentation, metric.labels, registry=registry
-            )
-            for metric in METRICS
+            metric.name: metric.counter(registry)
+            for metric in WORKER_METRICS
             if not metric.is_gauge
         }
         self._gauges = {
-            metric: Gauge(metric.name, metric.documentation, metric.labels, registry=registry)
-            for metric in METRICS
-            if metric.is_gauge
+            metric: metric.gauge(registry) for metric in WORKER_METRICS if metric.is_gauge
         }
         self._last: Counts = {}
 
@@ -228,6 +281,37 @@ class ExitMetrics:
             labels = (self._model_name, layer) if layer else (self._model_name,)
             self._counters[name].labels(*labels).inc(count)
         self._last = current
+
+
+class ShadowMetrics:
+    """The counters of live quality of one served model."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, depths: Iterable[int]) -> None:
+        """Registers them, with a zero for each of the `depths` where tokens can stop."""
+        self._model_name = model_name
+        self._tokens = SHADOW_TOKENS.counter(registry)
+        self._agreed = SHADOW_AGREED.counter(registry)
+        self._dropped = SHADOW_DROPPED.counter(registry)
+        for depth in depths:
+            for thresholds in get_args(Thresholds):
+                self.judged(depth, thresholds, tokens=0, agreed=0)
+        for reason in get_args(DropReason):
+            self.dropped(reason, 0)
+
+    def judged(self, depth: int, thresholds: Thresholds, *, tokens: int, agreed: int) -> None:
+        """Counts tokens that stopped at `depth`, and how many of them full depth agrees with."""
+        labels = (self._model_name, str(depth), thresholds)
+        self._tokens.labels(*labels).inc(tokens)
+        self._agreed.labels(*labels).inc(agreed)
+
+    def dropped(self, reason: DropReason, requests: int = 1) -> None:
+        """Counts requests that were drawn and are not judged."""
+        self._dropped.labels(self._model_name, reason).inc(requests)
+
+
+def tell_calibrated(registry: CollectorRegistry, model_name: str, agreement: float) -> None:
+    """Exports the agreement that the checkpoint's calibration promises, once."""
+    CALIBRATED_AGREEMENT.gauge(registry).labels(model_name).set(agreement)
 
 
 class StatsWindow:
@@ -276,7 +360,7 @@ class StatsWindow:
 
 
 def _summary(counts: Counts) -> dict[str, Any]:
-    def total(metric: Metric) -> int:
+    def total(metric: WorkerMetric) -> int:
         return sum(count for (name, _), count in counts.items() if name == metric.name)
 
     tokens, full_depth = total(TOKENS), total(FULL_DEPTH)

@@ -12,6 +12,7 @@ from typing import Any
 
 from exitserve.engine.options import QUANTISED
 from exitserve.errors import ExitServeError
+from exitserve.policy import ExitRules
 
 PLAIN = "serve this checkpoint with `vllm serve`"
 
@@ -145,6 +146,33 @@ def refuse_checkpoint(config: Mapping[str, Any]) -> None:
             f"exits were tried with {', '.join(QUANTISED)} only. "
             f"To go on, use the unquantised checkpoint, or {PLAIN}."
         )
+
+
+def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
+    """Raises `ExitServeError` unless the server can judge that share of its requests.
+
+    Args:
+        rate: of `--shadow-rate`.
+        rules: the server's.
+        vllm_args: vLLM's parsed arguments.
+    """
+    if not 0.0 <= rate <= 1.0:
+        raise ExitServeError(
+            f"--shadow-rate must be a share from 0 (off) to 1 (every request), not {rate}; "
+            "for one request in a hundred write 0.01."
+        )
+    if rate == 0.0:
+        return
+    reasons = {
+        "this model has no exit layers, so nothing exits": not rules.exit_layers,
+        "in --mode verify full depth judges every token already": rules.num_drafts > 0,
+        "it needs log-probabilities, which --max-logprobs 0 forbids": vllm_args.max_logprobs == 0,
+        "it compares raw logits, which --logprobs-mode "
+        f"{vllm_args.logprobs_mode} hides": not vllm_args.logprobs_mode.startswith("raw"),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ExitServeError(f"--shadow-rate cannot be had here: {reason}. Drop it.")
 
 
 NO_POOLING = (

@@ -32,8 +32,9 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from exitserve.engine.options import rules_from
 from exitserve.engine.rows import RowsProcessor
 from exitserve.errors import ExitServeError
-from exitserve.server.metrics import ExitMetrics, StatsWindow
+from exitserve.server.metrics import ExitMetrics, ShadowMetrics, StatsWindow, tell_calibrated
 from exitserve.server.refusals import NO_POOLING, POOLING_ROUTES
+from exitserve.server.shadow import Shadow
 from exitserve.server.traces import Depths, ExitFields, Trace
 
 POLL_SECONDS = 2.0
@@ -43,8 +44,10 @@ POLL_SECONDS = 2.0
 class ExitServer:
     """What our routes need of the running server."""
 
-    def __init__(self, engine_client: Any, model_name: str) -> None:
+    def __init__(self, engine_client: Any, model_name: str, shadow_rate: float) -> None:
         self.engine = engine_client
+        self._model_name = model_name
+        self._shadow_rate = shadow_rate
         self.rules = rules_from(engine_client.vllm_config)
         self.window = StatsWindow()
         self.metrics = ExitMetrics(get_prometheus_registry(), model_name)
@@ -59,6 +62,18 @@ class ExitServer:
         await self.engine.collective_rpc("exit_attach")
         await self.snapshot()
         self._poller = asyncio.create_task(self._poll())
+        self._follow_quality()
+
+    def _follow_quality(self) -> None:
+        """Exports what quality was promised, and has a share of the answers judged."""
+        registry = get_prometheus_registry()
+        calibration = self.rules.calibration
+        if calibration is not None and calibration.chosen.agreement is not None:
+            tell_calibrated(registry, self._model_name, calibration.chosen.agreement)
+        if self._shadow_rate:
+            depths = (*self.rules.exit_layers, self.rules.num_layers)
+            counts = ShadowMetrics(registry, self._model_name, depths)
+            Shadow(self.engine, self.rules, self._shadow_rate, counts, self.take_traces).start()
 
     async def snapshot(self) -> dict[str, Any]:
         """Asks the worker for its counts and brings the metrics up to date."""
@@ -191,7 +206,8 @@ def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool)
         return
     given = ["exit_trace"] if fields.get("exit_trace") else []
     if may_exit:
-        given += [name for name in ("exit_threshold", "exit_layer", "exit_mode") if name in fields]
+        choices = ("exit_threshold", "exit_target", "exit_layer", "exit_mode")
+        given += [name for name in choices if name in fields]
     if given:
         raise ExitServeError(
             f"{given[0]} does not go with beam search, which runs at full depth; drop one of them."
@@ -222,6 +238,10 @@ async def stats(raw_request: Request) -> JSONResponse:
                 "exit_threshold": _finite(rules.default.threshold),
                 "eos_threshold": _finite(rules.default.eos_threshold),
                 "exit_layer": rules.default.exit_layer,
+                "by_layer": {
+                    layer: {"exit_threshold": threshold, "eos_threshold": _finite(ends)}
+                    for layer, threshold, ends in rules.default.by_layer
+                },
             },
             **server.window.report(time.monotonic()),
         }
@@ -302,5 +322,6 @@ class ExitServePlugin:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called once the engine is up."""
         names = args.served_model_name or [args.model]
-        state.exitserve = ExitServer(engine_client, names[0])
+        rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
+        state.exitserve = ExitServer(engine_client, names[0], rate)
         await state.exitserve.start()

@@ -194,7 +194,7 @@ def test_panels_are_described_and_templated(path):
         assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
         for target in panel["targets"]:
             used = metric_names(target["expr"])
-            matchers = target["expr"].count('{model_name=~"$model_name"}')
+            matchers = target["expr"].count('{model_name=~"$model_name"')
             assert matchers >= len(used), target["expr"]
             assert target["legendFormat"], panel["title"]
     cells = [

@@ -55,7 +55,21 @@ FLAGS = [
         "decoding (--speculative-config)",
         "two kinds of drafts",
     ),
+    ("--max-layers 13", "max_layers 13", "from 1 to 12 is allowed"),
+    ("--max-layers 0", "max_layers 0", "from 1 to 12 is allowed"),
+    ("--max-layers 6 --exit-layers 3,6", "exit layer 6 is out of range", "has 6 layers"),
+    ("--max-layers 6 --exit-layer 6", "exit_layer 6", "not one of this model's exit layers"),
     ("--structured-outputs-config.backend nothing", "--structured-outputs-config", "nothing"),
+    ("--shadow-rate 1.5", "--shadow-rate", "from 0 (off) to 1"),
+    ("--shadow-rate -0.1", "--shadow-rate", "from 0 (off) to 1"),
+    ("--shadow-rate nan", "--shadow-rate", "from 0 (off) to 1"),
+    (
+        "--shadow-rate 0.1 --mode verify --exit-threshold 0.5",
+        "--shadow-rate",
+        "judges every token already",
+    ),
+    ("--shadow-rate 0.1 --max-logprobs 0", "--shadow-rate", "needs log-probabilities"),
+    ("--shadow-rate 0.1 --logprobs-mode processed_logits", "--shadow-rate", "processed_logits"),
 ]
 ONLY_WITH_EXITS = ["LoRA", "speculative", "pipeline", "KV transfer", "micro-batching"]
 
@@ -68,7 +82,7 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
     monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
 
     async def run_server(args: Any) -> None:
-        print("the engine would start")
+        print("the engine would start", args.hf_overrides)
 
     monkeypatch.setattr("vllm.entrypoints.launchers.api_server.entry.run_server", run_server)
 
@@ -95,6 +109,10 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--runner generate",
         "--api-server-count 1",
         "--exit-layer 3",
+        "--max-layers 6 --exit-layer 3",
+        "--max-layers 3",
+        "--shadow-rate 0.01",
+        "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
     ],
 )
@@ -127,5 +145,15 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
             assert code == 0 and "the engine would start" in output, error
     code, _, error = serve("--mode", "verify", "--exit-threshold", "0.5", model=plain)
     assert code == 2 and "--exit-layers" in error
+    code, _, error = serve("--shadow-rate", "0.5", model=plain)
+    assert code == 2 and "nothing exits" in error
     code, _, error = serve("--data-parallel-size", "2", model=plain)
     assert code == 2 and "data parallelism" in error
+
+
+def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:
+    code, output, error = serve("--max-layers", "5")
+    assert code == 0 and "the engine would start" in output
+    assert "Warning: layer 5 was not trained as an exit (those that were: 3, 6, 9)" in error
+    assert "'num_hidden_layers': 5" in output
+    assert "Warning" not in serve("--max-layers", "6")[2]
