@@ -11,9 +11,13 @@ from importlib.metadata import entry_points
 
 from exitserve import __version__
 from exitserve.bench.command import add_command as add_bench
+from exitserve.calibration.command import add_calibrate
 from exitserve.demo import add_demo
 from exitserve.errors import ExitServeError
+from exitserve.evaluation.command import add_command as add_eval
+from exitserve.planning.command import add_command as add_plan
 from exitserve.server.launch import add_serve
+from exitserve.truncation.command import add_truncate
 
 DESCRIPTION = """\
 Decoders that stop early: train with one aligned loss, serve on vLLM, each token at its own depth.
@@ -21,9 +25,13 @@ Decoders that stop early: train with one aligned loss, serve on vLLM, each token
 A first tour:
   exitserve demo                                   all of it on the bundled model
   exitserve serve MODEL --exit-threshold 0.8       an OpenAI-compatible server
+  exitserve plan MODEL                             what exits can give, before any training
   exitserve bench MODEL --out DIR                  side by side with plain vLLM
+  exitserve calibrate MODEL --data FILE            thresholds that keep a target, guaranteed
+  exitserve eval MODEL --data FILE --out DIR       quality against depth
   exitserve train RECIPE.yaml                      make a multi-exit model
   exitserve inspect MODEL --data FILE --out DIR    look at every layer of it
+  exitserve truncate MODEL --layers 8 --out DIR    its first layers as a smaller checkpoint
   exitserve classify MODEL --data FILE --out DIR   run a classifier with early exit
 """
 
@@ -37,7 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"exitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_serve, add_bench, add_demo):
+    for add in (
+        add_serve,
+        add_plan,
+        add_bench,
+        add_calibrate,
+        add_eval,
+        add_truncate,
+        add_demo,
+    ):
         add(subparsers)
     for entry in sorted(entry_points(group="exitserve.commands"), key=lambda entry: entry.name):
         entry.load()(subparsers)

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from exitserve.arguments import at_least, modes_of, numbers, thresholds_of
 from exitserve.bench import synthetic
 from exitserve.bench.prompts import encode, load_prompts, take
 from exitserve.bench.settings import BenchPlan, make_settings, verify_options
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.policy import BY_CONFIDENCE, Mode, check_threshold
 
 DTYPES = ("auto", "float32", "bfloat16")
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
-
-Number = TypeVar("Number", int, float)
 
 _HELP = """\
 Runs the same requests through plain vLLM and through exitserve at every setting, interleaved
@@ -55,7 +53,11 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
     exits = parser.add_argument_group("what is compared")
-    exits.add_argument("--thresholds", metavar="T,T", help="confidence (default 0.5,0.7,0.9)")
+    exits.add_argument(
+        "--thresholds",
+        metavar="T,T",
+        help="confidence, or auto: the calibrated ones (default 0.5,0.7,0.9)",
+    )
     exits.add_argument(
         "--modes",
         metavar="M,M",
@@ -187,7 +189,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     rules = check_rules(model_dir, options)
     default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
     given = default_thresholds if args.thresholds is None else args.thresholds
-    thresholds = [check_threshold(t, "--thresholds") for t in numbers(given, float, "--thresholds")]
+    thresholds = thresholds_of(given)
     batch_sizes = [
         at_least(1, size, "--batch-sizes")
         for size in numbers(args.batch_sizes, int, "--batch-sizes")
@@ -258,35 +260,6 @@ def _prompts(
     return take(encode(load_prompts(args.prompts), model_dir), count), source
 
 
-def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]:
-    """Reads `1,8` or `0.5,0.7`; an empty text is an empty list.
-
-    Raises:
-        ExitServeError: a part is no number.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return [kind(part) for part in parts]
-    except ValueError as error:
-        raise ExitServeError(
-            f"{flag} {text!r} must be numbers separated by commas, without spaces."
-        ) from error
-
-
-def modes_of(text: str) -> list[Mode]:
-    """Reads `confidence,defer`.
-
-    Raises:
-        ExitServeError: a part is no mode that has a threshold.
-    """
-    known: dict[str, Mode] = {mode: mode for mode in BY_CONFIDENCE}
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if part not in known:
-            raise ExitServeError(f"--modes {part!r} is unknown; allowed: {', '.join(known)}.")
-    return [known[part] for part in parts]
-
-
 def mix_of(text: str) -> tuple[float, int]:
     """Reads `0.7@6`: a share of the requests, and the layer at which it exits.
 
@@ -307,13 +280,6 @@ def mix_of(text: str) -> tuple[float, int]:
             f"fixed layer, and exits off is always measured."
         )
     return mix
-
-
-def at_least(least: int, value: int, flag: str) -> int:
-    """Returns `value`; raises `ExitServeError` if it is below `least`."""
-    if value < least:
-        raise ExitServeError(f"{flag} must be at least {least}, not {value}.")
-    return value
 
 
 def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:

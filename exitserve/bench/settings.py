@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitserve.errors import ExitServeError
-from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
+from exitserve.policy import AUTO, BY_CONFIDENCE, ExitPolicy, ExitRules
 
 Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
 
@@ -26,7 +26,8 @@ class Setting:
     """One way of serving the same requests."""
 
     mode: Mode
-    exit_threshold: float | None = None
+    exit_threshold: float | str | None = None
+    """A number, or `auto` for the checkpoint's calibrated ones."""
     exit_layer: int | None = None
     exit_share: float | None = None
     """Of a mixed setting: which part of the requests exits at `exit_layer`, on every token. The
@@ -37,7 +38,8 @@ class Setting:
         """For tables and plots."""
         if self.mode in BY_CONFIDENCE:
             name = "threshold" if self.mode == "confidence" else self.mode
-            return f"{name} {self.exit_threshold:g}"
+            value = self.exit_threshold
+            return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":
@@ -133,7 +135,7 @@ def verify_options(num_drafts: int | None) -> dict[str, Any]:
 
 def make_settings(
     rules: ExitRules,
-    thresholds: Sequence[float],
+    thresholds: Sequence[float | str],
     fixed_layers: Sequence[int],
     mixed: Sequence[tuple[float, int]] = (),
     modes: Sequence[Mode] = ("confidence",),
@@ -142,7 +144,7 @@ def make_settings(
 
     Args:
         rules: what the model allows.
-        thresholds: of the settings by confidence.
+        thresholds: of the settings by confidence; `auto` brings a mode of its own.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
         modes: those in which each threshold is measured.
@@ -156,7 +158,20 @@ def make_settings(
             "name some, for example --exit-layers 4,8."
         )
     settings = [PLAIN, OFF]
-    settings += [Setting(mode=mode, exit_threshold=value) for mode in modes for value in thresholds]
+    settings += [
+        Setting(mode=mode, exit_threshold=value)
+        for mode in modes
+        for value in thresholds
+        if value != AUTO
+    ]
+    if AUTO in thresholds:
+        mode = rules.policy_for({"exit_threshold": AUTO}).mode
+        if mode == "off":
+            raise ExitServeError(
+                "the calibrated thresholds of this checkpoint are full depth, which is always "
+                "measured; leave auto away."
+            )
+        settings.append(Setting(mode=mode, exit_threshold=AUTO))
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
     settings += [
         Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed
@@ -166,7 +181,7 @@ def make_settings(
             policy_of({"exit_layer": setting.exit_layer}, rules)
         elif setting.mode in BY_CONFIDENCE and policy_of(setting.fields(1)[0], rules).mode == "off":
             raise ExitServeError(
-                f"threshold {setting.exit_threshold:g} never exits; exits off is always "
+                f"threshold {setting.exit_threshold} never exits; exits off is always "
                 f"measured, so give thresholds below 1."
             )
     if len(set(settings)) != len(settings):

@@ -37,7 +37,13 @@ def test_importing_loads_nothing_heavy(statement: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["exitserve.policy", "exitserve.reference", "exitserve.checkpoint", "exitserve.decoder"],
+    [
+        "exitserve.policy",
+        "exitserve.reference",
+        "exitserve.checkpoint",
+        "exitserve.decoder",
+        "exitserve.truncation.run",
+    ],
 )
 def test_the_core_works_without_vllm(module: str) -> None:
     assert "vllm" not in _loaded_by(f"import {module}")

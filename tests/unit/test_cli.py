@@ -9,6 +9,8 @@ import pytest
 
 from exitserve.cli import main
 
+COMMANDS = ("serve", "plan", "bench", "calibrate", "eval", "truncate", "demo", "train")
+
 
 def _fails(capsys, *argv: str) -> str:
     assert main(list(argv)) == 2
@@ -32,11 +34,11 @@ def test_help_names_every_command(capsys) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for command in ("serve", "bench", "demo", "train"):
+    for command in COMMANDS:
         assert command in text
 
 
-@pytest.mark.parametrize("command", ["serve", "bench", "demo", "train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(capsys, command: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
