@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from exitserve.calibration.outcomes import FullDepth, Piece, full_depth, outcome, summary
+from exitserve.calibration.outcomes import Piece, full_depth_of, outcome, summary
 from exitserve.calibration.pieces import independent, written_by
 from exitserve.checkpoint import read_multi_exit
+from exitserve.judged import FullDepth
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 from exitserve.report import machine, markdown_table, versions, write_json
@@ -49,7 +50,7 @@ def rows_of(args: argparse.Namespace, file: str, reference: Reference) -> list[d
         raise SystemExit(f"{args.model} is not calibrated.")
     calibration = block.calibration
     pieces = pieces_of(args, file, reference)
-    full: dict[Piece, FullDepth] = {piece: full_depth(reference, piece) for piece in pieces}
+    full: dict[Piece, FullDepth] = {piece: full_depth_of(reference, piece) for piece in pieces}
     points = {point.agreement: point for point in (*calibration.points, calibration.chosen)}
     rows = []
     for target, point in sorted(points.items(), key=lambda pair: pair[0] or 0.0):

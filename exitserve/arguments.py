@@ -27,16 +27,29 @@ def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]
 
 
 def thresholds_of(text: str) -> list[float | str]:
-    """Reads `0.5,0.7,auto`.
+    """Reads `0.5,auto,auto:0.95`; words stay words, for `calibrated_fields`.
 
     Raises:
-        ExitServeError: a part is neither a number above 0 nor `auto`.
+        ExitServeError: a part is neither a number above 0 nor such a word.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    found: list[float | str] = [AUTO] if AUTO in parts else []
-    rest = ",".join(part for part in parts if part != AUTO)
-    given = numbers(rest, float, "--thresholds")
-    return [*(check_threshold(one, "--thresholds") for one in given), *found]
+    found: list[float | str] = []
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        word, colon, target = part.partition(":")
+        if word != AUTO:
+            (number,) = numbers(part, float, "--thresholds")
+            found.append(check_threshold(number, "--thresholds"))
+        elif colon:
+            (number,) = numbers(target, float, f"--thresholds {AUTO}:") or [0.0]
+            found.append(f"{AUTO}:{number:g}")
+        else:
+            found.append(AUTO)
+    return found
+
+
+def calibrated_fields(word: str) -> dict[str, float | str]:
+    """What a request sends for `auto`, or for `auto:0.95`: another promised agreement."""
+    _, _, target = word.partition(":")
+    return {"exit_target": float(target)} if target else {"exit_threshold": AUTO}
 
 
 def modes_of(text: str) -> list[Mode]:

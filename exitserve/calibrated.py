@@ -35,6 +35,15 @@ class OperatingPoint:
     """Measured on the data of the calibration: `mean_depth`, `agreement`, `perplexity`, `cost`
     (of a token, as a share of full depth's)."""
 
+    def to_json(self) -> dict[str, Any]:
+        """As in `config.json` and in reports."""
+        return {
+            "agreement": self.agreement,
+            "thresholds": {str(layer): value for layer, value in self.thresholds.items()},
+            "eos_thresholds": {str(layer): value for layer, value in self.eos_thresholds.items()},
+            "found": dict(self.found),
+        }
+
     def at(self, exit_layers: Collection[int]) -> OperatingPoint:
         """The same thresholds at some of the exits, which promise nothing."""
         return OperatingPoint(
@@ -91,8 +100,8 @@ class Calibration:
             "criterion": self.criterion,
             "confidence_level": self.confidence_level,
             "num_layers": self.num_layers,
-            **_point_json(self.chosen),
-            "points": [_point_json(point) for point in self.points],
+            **self.chosen.to_json(),
+            "points": [point.to_json() for point in self.points],
             "provenance": dict(self.provenance),
         }
 
@@ -130,15 +139,6 @@ def calibration_of(block: Any) -> Calibration | None:
                 f"multi_exit.calibration has {name} {value!r}; allowed: {', '.join(allowed)}."
             )
     return calibration
-
-
-def _point_json(point: OperatingPoint) -> dict[str, Any]:
-    return {
-        "agreement": point.agreement,
-        "thresholds": {str(layer): value for layer, value in point.thresholds.items()},
-        "eos_thresholds": {str(layer): value for layer, value in point.eos_thresholds.items()},
-        "found": dict(point.found),
-    }
 
 
 def _point_of(block: Mapping[str, Any]) -> OperatingPoint:

@@ -37,10 +37,10 @@ class Gate:
         """[N] float32: probability that full depth agrees, of normed states [N, D]."""
         return torch.sigmoid(normed.float() @ self.weight + self.bias)
 
-    def decided(self, normed: Tensor, thresholds: Tensor) -> Tensor:
+    def decided(self, normed: Tensor, *thresholds: Tensor) -> list[Tensor]:
         """Thresholds [N] for any other confidence, which all pass or none: the gate has decided."""
-        opens = self.confidence(normed) > thresholds
-        return torch.where(opens, ALWAYS, NEVER)
+        said = self.confidence(normed)
+        return [torch.where(said > own, ALWAYS, NEVER) for own in thresholds]
 
     def to(self, device: torch.device) -> Gate:
         """The same gate on a device."""

@@ -34,7 +34,7 @@ from exitserve.decoder import DecoderParts, decoder_parts
 from exitserve.gates import Gates, load_gates
 from exitserve.policy import BY_CONFIDENCE, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve.schedule import CheckSchedule
-from exitserve_kernels.exit_check import CRITERIA, Criterion, check_logits
+from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class _FrozenRows:
         limits = [torch.full_like(like, one) for one in (threshold, eos_threshold)]
         if self.ref.gates:
             normed = self.ref.parts.norm(hidden[rows])
-            limits = [self.ref.gates[depth].decided(normed, one) for one in limits]
+            limits = self.ref.gates[depth].decided(normed, *limits)
             opens = limits[0] < NEVER
             rows, limits = rows[opens], [one[opens] for one in limits]
             if not rows.numel():
@@ -355,7 +355,7 @@ def load_reference(
         gates = {layer: gate.to(model.device) for layer, gate in found}
         return Reference(model, layers, ends, gates=gates)
     rates = break_even_rates(model.config.to_dict(), layers) if exit_checks == "paying" else {}
-    return Reference(model, layers, ends, rates, next(one for one in CRITERIA if one == kind))
+    return Reference(model, layers, ends, rates, criterion_of(kind))
 
 
 def eos_ids(model: Any) -> list[int]:

@@ -52,11 +52,19 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
     parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    _add_settings(parser)
+    _add_work(parser)
+    _add_shape(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_argument_group("what is compared")
     exits.add_argument(
         "--thresholds",
         metavar="T,T",
-        help="confidence, or auto: the calibrated ones (default 0.5,0.7,0.9)",
+        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
+        "agreement (default 0.5,0.7,0.9)",
     )
     exits.add_argument(
         "--modes",
@@ -78,6 +86,9 @@ def add_command(subparsers: Any) -> None:
     )
     exits.add_argument("--exit-layers", metavar="N,N", help="instead of the checkpoint's own")
     exits.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("requests")
     work.add_argument("--prompts", type=Path, metavar="FILE", help="text lines or .jsonl")
     work.add_argument("--requests", type=int, default=8, metavar="N", help="default %(default)s")
@@ -87,6 +98,9 @@ def add_command(subparsers: Any) -> None:
     engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("instead of MODEL: a shape with random weights")
     shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
     shape.add_argument(
@@ -113,7 +127,6 @@ def add_command(subparsers: Any) -> None:
         metavar="P",
         help="with --force-confidence: each draft is accepted with this one (default 1)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

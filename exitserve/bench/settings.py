@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from exitserve.arguments import calibrated_fields
 from exitserve.errors import ExitServeError
-from exitserve.policy import AUTO, BY_CONFIDENCE, ExitPolicy, ExitRules
+from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
 Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
 
@@ -27,7 +28,7 @@ class Setting:
 
     mode: Mode
     exit_threshold: float | str | None = None
-    """A number, or `auto` for the checkpoint's calibrated ones."""
+    """A number, or a word for calibrated ones (`exitserve.arguments.calibrated_fields`)."""
     exit_layer: int | None = None
     exit_share: float | None = None
     """Of a mixed setting: which part of the requests exits at `exit_layer`, on every token. The
@@ -58,6 +59,8 @@ class Setting:
         if self.mode == "mixed":
             exits = self._exiting(count)
             return [early if index in exits else off for index in range(count)]
+        if isinstance(self.exit_threshold, str):
+            return [calibrated_fields(self.exit_threshold)] * count
         if self.mode in BY_CONFIDENCE:
             return [{"exit_threshold": self.exit_threshold, "exit_mode": self.mode}] * count
         return [early if self.mode == "fixed" else off] * count
@@ -144,7 +147,7 @@ def make_settings(
 
     Args:
         rules: what the model allows.
-        thresholds: of the settings by confidence; `auto` brings a mode of its own.
+        thresholds: of the settings by confidence; calibrated ones bring a mode of their own.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
         modes: those in which each threshold is measured.
@@ -162,16 +165,17 @@ def make_settings(
         Setting(mode=mode, exit_threshold=value)
         for mode in modes
         for value in thresholds
-        if value != AUTO
+        if not isinstance(value, str)
     ]
-    if AUTO in thresholds:
-        mode = rules.policy_for({"exit_threshold": AUTO}).mode
-        if mode == "off":
-            raise ExitServeError(
-                "the calibrated thresholds of this checkpoint are full depth, which is always "
-                "measured; leave auto away."
-            )
-        settings.append(Setting(mode=mode, exit_threshold=AUTO))
+    for word in thresholds:
+        if isinstance(word, str):
+            mode = rules.policy_for(calibrated_fields(word)).mode
+            if mode == "off":
+                raise ExitServeError(
+                    f"'{word}' means full depth for this checkpoint, which is always measured; "
+                    f"leave it away."
+                )
+            settings.append(Setting(mode=mode, exit_threshold=word))
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
     settings += [
         Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed

@@ -248,7 +248,7 @@ def calibrate(
 
     from exitserve.calibration.bounds import least_pieces
     from exitserve.calibration.outcomes import Piece
-    from exitserve.calibration.page import report
+    from exitserve.calibration.page import provenance_of, report
     from exitserve.calibration.pieces import check_enough, split
     from exitserve.calibration.run import Calibrator
     from exitserve.reference import load_reference
@@ -275,7 +275,10 @@ def calibrate(
     reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
     parts = check(_written(args, reference, prompts, progress))
     found = Calibrator(reference, asked, progress).run(parts)
-    return *report(args, block, asked, parts, documents, found), found
+    source = provenance_of(documents, parts, args.window, args.prompt_tokens)
+    calibration = found.calibration(asked, source)
+    data = report(str(args.model), block.exit_layers, asked, found, calibration)
+    return calibration, data, found
 
 
 def _asked(

@@ -1,7 +1,4 @@
-"""What the oracle makes of a piece of text under some thresholds, beside full depth.
-
-Shapes: T tokens, E exit layers, V vocabulary.
-"""
+"""What the oracle makes of a piece of text under some thresholds: means over its tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from exitserve.judged import FullDepth, full_depth, judged
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
@@ -27,16 +25,6 @@ class Piece:
     prompt_length: int
     source: Source
     """Held-out text, or what the model itself wrote after a prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullDepth:
-    """What full depth says after each decode token of a piece."""
-
-    token: Tensor
-    """[T'] its greedy token."""
-    nats: Tensor
-    """[T' - 1] its loss on the tokens that follow, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,39 +49,32 @@ class Outcome:
     """Those of them with which full depth does not agree."""
 
 
-def full_depth(reference: Reference, piece: Piece) -> FullDepth:
+def full_depth_of(reference: Reference, piece: Piece) -> FullDepth:
     """Runs a piece at full depth."""
-    trace = reference.trace(piece.token_ids, piece.prompt_length, ExitPolicy.off())
-    decoded = trace.logits[piece.prompt_length :]
-    return FullDepth(token=decoded.argmax(dim=-1), nats=_nats(decoded, piece))
+    return full_depth(reference, piece.token_ids, piece.prompt_length)
 
 
 def outcome(reference: Reference, piece: Piece, full: FullDepth, policy: ExitPolicy) -> Outcome:
-    """Runs a piece with exits: the frozen-row pass of the oracle."""
-    trace = reference.trace(piece.token_ids, piece.prompt_length, policy)
-    decode = slice(piece.prompt_length, None)
-    logits, depth = trace.logits[decode], trace.depth[decode]
-    token = logits.argmax(dim=-1)
-    agrees = token == full.token
-    early = (depth < reference.parts.num_layers) & torch.isin(token, reference.eos_token_ids)
+    """Runs a piece with exits; `full` is what full depth says of it."""
+    found = judged(reference, piece.token_ids, piece.prompt_length, policy, full)
+    stays = found.depth == reference.parts.num_layers
+    early = ~stays & torch.isin(found.token, reference.eos_token_ids)
     return Outcome(
         source=piece.source,
-        tokens=len(depth),
-        agreement=agrees.double().mean().item(),
-        depth=depth.double().mean().item(),
-        checks=trace.checks[decode].double().mean().item(),
-        stays=(depth == reference.parts.num_layers).double().mean().item(),
-        nats=_nats(logits, piece).double().mean().item(),
-        full_nats=full.nats.double().mean().item(),
+        tokens=len(found.depth),
+        agreement=_mean(found.agrees),
+        depth=_mean(found.depth),
+        checks=_mean(found.checks),
+        stays=_mean(stays),
+        nats=_mean(found.nats),
+        full_nats=_mean(full.nats),
         ends=int(early.sum()),
-        wrong_ends=int((early & ~agrees).sum()),
+        wrong_ends=int((early & ~found.agrees).sum()),
     )
 
 
-def _nats(logits: Tensor, piece: Piece) -> Tensor:
-    """[T' - 1] loss of decode logits [T', V] on the tokens that follow them."""
-    following = torch.tensor(piece.token_ids[piece.prompt_length + 1 :], device=logits.device)
-    return torch.nn.functional.cross_entropy(logits[:-1], following, reduction="none")
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)

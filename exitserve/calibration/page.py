@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibrated import Calibration
 from exitserve.calibration.choice import Candidate, cost_of
 from exitserve.calibration.outcomes import summary
 from exitserve.calibration.pieces import Parts
 from exitserve.calibration.run import Asked, Found
 from exitserve.calibration.scores import ExitScores
-from exitserve.checkpoint import MultiExit
 from exitserve.report import (
     machine,
     machine_line,
@@ -33,44 +31,28 @@ METHOD = (
     "text, p-values by betting (Waudby-Smith and Ramdas 2024)"
 )
 BINS = 10
+_NO_POINT = dict.fromkeys(("agreement", "thresholds", "eos_thresholds", "found"))
 HEADERS = ("target", "agreement", "mean depth", "perplexity", "cost")
 
 
 def report(
-    args: argparse.Namespace,
-    block: MultiExit,
-    asked: Asked,
-    parts: Parts,
-    documents: Documents,
-    found: Found,
-) -> tuple[Calibration, dict[str, Any]]:
-    """The block for the checkpoint, and the data of the report."""
-    first, *others = found.promised
-    points = [one.point for one in others if one.point is not None]
-    calibration = Calibration(
-        target=first.target.name,
-        mode=asked.mode,
-        criterion=found.criterion,
-        confidence_level=1.0 - asked.delta,
-        num_layers=asked.costs.num_layers,
-        chosen=first.point or OperatingPoint(agreement=None, thresholds={}, eos_thresholds={}),
-        points=tuple(sorted(points, key=lambda one: one.agreement or 0.0)),
-        provenance=_provenance(args, parts, documents),
-    )
-    data = {
+    model: str, exit_layers: Sequence[int], asked: Asked, found: Found, calibration: Calibration
+) -> dict[str, Any]:
+    """What `report.json` holds."""
+    return {
         "command": "calibrate",
-        "model": str(args.model),
+        "model": model,
         "machine": machine(),
         "versions": versions(),
         "num_layers": asked.costs.num_layers,
-        "exit_layers": list(block.exit_layers),
+        "exit_layers": list(exit_layers),
         "calibration": calibration.to_json(),
         "promised": [
             {
                 "target": one.target.name,
                 "kept": one.point is not None,
                 "choices_kept": one.kept,
-                **_point(one.point),
+                **(_NO_POINT if one.point is None else one.point.to_json()),
             }
             for one in found.promised
         ],
@@ -82,10 +64,11 @@ def report(
             for layer, scores in found.scores.items()
         },
     }
-    return calibration, data
 
 
-def _provenance(args: argparse.Namespace, parts: Parts, documents: Documents) -> dict[str, Any]:
+def provenance_of(
+    documents: Documents, parts: Parts, window_tokens: int, prompt_tokens: int
+) -> dict[str, Any]:
     """Which text, how it was used, when, and with what."""
     sources = ("text", "generated")
     return {
@@ -95,20 +78,10 @@ def _provenance(args: argparse.Namespace, parts: Parts, documents: Documents) ->
             name: {source: sum(one.source == source for one in pieces) for source in sources}
             for name, pieces in (("fit", parts.fit), ("select", parts.select), ("test", parts.test))
         },
-        "window_tokens": args.window,
-        "prompt_tokens": args.prompt_tokens,
+        "window_tokens": window_tokens,
+        "prompt_tokens": prompt_tokens,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
-    }
-
-
-def _point(point: OperatingPoint | None) -> dict[str, Any]:
-    if point is None:
-        return {"thresholds": None, "eos_thresholds": None, "found": None}
-    return {
-        "thresholds": {str(layer): value for layer, value in point.thresholds.items()},
-        "eos_thresholds": {str(layer): value for layer, value in point.eos_thresholds.items()},
-        "found": dict(point.found),
     }
 
 

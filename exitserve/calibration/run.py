@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from exitserve.calibrated import OperatingPoint
+from exitserve.calibrated import Calibration, OperatingPoint
 from exitserve.calibration.choice import (
     Candidate,
     Trial,
@@ -14,7 +15,7 @@ from exitserve.calibration.choice import (
     kept,
     mean_risk,
 )
-from exitserve.calibration.outcomes import FullDepth, Outcome, Piece, full_depth, outcome, summary
+from exitserve.calibration.outcomes import Outcome, Piece, full_depth_of, outcome, summary
 from exitserve.calibration.pieces import Parts
 from exitserve.calibration.proposals import (
     LOW_PRICES,
@@ -28,14 +29,17 @@ from exitserve.calibration.risks import Target
 from exitserve.calibration.scores import ExitScores, exit_scores, fitted_gates
 from exitserve.costs import TokenCosts
 from exitserve.gates import Gate
+from exitserve.judged import FullDepth
 from exitserve.policy import Mode
 from exitserve.reference import Reference
-from exitserve_kernels.exit_check import CRITERIA
+from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
 COMPARED = 50
 """Pieces of each source on which criteria are compared; the winner sees all."""
 TOO_FAR = 0.06
 """Choices this much above the risk of the easiest target are not looked at."""
+FULL_DEPTH = OperatingPoint(agreement=None, thresholds={}, eos_thresholds={})
+"""What `auto` means where nothing could be promised."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how many steps of it are done, and how many there are."""
@@ -84,6 +88,21 @@ class Found:
     """By criterion, the choices as the comparison saw them, the safest first."""
     scores: Mapping[int, ExitScores]
     """Of the pieces for selection, at full depth."""
+
+    def calibration(self, asked: Asked, provenance: Mapping[str, Any]) -> Calibration:
+        """What goes into the checkpoint."""
+        first, *others = self.promised
+        points = [one.point for one in others if one.point is not None]
+        return Calibration(
+            target=first.target.name,
+            mode=asked.mode,
+            criterion=self.criterion,
+            confidence_level=1.0 - asked.delta,
+            num_layers=asked.costs.num_layers,
+            chosen=first.point or FULL_DEPTH,
+            points=tuple(sorted(points, key=lambda one: one.agreement or 0.0)),
+            provenance=provenance,
+        )
 
 
 class Calibrator:
@@ -155,7 +174,7 @@ class Calibrator:
 
     def _outcome(self, candidate: Candidate, judge: Reference, piece: Piece) -> Outcome:
         if piece not in self._full:
-            self._full[piece] = full_depth(self._reference, piece)
+            self._full[piece] = full_depth_of(self._reference, piece)
         return outcome(judge, piece, self._full[piece], candidate.policy(self._asked.mode))
 
     def _judge(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
@@ -163,8 +182,8 @@ class Calibrator:
         own, ends = self._reference, self._reference.eos_token_ids.tolist()
         if criterion == "gate":
             return Reference(own.model, own.exit_layers, ends, gates=gates)
-        kind = next(one for one in CRITERIA if one == criterion)
-        return Reference(own.model, own.exit_layers, ends, self._asked.break_even, kind)
+        rates = self._asked.break_even
+        return Reference(own.model, own.exit_layers, ends, rates, criterion_of(criterion))
 
     def _cost(self, candidate: Candidate) -> float:
         return cost_of(summary(candidate.selected), self._asked.costs, self._asked.mode)

@@ -24,11 +24,11 @@ from exitserve.engine.compat.weights import readable_head
 from exitserve.gates import Gate, Gates
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
-    CRITERIA,
     Criterion,
     ExitCheck,
     Head,
     check_logits,
+    criterion_of,
     finish,
     summarise_logits,
     summarise_slice,
@@ -58,7 +58,7 @@ class CheckedHead:
         self._gates = dict(gates)
         self._criterion: Criterion = "max_prob"  # any will do where gates decide
         if not gates:
-            self._criterion = next(one for one in CRITERIA if one == criterion)
+            self._criterion = criterion_of(criterion)
         self._lm_head = model.output_head()
         self._processor = model.logits_processor
         self._compute_logits = compute_logits
@@ -115,8 +115,7 @@ class CheckedHead:
         thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
         if self._gates:
             gate = self._gate(layer, device)
-            thresholds = gate.decided(normed, thresholds)
-            end_thresholds = gate.decided(normed, end_thresholds)
+            thresholds, end_thresholds = gate.decided(normed, thresholds, end_thresholds)
         if self._readable is None:
             logits = self.own_logits(normed)
             if not self._sliced:

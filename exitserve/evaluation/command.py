@@ -56,7 +56,8 @@ def add_command(subparsers: Any) -> None:
         "--thresholds",
         default="0.5,0.7,0.9",
         metavar="T,T",
-        help="confidence, or auto for the calibrated ones (default %(default)s)",
+        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
+        "agreement (default %(default)s)",
     )
     exits.add_argument(
         "--modes",

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from exitserve.evaluation.settings import Setting
-from exitserve.policy import ExitPolicy
+from exitserve.judged import FullDepth, full_depth, judged
 from exitserve.reference import Reference
 from exitserve.texts import Window
 
@@ -99,41 +98,32 @@ def measure(
     depths = (*reference.exit_layers, reference.parts.num_layers)
     found = [Seen(setting, {depth: Tally() for depth in depths}) for setting in settings]
     for window in windows:
-        ids = window.token_ids
-        fed, said = ids[:-1], torch.tensor(ids[prompt_tokens + 1 :], device=reference.device)
-        full = reference.trace(fed, prompt_tokens, ExitPolicy.off()).logits[prompt_tokens:]
+        full = full_depth(reference, window.token_ids, prompt_tokens)
         for seen in found:
-            _add(seen, reference, fed, prompt_tokens, full, said)
+            _add(seen, reference, window.token_ids, prompt_tokens, full)
         progress()
     return found
 
 
 def _add(
-    seen: Seen,
-    reference: Reference,
-    fed: Sequence[int],
-    prompt_tokens: int,
-    full: Tensor,
-    said: Tensor,
+    seen: Seen, reference: Reference, ids: Sequence[int], prompt_tokens: int, full: FullDepth
 ) -> None:
-    """Adds one window; `full` [N, V] are full depth's logits, `said` [N] what the text says."""
-    policy = seen.setting.policy
-    truth = full.argmax(dim=-1)
-    logits, depth = full, torch.full_like(said, reference.parts.num_layers)
+    """Adds one window: those of its decode tokens that another follows."""
+    policy, count = seen.setting.policy, len(full.nats)
+    last = reference.parts.num_layers
+    depth = torch.full((count,), last, device=reference.device)
+    agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats
     if policy.mode != "off":
-        trace = reference.trace(fed, prompt_tokens, policy)
-        logits, depth = trace.logits[prompt_tokens:], trace.depth[prompt_tokens:]
-    agreeing = logits.argmax(dim=-1) == truth
-    if policy.mode == "verify":
-        exited = depth < reference.parts.num_layers
-        seen.drafted += int(exited.sum())
-        seen.accepted += int((exited & agreeing).sum())
-        logits, depth = full, torch.full_like(depth, reference.parts.num_layers)
-        agreeing = torch.ones_like(agreeing)
-    surprise = functional.cross_entropy(logits, said, reduction="none")
+        found = judged(reference, ids, prompt_tokens, policy, full)
+        if policy.mode == "verify":
+            exited = found.depth[:count] < last
+            seen.drafted += int(exited.sum())
+            seen.accepted += int((exited & found.agrees[:count]).sum())
+        else:
+            depth, agrees, nats = found.depth[:count], found.agrees[:count], found.nats
     for layer, tally in seen.by_depth.items():
         here = depth == layer
-        tally.add(agreeing[here], surprise[here])
+        tally.add(agrees[here], nats[here])
 
 
 def report_of(seen: Seen) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exitserve.arguments import calibrated_fields
 from exitserve.errors import ExitServeError
-from exitserve.policy import AUTO, ExitPolicy, ExitRules, Mode
+from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.texts import Documents
 
 
@@ -21,7 +22,7 @@ class Setting:
     policy: ExitPolicy
     """What the fields mean for this model."""
     exit_threshold: float | str | None = None
-    """As it was given: a number or `auto`; None for full depth."""
+    """As it was given: a number or a word (`calibrated_fields`); None for full depth."""
 
     @property
     def label(self) -> str:
@@ -80,7 +81,7 @@ class EvalPlan:
 def make_settings(
     rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
 ) -> tuple[Setting, ...]:
-    """Full depth, then every number in every mode; `auto` brings a mode of its own.
+    """Full depth, then every number in every mode; calibrated ones bring a mode of their own.
 
     Raises:
         ExitServeError: the model has no exits, or a threshold does not fit or is given twice.
@@ -97,9 +98,9 @@ def make_settings(
         asked += [
             (value, {"exit_threshold": value, "exit_mode": mode})
             for value in thresholds
-            if value != AUTO
+            if not isinstance(value, str)
         ]
-    asked += [(AUTO, {"exit_threshold": AUTO})] if AUTO in thresholds else []
+    asked += [(word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)]
     settings = [Setting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
     for value, fields in asked:
         policy = rules.policy_for(fields)

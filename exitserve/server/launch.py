@@ -45,6 +45,21 @@ def add_serve(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="checkpoint directory or hub id")
+    _add_default(parser)
+    _add_exits(parser)
+    parser.add_argument(
+        "--shadow-rate",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="share of requests whose answers full depth judges afterwards, for the metrics of "
+        "live quality: 0.01 is one in a hundred (default 0: none)",
+    )
+    parser.set_defaults(run=serve, takes_rest=True)
+
+
+def _add_default(parser: argparse.ArgumentParser) -> None:
+    """What a request gets that asks for nothing."""
     parser.add_argument(
         "--exit-threshold",
         type=_threshold,
@@ -67,6 +82,10 @@ def add_serve(subparsers: Any) -> None:
         help=f"mode verify: most tokens that a request drafts at a time (default {NUM_DRAFTS})",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
+
+
+def _add_exits(parser: argparse.ArgumentParser) -> None:
+    """Where and how tokens may exit."""
     parser.add_argument(
         "--exit-layers",
         type=_layers,
@@ -91,15 +110,6 @@ def add_serve(subparsers: Any) -> None:
         help="paying: a request whose checks keep failing is checked less often (default); "
         "all: every token is checked at every exit layer",
     )
-    parser.add_argument(
-        "--shadow-rate",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="share of requests whose answers full depth judges afterwards, for the metrics of "
-        "live quality: 0.01 is one in a hundred (default 0: none)",
-    )
-    parser.set_defaults(run=serve, takes_rest=True)
 
 
 def _threshold(text: str) -> float | str:

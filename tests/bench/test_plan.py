@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from exitserve.bench import prompts, synthetic
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.command import add_command, plan_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
+from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
 
@@ -31,6 +34,23 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     return directory
+
+
+@pytest.fixture
+def calibrated(model: Path) -> Path:
+    point = OperatingPoint(agreement=0.98, thresholds={4: 0.5}, eos_thresholds={4: 0.8})
+    found = Calibration(
+        target="agreement>=0.98",
+        mode="defer",
+        criterion="margin",
+        confidence_level=0.95,
+        num_layers=6,
+        chosen=point,
+        points=(replace(point, agreement=0.9, thresholds={2: 0.3}),),
+    )
+    block = MultiExit(exit_layers=(2, 4), criterion="margin", calibration=found)
+    write_multi_exit(model, block)
+    return model
 
 
 @pytest.fixture
@@ -163,7 +183,7 @@ def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--thresholds", "0.5,high"], "--thresholds '0.5,high'"),
+        (["--thresholds", "0.5,high"], "--thresholds 'high'"),
         (["--thresholds", "-1"], "--thresholds must be"),
         (["--thresholds", "nan"], "--thresholds must be"),
         (["--thresholds", "1.5"], "below 1"),
@@ -298,3 +318,24 @@ def test_what_the_modes_need(model: Path, arguments: tuple[object, ...], said: s
 )
 def test_what_forcing_needs(arguments: tuple[object, ...], said: str) -> None:
     assert said in refused("--synthetic", "llama-350m", "--force-exit-layer", 6, *arguments)
+
+
+def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated, ids) -> None:
+    arguments = (calibrated, "--prompts", ids, "--thresholds", "0.5,auto,auto:0.9")
+    with plan_of(parse(*arguments)) as plan:
+        *_, auto, cheaper = plan.settings
+        assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
+        assert auto.fields(2) == [{"exit_threshold": "auto"}] * 2
+        assert cheaper.fields(1) == [{"exit_target": 0.9}]
+        assert plan.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
+
+
+def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:
+    arguments = (calibrated, "--prompts", ids, "--thresholds", "auto:0.999")
+    assert "leave it away" in refused(*arguments)
+    assert "run exitserve calibrate" in refused(write_uncalibrated(calibrated), *arguments[1:])
+
+
+def write_uncalibrated(model: Path) -> Path:
+    write_multi_exit(model, MultiExit(exit_layers=(2, 4)))
+    return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exitserve.calibration.outcomes import Piece, full_depth, outcome, summary
+from exitserve.calibration.outcomes import Piece, full_depth_of, outcome, summary
 from exitserve.calibration.scores import exit_scores, fit_gate, fitted_gates, states_of
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
@@ -59,14 +59,14 @@ def test_gates_stay_where_the_model_is(reference, pieces) -> None:
 
 def test_outcomes_of_full_depth_lose_nothing(reference, pieces) -> None:
     found = [
-        outcome(reference, piece, full_depth(reference, piece), ExitPolicy.off())
+        outcome(reference, piece, full_depth_of(reference, piece), ExitPolicy.off())
         for piece in pieces
     ]
     whole = summary(found)
     assert (whole.agreement, whole.mean_depth, whole.checks, whole.stays) == (1.0, 6.0, 0.0, 1.0)
     assert whole.perplexity == whole.full_perplexity
     fixed = summary(
-        outcome(reference, piece, full_depth(reference, piece), ExitPolicy.fixed(2))
+        outcome(reference, piece, full_depth_of(reference, piece), ExitPolicy.fixed(2))
         for piece in pieces
     )
     assert (fixed.mean_depth, fixed.stays) == (2.0, 0.0)

@@ -32,6 +32,7 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
         confidence_level=0.95,
         num_layers=12,
         chosen=POINT,
+        points=(replace(POINT, agreement=0.9, thresholds={9: 0.2}),),
     )
     write_multi_exit(tmp_path, replace(block, calibration=found))
     return tmp_path
@@ -57,3 +58,28 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
 def test_auto_needs_a_calibration(bundled: Path) -> None:
     with pytest.raises(ExitServeError, match="run exitserve calibrate"):
         make_settings(check_rules(bundled, {}), ["auto"], ("confidence",))
+
+
+def test_other_promises_are_asked_for_by_their_agreement(calibrated: Path) -> None:
+    rules = check_rules(calibrated, {})
+    settings = make_settings(rules, thresholds_of("auto:0.9,auto"), ("confidence",))
+    assert [setting.label for setting in settings] == ["full depth", "defer auto:0.9", "defer auto"]
+    assert settings[1].fields == {"exit_target": 0.9}
+    assert settings[1].policy.thresholds_at(9)[0] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "message"),
+    [
+        ("auto:0.999", "'?auto:0.999'? .*full depth"),
+        ("auto:2", "exit_target must be"),
+        ("auto:", "exit_target must be"),
+        ("auto:high", "must be numbers"),
+        ("automatic", "must be numbers"),
+    ],
+)
+def test_promises_that_cannot_be_are_refused(
+    calibrated: Path, thresholds: str, message: str
+) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        make_settings(check_rules(calibrated, {}), thresholds_of(thresholds), ("confidence",))

@@ -28,6 +28,7 @@ __all__ = [
     "FinalNorm",
     "Head",
     "check_logits",
+    "criterion_of",
     "exit_check",
     "finish",
     "join",
@@ -37,6 +38,14 @@ __all__ = [
 
 Criterion = Literal["max_prob", "margin", "entropy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+
+
+def criterion_of(name: str) -> Criterion:
+    """The criterion of a name; raises `ValueError` if there is none."""
+    for one in CRITERIA:
+        if one == name:
+            return one
+    raise ValueError(f"criterion {name!r} is unknown; allowed: {', '.join(CRITERIA)}.")
 
 
 class FinalNorm(NamedTuple):
