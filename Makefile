@@ -2,6 +2,8 @@
 # Each installs what is missing and skips what is done.
 
 PYTHON ?= python3
+# Tests that run side by side: one for each core of a small machine, 4 GiB of memory for each.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -29,10 +31,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Kernels run in Triton's interpreter, which is chosen before Triton is first imported.
+# Kernels run in Triton's interpreter, which is chosen before Triton is first imported. A file's
+# tests stay together, because they share engines.
 test: lint
-	$(BIN)/pytest --ignore=tests/ops
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/ops
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --ignore=tests/ops
+	TRITON_INTERPRET=1 $(BIN)/pytest -n $(JOBS) --dist loadfile tests/ops
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -22,6 +22,13 @@ settings.load_profile("exitserve")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+# Workers of pytest-xdist compute on a core each. By vLLM's default all engines would take the same.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[int(worker.removeprefix("gw")) % len(cores)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(own))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "models" / "exit-py-10m"
 TINY_EXITS = (2, 4)
