@@ -300,8 +300,8 @@ def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from exitserve.bench.quiet import error_stream, errors_to
     from exitserve.bench.run import compare
+    from exitserve.quiet import error_stream, errors_to
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # On the error stream, so that what goes to a pipe is the table alone.

@@ -201,8 +201,8 @@ def _tasks(plan: EvalPlan) -> Mapping[str, Any]:
     """lm-eval's tasks by name, loaded without what it and `datasets` print meanwhile."""
     if plan.tasks is None:
         return {}
-    from exitserve.bench.quiet import errors_to
     from exitserve.evaluation.harness import load_tasks
+    from exitserve.quiet import errors_to
 
     with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, errors_to(Path(log.name)):
         return load_tasks(plan.tasks)
@@ -215,8 +215,8 @@ def _with_progress(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from exitserve.bench.quiet import error_stream, errors_to
     from exitserve.evaluation.run import evaluate
+    from exitserve.quiet import error_stream, errors_to
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with error_stream() as screen, errors_to(out / "eval.log"):

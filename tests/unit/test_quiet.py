@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.bench.quiet import error_stream, errors_to
 from exitserve.errors import ExitServeError
+from exitserve.quiet import error_stream, errors_to
 
 
 def noise() -> None:
