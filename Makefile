@@ -2,8 +2,8 @@
 # Each installs what is missing and skips what is done.
 
 PYTHON ?= python3
-# Tests that run side by side: one for each core of a small machine, 4 GiB of memory for each.
-JOBS ?= 2
+# make test JOBS=2 runs tests side by side, each on a core of its own and in 4 GiB of memory.
+JOBS ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -38,7 +38,7 @@ def pieces_of(args: argparse.Namespace, file: str, reference: Reference) -> list
     half = len(windows) // 2
     prompts = [window.token_ids[: args.prompt_tokens] for window in windows[half:]]
     tokens = args.window - args.prompt_tokens
-    written = written_by(reference, prompts, tokens, SEED, lambda _: None)
+    written = written_by(reference, prompts, tokens, args.temperature, SEED, lambda _: None)
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[:half]]
     return [*text, *written]
 
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=400)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
     reference = load_reference(args.model)
     rows = [row for file in args.files for row in rows_of(args, file, reference)]

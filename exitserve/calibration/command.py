@@ -150,6 +150,13 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="share of the windows after whose prompts the model writes (default %(default)s)",
     )
+    text.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="at which it writes, as it will be served; 0: greedily (default %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -234,6 +241,8 @@ def _check_text_arguments(args: argparse.Namespace) -> None:
         raise ExitServeError(
             f"--generated-share must be from 0 to 1, not {args.generated_share:g}."
         )
+    if not 0.0 <= args.temperature <= 2.0:
+        raise ExitServeError(f"--temperature must be from 0 to 2, not {args.temperature:g}.")
 
 
 def calibrate(
@@ -275,7 +284,7 @@ def calibrate(
     reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
     parts = check(_written(args, reference, prompts, progress))
     found = Calibrator(reference, asked, progress).run(parts)
-    source = provenance_of(documents, parts, args.window, args.prompt_tokens)
+    source = provenance_of(documents, parts, args)
     calibration = found.calibration(asked, source)
     data = report(str(args.model), block.exit_layers, asked, found, calibration)
     return calibration, data, found
@@ -349,7 +358,7 @@ def _written(
         progress("the model writes", done, len(prompts))
 
     tokens = args.window - args.prompt_tokens
-    return written_by(reference, prompts, tokens, SEED, advance)
+    return written_by(reference, prompts, tokens, args.temperature, SEED, advance)
 
 
 def _write(directory: Path, block: MultiExit, calibration: Calibration, found: Found) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,9 +67,7 @@ def report(
     }
 
 
-def provenance_of(
-    documents: Documents, parts: Parts, window_tokens: int, prompt_tokens: int
-) -> dict[str, Any]:
+def provenance_of(documents: Documents, parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
     """Which text, how it was used, when, and with what."""
     sources = ("text", "generated")
     return {
@@ -78,8 +77,9 @@ def provenance_of(
             name: {source: sum(one.source == source for one in pieces) for source in sources}
             for name, pieces in (("fit", parts.fit), ("select", parts.select), ("test", parts.test))
         },
-        "window_tokens": window_tokens,
-        "prompt_tokens": prompt_tokens,
+        "window_tokens": args.window,
+        "prompt_tokens": args.prompt_tokens,
+        "temperature": args.temperature,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
     }
@@ -231,8 +231,8 @@ def _tested(provenance: Mapping[str, Any]) -> list[str]:
         found.append(f"like {windows['text']} of {name}")
     if windows["generated"]:
         found.append(
-            f"like {windows['generated']} that full depth wrote, at temperature 1, after prompts "
-            f"from {name}"
+            f"like {windows['generated']} that full depth wrote, at temperature "
+            f"{provenance['temperature']:g}, after prompts from {name}"
         )
     return found
 

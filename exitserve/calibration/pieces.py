@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,15 +74,17 @@ def written_by(
     reference: Reference,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
+    temperature: float,
     seed: int,
     advance: Callable[[int], None],
 ) -> list[Piece]:
-    """What the model writes at full depth after prompts of one length, sampled at temperature 1.
+    """What the model writes at full depth after prompts of one length.
 
     Args:
         reference: the oracle, whose model writes.
         prompts: token ids.
         tokens: most of a continuation.
+        temperature: at which it samples; 0: the likeliest token each time.
         seed: of the sampling.
         advance: called with the number of prompts that are done.
 
@@ -89,6 +92,9 @@ def written_by(
         Those of at least `FEWEST_TOKENS` tokens, each up to its end of sequence, without that.
     """
     torch.manual_seed(seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     ends = reference.eos_token_ids.tolist()
     found = []
     for start in range(0, len(prompts), BATCH):
@@ -98,10 +104,7 @@ def written_by(
             batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
+            **how,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
             pad_token_id=pad,

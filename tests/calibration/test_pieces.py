@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from exitserve.calibration.outcomes import Piece
 from exitserve.calibration.pieces import Parts, check_enough, independent, split, written_by
 from exitserve.errors import ExitServeError
+from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.texts import Window
 
@@ -63,10 +64,21 @@ def test_what_the_model_writes_follows_its_prompts(make_checkpoint) -> None:
     reference = load_reference(str(make_checkpoint("llama")))
     prompts = [(5, 6, 7 + index) for index in range(40)]
     done: list[int] = []
-    found = written_by(reference, prompts, 20, 0, done.append)
+    found = written_by(reference, prompts, 20, 1.0, 0, done.append)
     assert sum(done) == 40
     assert {one.token_ids[:3] for one in found} <= set(prompts)
     assert all(one.prompt_length == 3 and one.source == "generated" for one in found)
     assert all(8 <= len(one.token_ids) - 3 <= 20 for one in found)
     assert len({one.token_ids[3:] for one in found}) > 30, "sampled, not greedy"
-    assert found == written_by(reference, prompts, 20, 0, done.append), "the seed decides"
+    assert found == written_by(reference, prompts, 20, 1.0, 0, done.append), "the seed decides"
+
+
+def test_at_temperature_0_it_writes_what_the_oracle_decodes(make_checkpoint) -> None:
+    reference = load_reference(str(make_checkpoint("llama")))
+    prompts = [(5, 6, 7), (9, 8, 7)]
+    found = written_by(reference, prompts, 20, 0.0, 0, lambda _: None)
+    assert found and found == written_by(reference, prompts, 20, 0.0, 1, lambda _: None)
+    for piece in found:
+        prompt, written = piece.token_ids[:3], list(piece.token_ids[3:])
+        own = reference.decode(prompt, len(written), ExitPolicy.off(), ignore_eos=True)
+        assert written == own.token_ids
