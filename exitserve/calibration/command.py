@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import at_least, numbers
+from exitserve.arguments import numbers
 from exitserve.calibrated import CALIBRATED_MODES, Calibration
+from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from exitserve.reference import Reference
     from exitserve.texts import Documents, Window
 
-AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
-"""Promised for requests that ask for a target, where the text is enough to show it."""
-DEFAULT_AGREEMENT = 0.99
 SEED = 0
 BYTES, MEASURED = "bytes", "measured"
 """Kinds of `--costs`; any other word is a device."""
@@ -52,6 +50,7 @@ _EXAMPLES = """\
 examples:
   exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
   exitserve calibrate MODEL --data held-out.jsonl --mode defer --target-agreement 0.98
+  exitserve calibrate MODEL --data prompts.jsonl --generated-share 1 --temperature 0   # greedy
   exitserve calibrate MODEL --data held-out.txt --target-perplexity-increase 0.01
   exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
 then
@@ -80,7 +79,7 @@ def add_calibrate(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="write the report only, not into config.json"
     )
-    _add_targets(parser)
+    add_targets(parser)
     parser.add_argument(
         "--mode",
         choices=CALIBRATED_MODES,
@@ -97,66 +96,8 @@ def add_calibrate(subparsers: Any) -> None:
         help=f"what a token's parts cost: {BYTES} that are read (default), {MEASURED} on this "
         f"machine as exitserve plan does, or a device of its table such as h200",
     )
-    _add_text(parser)
+    add_text(parser)
     parser.set_defaults(run=run)
-
-
-def _add_targets(parser: argparse.ArgumentParser) -> None:
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target-agreement",
-        type=float,
-        metavar="A",
-        help=f"share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
-    )
-    target.add_argument(
-        "--target-perplexity-increase",
-        type=float,
-        metavar="P",
-        help="instead: most that perplexity may rise, 0.01 for one per cent",
-    )
-    target.add_argument(
-        "--target-mean-depth",
-        type=float,
-        metavar="N",
-        help="instead: most layers that a token may run on average, at the best agreement",
-    )
-    parser.add_argument(
-        "--confidence-level",
-        type=float,
-        default=0.95,
-        metavar="C",
-        help="of the guarantee (default %(default)s)",
-    )
-
-
-def _add_text(parser: argparse.ArgumentParser) -> None:
-    text = parser.add_argument_group("text")
-    text.add_argument("--windows", type=int, default=2400, metavar="N", help="default %(default)s")
-    text.add_argument(
-        "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
-    )
-    text.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="T",
-        help="of which the first are the prompt (default %(default)s)",
-    )
-    text.add_argument(
-        "--generated-share",
-        type=float,
-        default=0.5,
-        metavar="S",
-        help="share of the windows after whose prompts the model writes (default %(default)s)",
-    )
-    text.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="at which it writes, as it will be served; 0: greedily (default %(default)g)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
     directory = Path(args.model)
     block, config = _block(args, directory)
-    targets = _targets(args, config)
-    _check_text_arguments(args)
+    targets = targets_of(args, config)
+    check_text(args)
     out = prepare_out_dir(args.out or directory / "calibration", overwrite=args.out is None)
     with _progress() as progress:
         calibration, data, found = calibrate(args, block, config, targets, progress)
@@ -212,37 +153,6 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
         )
     block.validate(num_layers)
     return block, config
-
-
-def _targets(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
-    """The asked target first."""
-    from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
-
-    if not 0.5 <= args.confidence_level < 1.0:
-        raise ExitServeError(
-            f"--confidence-level must be from 0.5 to below 1, such as 0.95, not "
-            f"{args.confidence_level:g}."
-        )
-    others = [agreement_target(one) for one in AGREEMENTS]
-    if args.target_perplexity_increase is not None:
-        return [perplexity_target(args.target_perplexity_increase), *others]
-    if args.target_mean_depth is not None:
-        return [depth_target(args.target_mean_depth, num_layers_of(config)), *others]
-    least = DEFAULT_AGREEMENT if args.target_agreement is None else args.target_agreement
-    asked = agreement_target(least)
-    return [asked, *(one for one in others if one.agreement != asked.agreement)]
-
-
-def _check_text_arguments(args: argparse.Namespace) -> None:
-    at_least(10, args.windows, "--windows")
-    at_least(1, args.prompt_tokens, "--prompt-tokens")
-    at_least(args.prompt_tokens + 8, args.window, "--window")
-    if not 0.0 <= args.generated_share <= 1.0:
-        raise ExitServeError(
-            f"--generated-share must be from 0 to 1, not {args.generated_share:g}."
-        )
-    if not 0.0 <= args.temperature <= 2.0:
-        raise ExitServeError(f"--temperature must be from 0 to 2, not {args.temperature:g}.")
 
 
 def calibrate(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.calibration import command, proposals
+from exitserve.calibration import options, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, full_depth_of, outcome
 from exitserve.checkpoint import read_config, read_multi_exit
@@ -42,7 +42,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(calibration_run, "COMPARED", 10)
     monkeypatch.setattr(calibration_run, "PRICES", (60.0, 12.0, 4.0, 1.5))
     monkeypatch.setattr(proposals, "BETWEEN", 2)
-    monkeypatch.setattr(command, "AGREEMENTS", (0.6,))
+    monkeypatch.setattr(options, "AGREEMENTS", (0.6,))
 
 
 @pytest.fixture
@@ -127,6 +127,7 @@ def test_other_targets(quick, model: Path, corpora) -> None:
         (["--target-mean-depth", "12"], "below the model's 12 layers"),
         (["--confidence-level", "1"], "from 0.5 to below 1"),
         (["--generated-share", "1.5"], "from 0 to 1"),
+        (["--temperature", "3"], "--temperature must be from 0 to 2"),
         (["--windows", "3"], "--windows must be at least 10"),
         (["--window", "10"], "--window must be at least 24"),
         (["--exit-layers", "3,12"], r"1\.\.11"),

@@ -1,0 +1,109 @@
+"""What a calibration is asked to keep, and on which text: options of `exitserve calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from exitserve.arguments import at_least
+from exitserve.checkpoint import num_layers_of
+from exitserve.errors import ExitServeError
+
+if TYPE_CHECKING:
+    from exitserve.calibration.risks import Target
+
+AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
+"""Promised for requests that ask for a target, where the text is enough to show it."""
+DEFAULT_AGREEMENT = 0.99
+
+
+def add_targets(parser: argparse.ArgumentParser) -> None:
+    """Adds what is to be kept, and how surely."""
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-agreement",
+        type=float,
+        metavar="A",
+        help=f"share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
+    )
+    target.add_argument(
+        "--target-perplexity-increase",
+        type=float,
+        metavar="P",
+        help="instead: most that perplexity may rise, 0.01 for one per cent",
+    )
+    target.add_argument(
+        "--target-mean-depth",
+        type=float,
+        metavar="N",
+        help="instead: most layers that a token may run on average, at the best agreement",
+    )
+    parser.add_argument(
+        "--confidence-level",
+        type=float,
+        default=0.95,
+        metavar="C",
+        help="of the guarantee (default %(default)s)",
+    )
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """Adds how the text is used."""
+    text = parser.add_argument_group("text")
+    text.add_argument("--windows", type=int, default=2400, metavar="N", help="default %(default)s")
+    text.add_argument(
+        "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
+    )
+    text.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="T",
+        help="of which the first are the prompt (default %(default)s)",
+    )
+    text.add_argument(
+        "--generated-share",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="share of the windows after whose prompts the model writes (default %(default)s)",
+    )
+    text.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="at which it writes, as it will be served; 0: greedily (default %(default)g)",
+    )
+
+
+def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
+    """The asked target first."""
+    from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
+
+    if not 0.5 <= args.confidence_level < 1.0:
+        raise ExitServeError(
+            f"--confidence-level must be from 0.5 to below 1, such as 0.95, not "
+            f"{args.confidence_level:g}."
+        )
+    others = [agreement_target(one) for one in AGREEMENTS]
+    if args.target_perplexity_increase is not None:
+        return [perplexity_target(args.target_perplexity_increase), *others]
+    if args.target_mean_depth is not None:
+        return [depth_target(args.target_mean_depth, num_layers_of(config)), *others]
+    least = DEFAULT_AGREEMENT if args.target_agreement is None else args.target_agreement
+    asked = agreement_target(least)
+    return [asked, *(one for one in others if one.agreement != asked.agreement)]
+
+
+def check_text(args: argparse.Namespace) -> None:
+    """Raises `ExitServeError` where the text cannot be used so."""
+    at_least(10, args.windows, "--windows")
+    at_least(1, args.prompt_tokens, "--prompt-tokens")
+    at_least(args.prompt_tokens + 8, args.window, "--window")
+    if not 0.0 <= args.generated_share <= 1.0:
+        raise ExitServeError(
+            f"--generated-share must be from 0 to 1, not {args.generated_share:g}."
+        )
+    if not 0.0 <= args.temperature <= 2.0:
+        raise ExitServeError(f"--temperature must be from 0 to 2, not {args.temperature:g}.")
