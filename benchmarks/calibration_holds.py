@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from exitserve.agreement import FullDepth
 from exitserve.calibration.outcomes import Piece, full_depth_of, outcome, summary
 from exitserve.calibration.pieces import independent, written_by
 from exitserve.checkpoint import read_multi_exit
-from exitserve.judged import FullDepth
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 from exitserve.report import machine, markdown_table, versions, write_json
-from exitserve.texts import load_tokenizer, read_documents, windows_of
+from exitserve.windows import load_tokenizer, read_documents, windows_of
 
 SEED = 7
 """Another choice of windows than the calibration's own."""

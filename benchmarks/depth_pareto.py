@@ -27,7 +27,7 @@ from exitserve.calibration.scores import ExitScores, exit_scores, fitted_gates
 from exitserve.costs import TokenCosts
 from exitserve.reference import load_reference
 from exitserve.report import machine, markdown_table, prepare_out_dir, versions, write_json
-from exitserve.texts import load_tokenizer, read_documents, windows_of
+from exitserve.windows import load_tokenizer, read_documents, windows_of
 from exitserve_kernels.exit_check import CRITERIA
 
 SEED = 11

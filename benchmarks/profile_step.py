@@ -47,8 +47,8 @@ class Probe:
     method: str
 
 
-SEGMENTS = "exitserve.engine.segments:MultiExitMixin"
-ROWS = "exitserve.engine.rows:Rows"
+SEGMENTS = "exitserve.engine.model:MultiExitMixin"
+ROWS = "exitserve.engine.host.rows:HostRows"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -57,7 +57,7 @@ PROBES = (
     Probe("vLLM's own forward, where nobody may exit", "model.model", "__call__"),
     Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
     Probe("exit check, head aside", SEGMENTS, "_check"),
-    Probe("propagation", "exitserve.engine.propagation:Propagation", "fill"),
+    Probe("propagation", "exitserve.engine.layers.propagation:Propagation", "fill"),
     Probe("planning and recording", ROWS, "plan"),
     Probe("planning and recording", ROWS, "record"),
     Probe("planning and recording", ROWS, "update"),

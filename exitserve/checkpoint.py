@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from exitserve.calibrated import CRITERIA, Calibration, calibration_of
+from exitserve.calibration_record import CRITERIA, Calibration, calibration_of
 from exitserve.errors import ExitServeError
 
 BLOCK = "multi_exit"

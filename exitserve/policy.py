@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.check_schedule import CheckSchedule
 from exitserve.errors import ExitServeError, nearest
-from exitserve.schedule import CheckSchedule
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -159,7 +159,7 @@ class ExitRules:
     tokens_may_wait: bool = True
     """Whether modes are served in which tokens that exited wait for a later pass."""
     criterion: str = "max_prob"
-    """What confidence is, one of `exitserve.calibrated.CRITERIA`."""
+    """What confidence is, one of `exitserve.calibration_record.CRITERIA`."""
     calibration: Calibration | None = None
     """What `auto` and `exit_target` mean."""
 

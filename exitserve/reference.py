@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exitserve.check_schedule import CheckSchedule
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts
 from exitserve.gates import Gates, load_gates
 from exitserve.policy import BY_CONFIDENCE, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
-from exitserve.schedule import CheckSchedule
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
 
@@ -86,7 +86,7 @@ class Reference:
             exit_layers: ascending, each below the depth of the model.
             eos_token_ids: ends of sequence, which have a threshold of their own.
             break_even: success rates from which a check pays, for the check schedule
-                (`exitserve.schedule`); None makes every check.
+                (`exitserve.check_schedule`); None makes every check.
             criterion: what confidence is, where there are no gates.
             gates: by exit layer; they are the confidence then.
         """

@@ -301,7 +301,7 @@ def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from exitserve.bench.run import compare
-    from exitserve.quiet import error_stream, errors_to
+    from exitserve.engine_logs import error_stream, errors_to
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # On the error stream, so that what goes to a pipe is the table alone.

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from exitserve.calibrated import OperatingPoint
 from exitserve.calibration.bounds import Gambler, least_pieces, p_value
 from exitserve.calibration.outcomes import Outcome, Summary, summary
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import Target, wrong_ends
+from exitserve.calibration_record import OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.policy import ExitPolicy, Mode
 

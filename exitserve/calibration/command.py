@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import numbers
-from exitserve.calibrated import CALIBRATED_MODES, Calibration
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
+from exitserve.calibration_record import CALIBRATED_MODES, Calibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.run import Asked, Found, Progress
     from exitserve.costs import TokenCosts
     from exitserve.reference import Reference
-    from exitserve.texts import Documents, Window
+    from exitserve.windows import Documents, Window
 
 SEED = 0
 BYTES, MEASURED = "bytes", "measured"
@@ -171,7 +171,7 @@ def calibrate(
     from exitserve.calibration.pieces import check_enough, split
     from exitserve.calibration.run import Calibrator
     from exitserve.reference import load_reference
-    from exitserve.texts import read_documents
+    from exitserve.windows import read_documents
 
     documents = read_documents(args.data)
     delta = 1.0 - args.confidence_level
@@ -238,7 +238,7 @@ def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
 
 def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
     from exitserve.calibration.pieces import independent
-    from exitserve.texts import load_tokenizer, windows_of
+    from exitserve.windows import load_tokenizer, windows_of
 
     tokenizer = load_tokenizer(args.model)
     every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)

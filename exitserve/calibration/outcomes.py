@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from exitserve.judged import FullDepth, full_depth, judged
+from exitserve.agreement import FullDepth, full_depth, judged
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 

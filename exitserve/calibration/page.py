@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.calibrated import Calibration
 from exitserve.calibration.choice import Candidate, cost_of
 from exitserve.calibration.outcomes import summary
 from exitserve.calibration.pieces import Parts
 from exitserve.calibration.run import Asked, Found
 from exitserve.calibration.scores import ExitScores
+from exitserve.calibration_record import Calibration
 from exitserve.report import (
     machine,
     machine_line,
@@ -22,7 +22,7 @@ from exitserve.report import (
     versions,
     write_report,
 )
-from exitserve.texts import Documents
+from exitserve.windows import Documents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ import torch
 from exitserve.calibration.outcomes import Piece, Source
 from exitserve.errors import ExitServeError
 from exitserve.reference import Reference
-from exitserve.texts import Window
+from exitserve.windows import Window
 
 FEWEST_TOKENS = 8
 """A continuation that ended sooner says too little."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.agreement import FullDepth
 from exitserve.calibration.choice import (
     Candidate,
     Trial,
@@ -27,9 +27,9 @@ from exitserve.calibration.proposals import (
 )
 from exitserve.calibration.risks import Target
 from exitserve.calibration.scores import ExitScores, exit_scores, fitted_gates
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.gates import Gate
-from exitserve.judged import FullDepth
 from exitserve.policy import Mode
 from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, criterion_of

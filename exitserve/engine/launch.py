@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint import read_config
+from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROPOSER, make_rules
-from exitserve.engine.plugin import architectures, class_name
 from exitserve.errors import ExitServeError
+from exitserve.first_layers import config_overrides
 from exitserve.policy import ExitRules
-from exitserve.truncation.layers import config_overrides
 
 DEFAULT_CPU_CACHE_GIB = "1"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -63,9 +63,9 @@ def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[st
     depth = config_overrides(read_config(model_dir), rules.num_layers)
     arguments: dict[str, Any] = {
         "hf_overrides": {"architectures": [architecture], **depth},
-        "logits_processors": ["exitserve.engine.rows:RowsProcessor"],
-        "worker_extension_cls": "exitserve.engine.worker_extension.ExitWorkerExtension",
-        "scheduler_cls": "exitserve.engine.scheduler.ExitScheduler",
+        "logits_processors": ["exitserve.engine.hooks.rows_processor:RowsProcessor"],
+        "worker_extension_cls": "exitserve.engine.hooks.worker_extension.ExitWorkerExtension",
+        "scheduler_cls": "exitserve.engine.hooks.scheduler.ExitScheduler",
         "additional_config": {KEY: given},
     }
     if rules.num_drafts:
@@ -122,14 +122,14 @@ def suit_runner(ours: dict[str, Any]) -> dict[str, Any]:
     if current_platform.is_cpu() or os.environ.get(RUNNER) == "0":
         return ours
     os.environ[RUNNER] = "1"
-    from exitserve.engine.branches import can_branch_in_graphs
+    from exitserve.engine.layers.branches import can_branch_in_graphs
 
     config = ours["additional_config"][KEY]
     suited = {
         **ours,
         "additional_config": {KEY: {**config, "exit_path": "resident"}},
-        "logits_processors": ["exitserve.engine.compat.request_check:RequestCheck"],
-        "scheduler_cls": "exitserve.engine.scheduler.AsyncExitScheduler",
+        "logits_processors": ["exitserve.engine.hooks.request_check:RequestCheck"],
+        "scheduler_cls": "exitserve.engine.hooks.scheduler.AsyncExitScheduler",
     }
     if not can_branch_in_graphs():
         suited["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
@@ -155,7 +155,7 @@ def start_engine(
     arguments = suit_runner(arguments)
     from vllm import LLM
 
-    from exitserve.engine.rows import RowsProcessor
+    from exitserve.engine.hooks.rows_processor import RowsProcessor
 
     RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY])
     engine = LLM(model=str(model_dir), **{**arguments, **llm})

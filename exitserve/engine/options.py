@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exitserve.calibrated import Calibration
+from exitserve.calibration_record import Calibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -15,6 +15,7 @@ from exitserve.checkpoint import (
 )
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
+from exitserve.first_layers import check_depth, cut_config
 from exitserve.policy import (
     AUTO,
     BY_CONFIDENCE,
@@ -26,7 +27,6 @@ from exitserve.policy import (
     ExitRules,
     check_threshold,
 )
-from exitserve.truncation.layers import check_depth, cut_config
 
 KEY = "exitserve"
 OPTIONS = (
@@ -42,10 +42,10 @@ OPTIONS = (
     "forced",
 )
 EXIT_CHECKS = ("paying", "all")
-"""Whether checks that do not pay are left out (`exitserve.schedule`)."""
+"""Whether checks that do not pay are left out (`exitserve.check_schedule`)."""
 QUANTISED = ("compressed-tensors",)
 """Quantisation methods that exits were tried with."""
-PROPOSER = "exitserve.engine.drafting.Drafter"
+PROPOSER = "exitserve.engine.hooks.drafting.Drafter"
 """How vLLM's configuration names what drafts in mode "verify"."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
     from exitserve.evaluation.run import check_server
     from exitserve.report import prepare_out_dir
-    from exitserve.texts import load_tokenizer, windows_of
+    from exitserve.windows import load_tokenizer, windows_of
 
     check_server(plan)
     tasks = _tasks(plan)
@@ -137,7 +137,7 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
     Raises:
         ExitServeError: an argument is wrong.
     """
-    from exitserve.texts import read_documents
+    from exitserve.windows import read_documents
 
     served_architecture(args.model)
     modes = modes_of(args.modes)
@@ -201,8 +201,8 @@ def _tasks(plan: EvalPlan) -> Mapping[str, Any]:
     """lm-eval's tasks by name, loaded without what it and `datasets` print meanwhile."""
     if plan.tasks is None:
         return {}
+    from exitserve.engine_logs import errors_to
     from exitserve.evaluation.harness import load_tasks
-    from exitserve.quiet import errors_to
 
     with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, errors_to(Path(log.name)):
         return load_tasks(plan.tasks)
@@ -215,8 +215,8 @@ def _with_progress(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from exitserve.engine_logs import error_stream, errors_to
     from exitserve.evaluation.run import evaluate
-    from exitserve.quiet import error_stream, errors_to
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with error_stream() as screen, errors_to(out / "eval.log"):

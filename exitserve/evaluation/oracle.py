@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exitserve.agreement import FullDepth, full_depth, judged
 from exitserve.evaluation.settings import Setting
-from exitserve.judged import FullDepth, full_depth, judged
 from exitserve.reference import Reference
-from exitserve.texts import Window
+from exitserve.windows import Window
 
 
 @dataclass

@@ -14,7 +14,7 @@ from exitserve.evaluation.settings import EvalPlan, TaskPlan
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
 from exitserve.server.local import LocalServer
-from exitserve.texts import Window
+from exitserve.windows import Window
 
 if TYPE_CHECKING:
     # lm-eval, which it needs, may not be installed.

@@ -10,7 +10,7 @@ from typing import Any
 from exitserve.arguments import calibrated_fields
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
-from exitserve.texts import Documents
+from exitserve.windows import Documents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from exitserve.engine.launch import (
 )
 from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
+from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS
 from exitserve.server.refusals import check_shadow_rate, refuse, refuse_checkpoint
-from exitserve.truncation.layers import doubt
 
 DESCRIPTION = """\
 Serve a multi-exit checkpoint on vLLM's OpenAI-compatible server.

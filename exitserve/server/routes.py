@@ -29,8 +29,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
-from exitserve.engine.rows import RowsProcessor
 from exitserve.errors import ExitServeError
 from exitserve.server.metrics import ExitMetrics, ShadowMetrics, StatsWindow, tell_calibrated
 from exitserve.server.refusals import NO_POOLING, POOLING_ROUTES

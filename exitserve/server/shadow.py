@@ -29,7 +29,7 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from exitserve.calibrated import CALIBRATED_MODES
+from exitserve.calibration_record import CALIBRATED_MODES
 from exitserve.policy import AUTO, ExitRules
 from exitserve.server.metrics import ShadowMetrics, Thresholds
 from exitserve.server.traces import Depths

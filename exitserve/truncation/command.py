@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.checkpoint import num_layers_of, read_config
 from exitserve.errors import ExitServeError
-from exitserve.truncation.layers import check_depth, doubt, trained_depths
+from exitserve.first_layers import check_depth, doubt, trained_depths
 
 if TYPE_CHECKING:
     from exitserve.truncation.fit import Sizes

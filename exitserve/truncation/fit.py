@@ -19,7 +19,7 @@ from typing import Any
 from exitserve.checkpoint import num_layers_of
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.truncation.layers import layer_of
+from exitserve.first_layers import layer_of
 from exitserve.truncation.weights import StoredTensor
 
 USABLE = 0.9

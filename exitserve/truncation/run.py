@@ -12,8 +12,8 @@ from typing import Any
 from exitserve.checkpoint import num_layers_of, parse_multi_exit
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
+from exitserve.first_layers import cut_config, layer_of
 from exitserve.truncation.card import CARD, Truncation, card, carried, licence_of
-from exitserve.truncation.layers import cut_config, layer_of
 from exitserve.truncation.perplexity import Perplexity, measure, read_data
 from exitserve.truncation.weights import StoredWeights, write_weights
 

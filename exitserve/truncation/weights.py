@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from exitserve.errors import ExitServeError
-from exitserve.truncation.layers import beyond
+from exitserve.first_layers import beyond
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

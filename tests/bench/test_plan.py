@@ -15,7 +15,7 @@ from exitserve.bench import prompts, synthetic
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.command import add_command, plan_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError

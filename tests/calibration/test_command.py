@@ -17,7 +17,7 @@ from exitserve.checkpoint import read_config, read_multi_exit
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
 from exitserve.reference import load_reference
-from exitserve.texts import load_tokenizer, read_documents, windows_of
+from exitserve.windows import load_tokenizer, read_documents, windows_of
 
 WINDOW, PROMPT = 64, 16
 

@@ -11,7 +11,7 @@ from exitserve.calibration.pieces import Parts, check_enough, independent, split
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.texts import Window
+from exitserve.windows import Window
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 9))

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference

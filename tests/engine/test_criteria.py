@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import read_multi_exit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.engine.plugin import ARCHITECTURES, ENTRY_POINTS, architectures, register
+from exitserve.engine.hooks.plugin import ARCHITECTURES, ENTRY_POINTS, architectures, register
 
 WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts_per_tok": 2}
@@ -73,7 +73,7 @@ def test_another_package_brings_its_own(
 ) -> None:
     """As docs/adding-an-architecture.md says: a class, an entry point, nothing else."""
     (tmp_path / "elsewhere.py").write_text(
-        "from exitserve.engine.families import Family\n"
+        "from exitserve.engine.architectures.decoders import Family\n"
         "from vllm.model_executor.models.llama import LlamaForCausalLM\n"
         "class MultiExitHomemade(Family, LlamaForCausalLM): ...\n"
     )

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exitserve.engine.branches import every_branch, when
-from exitserve.engine.compat.model_state import ExitModelState
+from exitserve.engine.device.requests import DeviceRequests, Known, PassRows, device_requests
+from exitserve.engine.device.rows import DeviceRows
 from exitserve.engine.forced import Forced
-from exitserve.engine.masked import MaskedPass
-from exitserve.engine.resident import ResidentRows
-from exitserve.engine.resident_requests import Known, PassRows, ResidentRequests, resident_requests
-from exitserve.engine.rows import Rows
+from exitserve.engine.hooks.model_state import ExitModelState
+from exitserve.engine.host.rows import HostRows
+from exitserve.engine.layers.branches import every_branch, when
+from exitserve.engine.layers.masked_loop import MaskedLoop
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve_kernels.exit_check import check_logits
 
@@ -68,9 +68,9 @@ class Parts:
         self.segments = [Layers(2), Layers(4), Layers(LAYERS)]
         fill = SimpleNamespace(fill=lambda state, positions, end: self.filled.append(end))
         parts: Any = (self.segments, lambda hidden, residual: hidden, Head(), fill)
-        self.loop = MaskedPass(*parts)
+        self.loop = MaskedLoop(*parts)
 
-    def run(self, rows: ResidentRows, tokens: int = MOST) -> Tensor:
+    def run(self, rows: DeviceRows, tokens: int = MOST) -> Tensor:
         """A pass, but for vLLM's own."""
         rows.start()
         hidden = torch.randn(tokens, WIDTH)
@@ -85,9 +85,9 @@ def room(rows: int, device: torch.device) -> Tensor:
 
 def requests(
     forced: Forced | None = None, rules: ExitRules = RULES, device: torch.device = CPU
-) -> ResidentRequests:
-    rows = Rows(rules, torch.tensor([1]), forced=forced)
-    return resident_requests(rows, SimpleNamespace(logits_room=room), MOST, device)
+) -> DeviceRequests:
+    rows = HostRows(rules, torch.tensor([1]), forced=forced)
+    return device_requests(rows, SimpleNamespace(logits_room=room), MOST, device)
 
 
 def decode(names: list[str], first: int = 5) -> PassRows:
@@ -96,7 +96,7 @@ def decode(names: list[str], first: int = 5) -> PassRows:
     return PassRows(range(count), names, [first] * count, [1] * count, [3] * count, MOST, MOST)
 
 
-def add(every: ResidentRequests, slot: int, policy: ExitPolicy) -> None:
+def add(every: DeviceRequests, slot: int, policy: ExitPolicy) -> None:
     every.add(slot, Known(str(slot), policy, 3, None))
 
 
@@ -295,8 +295,8 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
         self.supports_mm_inputs = False
 
     monkeypatch.setattr(DefaultModelState, "__init__", start)
-    monkeypatch.setattr("exitserve.engine.compat.model_state.rows_of", lambda _: rows)
-    rows = Rows(RULES, torch.tensor([1]))
+    monkeypatch.setattr("exitserve.engine.hooks.model_state.rows_of", lambda _: rows)
+    rows = HostRows(RULES, torch.tensor([1]))
     model: Any = SimpleNamespace(logits_room=room)
     made = ExitModelState(None, model, None, CPU)
     assert rows.resident is made._requests

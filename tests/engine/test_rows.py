@@ -14,9 +14,9 @@ RULES = ExitRules(num_layers=6, exit_layers=(2, 4), default=ExitPolicy.confidenc
 
 @pytest.fixture
 def rows():
-    from exitserve.engine.rows import Rows
+    from exitserve.engine.host.rows import HostRows
 
-    return Rows(RULES, torch.tensor([1]))
+    return HostRows(RULES, torch.tensor([1]))
 
 
 def _params(**fields):
@@ -137,9 +137,9 @@ def test_bad_fields_that_slipped_through_mean_full_depth(rows) -> None:
 def test_rows_follow_their_requests(data: st.DataObject) -> None:
     from vllm.v1.sample.logits_processor import MoveDirectionality
 
-    from exitserve.engine.rows import Rows
+    from exitserve.engine.host.rows import HostRows
 
-    rows, model, born = Rows(RULES, torch.tensor([1])), {}, 0
+    rows, model, born = HostRows(RULES, torch.tensor([1])), {}, 0
     for _ in range(data.draw(st.integers(1, 12))):
         kind = data.draw(st.sampled_from(["add", "remove", "move", "swap"]))
         index, other = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))

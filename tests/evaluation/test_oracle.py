@@ -14,7 +14,7 @@ from exitserve.evaluation.oracle import Seen, measure, report_of
 from exitserve.evaluation.settings import Setting
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
-from exitserve.texts import Window
+from exitserve.windows import Window
 
 PROMPT, LENGTH, EXITS, LAYERS = 8, 40, (2, 4), 6
 FULL = Setting(fields={}, policy=ExitPolicy.off())

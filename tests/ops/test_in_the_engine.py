@@ -86,7 +86,7 @@ def attention_of(index: int, kind: torch.dtype, cache_dtype: str, device: torch.
 
 def layer_kv_of(layer: Any, attention: Any, rotary: Any) -> Any:
     """What `Family.layer_kv` says of a vLLM layer, for Hugging Face's."""
-    from exitserve.engine.keyvalue import LayerKV, Norm
+    from exitserve.engine.layers.key_values import LayerKV, Norm
 
     def source(linear: torch.nn.Linear) -> tuple[Any, slice]:
         method = SimpleNamespace(apply=lambda _, x, bias: x @ linear.weight.T)
@@ -128,7 +128,7 @@ def test_frozen_rows_fill_paged_caches(
     from transformers import AutoModelForCausalLM
     from vllm.forward_context import override_forward_context
 
-    from exitserve.engine.propagation import Propagation
+    from exitserve.engine.layers.propagation import Propagation
     from exitserve_kernels.dispatch import chosen
 
     monkeypatch.setenv("EXITSERVE_KERNELS", "triton")

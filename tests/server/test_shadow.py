@@ -18,7 +18,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.server import shadow
 from exitserve.server.metrics import ShadowMetrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.errors import ExitServeError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 

@@ -22,7 +22,7 @@ from vllm.forward_context import (
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from exitserve.engine.active import Active
+from exitserve.engine.host.active_tokens import ActiveTokens
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def slots_at(rows: Sequence[int], positions: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def rearranged_context(base: ForwardContext, active: Active) -> ForwardContext:
+def rearranged_context(base: ForwardContext, active: ActiveTokens) -> ForwardContext:
     """The context of a pass for some of its rows, with other tokens.
 
     Args:

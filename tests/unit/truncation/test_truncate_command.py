@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exitserve.calibrated import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.cli import main
 from exitserve.decoder import FAMILIES, capture_hidden, decoder_parts

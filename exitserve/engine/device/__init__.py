@@ -1,0 +1,1 @@
+"""The loop whose exits the device decides, as on a GPU."""

@@ -1,0 +1,136 @@
+"""A pass whose exits the device decides: one graph, whoever exits.
+
+vLLM's runner V2 captures a model's forward pass once and replays it, so the graph holds both ways:
+its own pass where no row may exit, and the masked loop. Outside of graphs the host, which knows
+whether any row may, chooses. Either way the logits are ready when the pass is: those of a check
+for the rows that passed it, the head's for the others.
+
+Shapes: T tokens, B rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context, override_forward_context
+
+from exitserve.engine.compat.context import without_reading_for
+from exitserve.engine.device.rows import DeviceRows
+from exitserve.engine.layers.branches import every_branch, when
+from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment, Room
+from exitserve.engine.layers.propagation import Propagation
+
+
+class DeviceLoop:
+    """The passes of one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        segments: Sequence[MaskedSegment],
+        head: ExitHead,
+        load_propagation: Callable[[Tensor], Propagation],
+        most_tokens: int,
+    ) -> None:
+        """Takes a model's parts.
+
+        Args:
+            model: a `MultiExitMixin`.
+            segments: see `MaskedLoop`.
+            head: the model's.
+            load_propagation: gives it, once weights are loaded.
+            most_tokens: of a pass that is captured.
+        """
+        self._most_tokens = most_tokens
+        self._room: Room | None = None
+        self._model, self._segments, self._head = model, segments, head
+        self._load_propagation = load_propagation
+        self._rows: DeviceRows | None = None
+        """Of all passes: what a graph was captured with is what it is replayed with."""
+
+    def run(
+        self,
+        rows: DeviceRows | None,
+        positions: Tensor,
+        embed: Callable[[], Tensor],
+        own: Callable[[], Tensor],
+    ) -> Tensor:
+        """Runs a pass; returns normed states [T, D].
+
+        Args:
+            rows: its rows, filled in; None before there is a cache.
+            positions: [T].
+            embed: gives the first layer's input [T, D].
+            own: vLLM's own pass.
+        """
+        self._rows = rows
+        if not self._segments:
+            return own()
+        if rows is None or get_forward_context().attn_metadata is None:
+            self._warm_up(positions, embed())
+            return own()
+        if not rows.warms_up:
+            return self._loop(positions, embed(), rows) if rows.may_differ else own()
+        hidden = embed()
+        normed = torch.empty_like(hidden)
+
+        def stops() -> None:
+            with _fresh_context():
+                normed.copy_(self._loop(positions, hidden, rows))
+
+        def runs_all() -> None:
+            with _fresh_context():
+                normed.copy_(own())
+
+        asked = rows.asked
+        with every_branch():
+            when(asked, stops)
+            when(~asked, runs_all)
+        return normed
+
+    def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
+        """Loads what propagation needs, makes room, and compiles the segments."""
+        self._load_propagation(hidden)
+        if self._room is None:
+            self._room = Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
+        frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
+        stream: tuple[Tensor, Tensor | None] = (hidden, None)
+        with _fresh_context():
+            for segment in self._segments:
+                stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
+
+    def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
+        rows.start()
+        loop = MaskedLoop(
+            self._segments,
+            self._model.final_norm,
+            self._head,
+            self._load_propagation(hidden),
+            without_reading_for,
+        )
+        fits = len(hidden) <= self._most_tokens
+        normed = loop.run(positions, hidden, rows, self._room if fits else None)
+        when(
+            rows.rest().any(),
+            lambda: rows.take_rest(self._head.own_logits(normed[rows.places])),
+        )
+        return normed
+
+    def take_logits(self, count: int) -> Tensor | None:
+        """The logits [B, V] of the first rows of the last pass, once; None if it left none."""
+        rows = self._rows  # of the last capture too: a graph that is replayed calls nobody
+        if rows is None or not rows.has_logits:
+            return None
+        rows.has_logits = False
+        return self._head.logits_of(rows.logits[:count], [True] * count)
+
+
+def _fresh_context() -> AbstractContextManager[None]:
+    """A forward context of its own: passes count their mixture-of-experts layers in it."""
+    return override_forward_context(replace(get_forward_context()))

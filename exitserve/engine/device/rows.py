@@ -1,0 +1,281 @@
+"""Exit state of all requests on the device, for passes that no host decides.
+
+A graph that is replayed asks nobody: thresholds, which checks are worth it, and what came of them
+lie in tensors that stay where they are. `Slots` hold what outlives a pass, by the slot in which
+vLLM's runner V2 keeps a request; `DeviceRows` are the rows of the current pass.
+
+The host tells a pass what it knows in one copy, and none where nobody may exit and nobody might in
+the pass before. Everything else is computed on the device, inside the graph.
+
+Shapes: S slots, B rows, T tokens, E exit layers, V / R vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exitserve.check_schedule import LONGEST_WAIT, MEMORY, first_rate
+from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
+
+
+def upload(numbers: Sequence[object], to: Tensor) -> None:
+    """Copies numbers of the host into a tensor, and does not wait.
+
+    Each copy has pinned memory of its own. PyTorch's allocator of such memory hands it out again
+    only when the copy is made, so passes that are scheduled ahead overwrite nothing.
+
+    Args:
+        numbers: nested as `to` is.
+        to: takes them.
+    """
+    host = torch.tensor(numbers, dtype=to.dtype, device="cpu", pin_memory=to.is_cuda)
+    to.copy_(host, non_blocking=True)
+
+
+class DeviceSchedule:
+    """`exitserve.check_schedule.CheckSchedule` of many requests at once, number for number."""
+
+    def __init__(self, break_even: Sequence[float | None], state: Tensor) -> None:
+        """Takes the room for what is known of each request.
+
+        Args:
+            break_even: [E] success rate from which a check pays; None: every token is checked.
+            state: [S, 3, E] float64, as Python's numbers: rates are compared. A request starts
+                with `first`.
+        """
+        self._break_even = list(break_even)
+        self._rate, self._wait, self._next_wait = state.unbind(1)
+
+    def first(self) -> list[list[float]]:
+        """What a new request begins with, [3, E]."""
+        rates = [0.0 if rate is None else first_rate(rate) for rate in self._break_even]
+        return [rates, [0.0] * len(rates), [1.0] * len(rates)]
+
+    def wants(self, index: int, slots: Tensor, arrived: Tensor) -> Tensor:
+        """Whether to check the tokens that `arrived` [B] bool at exit number `index`."""
+        if self._break_even[index] is None:
+            return arrived
+        wait = self._wait[slots, index]
+        waiting = arrived & (wait > 0)
+        self._wait[slots, index] = wait - waiting.double()
+        return arrived & ~waiting
+
+    def saw(self, index: int, slots: Tensor, checked: Tensor, passed: Tensor) -> None:
+        """Notes the outcome [B] bool of the checks that were made [B] bool."""
+        break_even = self._break_even[index]
+        if break_even is None:
+            return
+        rate, wait = self._rate[slots, index], self._wait[slots, index]
+        step = self._next_wait[slots, index]
+        new_rate = rate + (passed.double() - rate) / MEMORY
+        pays = passed | (new_rate >= break_even)
+        self._rate[slots, index] = torch.where(checked, new_rate, rate)
+        self._wait[slots, index] = torch.where(checked, torch.where(pays, 0.0, step), wait)
+        longer = torch.where(pays, 1.0, (2 * step).clamp(max=LONGEST_WAIT))
+        self._next_wait[slots, index] = torch.where(checked, longer, step)
+
+
+class Slots:
+    """What is known of each request, by its slot; one more slot takes what belongs to nobody."""
+
+    def __init__(self, rules: ExitRules, slots: int, device: torch.device) -> None:
+        self.exit_layers = rules.exit_layers
+        self.nobody = slots
+        # One entry for each slot, so that one copy starts a request.
+        shape = (slots + 1, 5, len(rules.exit_layers))
+        self._table = torch.full(shape, NEVER, dtype=torch.float64, device=device)
+        self.limits, self.end_limits = self._table[:, 0], self._table[:, 1]
+        """[S + 1, E] thresholds for any token, and for ends of sequence."""
+        rates = [rules.break_even.get(layer) for layer in rules.exit_layers]
+        self.paying = DeviceSchedule(rates, self._table[:, 2:])
+
+    def start(self, slot: int, policy: ExitPolicy, kept: Tensor | None = None) -> None:
+        """Puts a request into a slot: a new one, or one that comes back with what was `kept`."""
+        if kept is not None:
+            self._table[slot].copy_(kept)
+            return
+        pairs = [policy.thresholds_at(layer) for layer in self.exit_layers]
+        limits, ends = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        upload([limits, ends, *self.paying.first()], self._table[slot])
+
+    def kept(self, slot: int) -> Tensor:
+        """All that is known of a request, for when it comes back to another slot."""
+        return self._table[slot].clone()
+
+
+class RowTold(NamedTuple):
+    """What the host tells of a row."""
+
+    slot: int
+    """Its request's."""
+    may_exit: bool
+    known_depth: int
+    """Of its token, see `MaskedRows`; not read where rows have several."""
+    passes: int = 0
+    """In benchmarks: which checks pass, bit by exit number."""
+
+
+class DeviceRows:
+    """The rows of a pass, as `exitserve.engine.layers.masked_loop.MaskedRows`.
+
+    Everything that a graph reads or writes is allocated once. The host tells in `begin`, before
+    the pass, and reads `depth` after it. The pass begins with `start`, on the device.
+    """
+
+    def __init__(
+        self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor, *, forced: bool
+    ) -> None:
+        """Makes room.
+
+        Args:
+            slots: what is known of each request.
+            most_rows: of a pass.
+            num_layers: L, the depth of rows that do not exit.
+            logits: [most_rows, V / R], takes those of every row.
+            forced: in benchmarks: whether the host tells which checks pass.
+        """
+        device = slots.limits.device
+        self._all, self._forced = slots, forced
+        self._num_layers, self._logits = num_layers, logits
+        self._nobody = RowTold(slots.nobody, False, num_layers)
+        # First whether any row may exit, then the rows: [1 + most_rows, 4].
+        self._told = torch.zeros(
+            (1 + most_rows, len(self._nobody)), dtype=torch.int64, device=device
+        )
+        self._asked = self._told[0, 0]
+        self._was_asked = False
+        self._depth = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self.checks = torch.zeros((len(slots.exit_layers), 3), dtype=torch.int64, device=device)
+        """[E, 3] since the start: checks made, those that passed, passes through the LM head."""
+        self.reads = torch.zeros(2, dtype=torch.int64, device=device)
+        """[2] since the start, in passes in which a row may exit: layers, each counted once while
+        any row still runs, and heads behind the last one."""
+        self.num_rows = 0
+        self._in_order = torch.arange(most_rows, device=device)
+        self._every = torch.ones(most_rows, dtype=torch.bool, device=device)
+        self.places, self.freezes = self._in_order, self._every
+        self._one_each = True
+        self._padding: Tensor | None = None
+        self._known_tokens: Tensor | None = None
+        self.may_differ = False
+        """Whether any row may exit; the host's copy of `asked`."""
+        self.warms_up = False
+        """Whether the pass runs, or captures, every branch."""
+        self.has_logits = False
+        """Whether the pass leaves all its logits here."""
+
+    def begin(
+        self,
+        rows: Sequence[RowTold],
+        padded: int,
+        places: Tensor | None = None,
+        padding: Tensor | None = None,
+        known_depth: Sequence[int] | None = None,
+        *,
+        warms_up: bool = False,
+    ) -> None:
+        """Takes the rows of a pass.
+
+        Args:
+            rows: [B]; none where the pass is vLLM's own: no token may exit, or did before.
+            padded: rows of the graph that runs, B or more.
+            places: [B] each row's last token; None where every row has one token.
+            padding: [T] bool, tokens that are nobody's, where rows have several; else those of
+                the rows beyond B are.
+            known_depth: [T] where rows have several tokens, see `MaskedRows`.
+            warms_up: whether the pass runs, or captures, every branch.
+        """
+        self.num_rows, self.warms_up = padded, warms_up
+        self.may_differ = self.has_logits = bool(rows)
+        if not (rows or self._was_asked or warms_up):
+            return  # of all this, vLLM's own pass reads `asked` alone, which is false already
+        self._was_asked = bool(rows)
+        asked = (self._was_asked,) + (0,) * (len(self._nobody) - 1)
+        beyond = [self._nobody] * (padded - len(rows))
+        upload([asked, *rows, *beyond], self._told[: 1 + padded])
+        self.places = self._in_order[:padded] if places is None else places.long()
+        self.freezes = self._every[:padded]
+        self._one_each, self._padding = places is None, padding
+        self._known_tokens = None
+        if known_depth is not None:
+            self._known_tokens = self._told.new_empty(len(known_depth))
+            upload(known_depth, self._known_tokens)
+
+    def start(self) -> None:
+        """Begins the pass, on the device: nobody's rows have no depth, and owe no logits."""
+        self.depth.copy_(torch.where(self._slots == self._all.nobody, 0, self._num_layers))
+
+    @property
+    def _rows(self) -> Tensor:
+        return self._told[1 : 1 + self.num_rows]
+
+    @property
+    def _slots(self) -> Tensor:
+        return self._rows[:, 0]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """[T] bool, on the device: tokens that are nobody's."""
+        return self._slots == self._all.nobody if self._one_each else self._padding
+
+    @property
+    def known_depth(self) -> Tensor | None:
+        """See `MaskedRows`."""
+        return self._rows[:, 2] if self._one_each else self._known_tokens
+
+    @property
+    def asked(self) -> Tensor:
+        """[] bool, on the device: whether any row may exit."""
+        return self._asked != 0
+
+    @property
+    def depth(self) -> Tensor:
+        """[B] int32: how many layers each row's last token ran."""
+        return self._depth[: self.num_rows]
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, V / R] of the pass."""
+        return self._logits[: self.num_rows]
+
+    def due(self, layer: int, running: Tensor) -> Tensor:
+        """See `MaskedRows`."""
+        index = self._all.exit_layers.index(layer)
+        wanted = self._all.limits[self._slots, index] < NEVER
+        arrived = running & wanted & (self._rows[:, 1] != 0)
+        return self._all.paying.wants(index, self._slots, arrived)
+
+    def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `MaskedRows`."""
+        at = self._slots, self._all.exit_layers.index(layer)
+        return self._all.limits[at].float(), self._all.end_limits[at].float()
+
+    def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+        """See `MaskedRows`; keeps the logits of the rows that exit."""
+        index = self._all.exit_layers.index(layer)
+        if self._forced:
+            passed = (self._rows[:, 3] >> index) & 1 != 0
+        sure = self._all.limits[self._slots, index] == ALWAYS
+        exits = due & (passed | sure)
+        self._all.paying.saw(index, self._slots, due, exits)
+        self.logits.copy_(torch.where(exits[:, None], logits, self.logits))
+        self.depth.copy_(torch.where(exits, layer, self.depth))
+        self.checks[index] += torch.stack([due.sum(), exits.sum(), due.any().long()])
+        return exits
+
+    def ran(self, layers: int) -> None:
+        """See `MaskedRows`. A pass that only warms up asks nothing, and counts nothing."""
+        self.reads[0].add_(self._asked, alpha=layers)
+
+    def rest(self) -> Tensor:
+        """[B] bool: rows that ran all layers, whose logits the head owes."""
+        return self.depth == self._num_layers
+
+    def take_rest(self, logits: Tensor) -> None:
+        """Takes the head's logits [B, V / R] for the rows that ran all layers."""
+        self.reads[1].add_(self._asked)
+        self.logits.copy_(torch.where(self.rest()[:, None], logits, self.logits))

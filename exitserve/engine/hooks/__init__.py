@@ -1,0 +1,1 @@
+"""What vLLM calls: one module for each of its hooks."""

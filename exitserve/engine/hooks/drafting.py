@@ -1,0 +1,96 @@
+"""Mode "verify": what vLLM's speculative decoding asks of us.
+
+vLLM schedules the tokens drafted after a pass with the next one, judges them by rejection
+sampling, and counts them (`vllm/v1/spec_decode/custom_class_proposer.py`,
+`vllm/v1/sample/rejection_sampler.py`). The drafts are ours: tokens that pass an exit check of the
+model itself. There is no second model, and no second cache: drafted tokens write the keys and
+values of the layers they run, and run only the other layers when they are judged.
+
+Shapes: B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+
+from exitserve.engine.compat.runner import repair_sampling_with_drafts
+from exitserve.engine.hooks.rows_processor import PROCESSOR
+from exitserve.engine.host.draft_timing import DraftTiming
+from exitserve.engine.host.rows import rows_of
+from exitserve.engine.host.step_plan import Draft
+from exitserve.engine.options import options_of
+
+
+class Drafter:
+    """vLLM's proposer interface."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Takes the place of a draft model.
+
+        vLLM refuses logits processors beside speculative decoding, because it would not apply
+        them to drafts. Ours leaves logits as they are: the worker puts it back
+        (`exitserve.engine.compat.runner.watch_rows`), and the front end, which checks each
+        request's fields with it, has its list already.
+        """
+        model_config = vllm_config.model_config
+        own = [one for one in model_config.logits_processors or [] if one != PROCESSOR]
+        model_config.logits_processors = own or None
+        repair_sampling_with_drafts()
+        self._rows = rows_of(vllm_config)
+        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._model: Any = None
+        always = options_of(vllm_config).get("exit_checks") == "all"
+        self._paying = None if always else DraftTiming()
+
+    def load_model(self, model: Any) -> None:
+        """Takes vLLM's model, which drafts for itself."""
+        self._model = model
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts after a pass.
+
+        Args:
+            sampled_token_ids: [B] what the pass generated; nothing for unfinished prompts.
+            num_tokens_no_spec: unused.
+            token_ids_cpu: unused.
+            slot_mappings: unused.
+
+        Returns:
+            [B] drafts of each row.
+        """
+        self._rows.judge(sampled_token_ids)
+        drafts = self._rows.start_drafts(
+            sampled_token_ids,
+            self._most,
+            seeded=self._paying is None,  # else the clock would decide what they get
+        )
+        if drafts and self._pays(drafts, sampled_token_ids):
+            self._model.draft(drafts)
+        else:
+            self._rows.recorder.stepped_aside += len(drafts)
+        found = {one.row: one.found for one in drafts}
+        return self._rows.keep_drafts([found.get(row, []) for row in range(len(sampled_token_ids))])
+
+    def _pays(self, drafts: Sequence[Draft], sampled: Sequence[Sequence[int]]) -> bool:
+        """Whether to draft now; all ranks do what the first one's clock says."""
+        if self._paying is None:
+            return True
+        chosen = self._paying.choose(
+            tuple(one.request_id for one in drafts),
+            sum(len(sampled[one.row]) for one in drafts),
+            steady=self._rows.only_decodes,
+        )
+        if get_tensor_model_parallel_world_size() > 1:
+            flag = torch.tensor([int(chosen)])
+            return bool(get_tp_group().broadcast(flag, src=0).item())
+        return chosen

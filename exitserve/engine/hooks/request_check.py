@@ -1,0 +1,27 @@
+"""Each request's `exit_*` fields, checked at the door of an engine with runner V2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+from exitserve.engine.hooks.rows_processor import RowsProcessor
+
+
+class RequestCheck(LogitsProcessor):
+    """A logits processor in name only: vLLM asks it about parameters when a request comes."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises `ValueError` (HTTP 400) for bad `exit_*` fields."""
+        RowsProcessor.validate_params(sampling_params)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """False: logits stay as they are."""
+        return False
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        """Returns the logits [S, V] as they are; not called."""
+        return logits

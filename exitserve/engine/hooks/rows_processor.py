@@ -1,0 +1,52 @@
+"""Runner V1's door: the rows of vLLM's batch, before every forward pass.
+
+`RowsProcessor` is a vLLM logits processor in name only: its hook runs before every forward pass
+with the rows that came, went or moved, which is what the model needs to know.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+from exitserve.engine.host.rows import rows_of
+from exitserve.policy import ExitRules
+
+PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
+"""How vLLM's configuration names the class below."""
+
+
+class RowsProcessor(LogitsProcessor):
+    """Hands vLLM's batch changes to `Rows`; leaves logits as they are."""
+
+    rules: ExitRules | None = None
+    """Set in the front-end process once the model is known, so that every field is checked."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises `ValueError` (HTTP 400) for bad `exit_*` fields."""
+        rules = cls.rules
+        if rules is not None:
+            rules.policy_for(sampling_params.extra_args)
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows = rows_of(vllm_config)
+
+    def is_argmax_invariant(self) -> bool:
+        """True: logits stay as they are."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Called before each forward pass, with what changed in the batch."""
+        if batch_update is not None:
+            self._rows.update(batch_update)
+        self._rows.before_pass()
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Returns the logits [B, V] as they are."""
+        return logits

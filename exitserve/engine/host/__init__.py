@@ -1,0 +1,1 @@
+"""The loop whose exits the host decides, as on a CPU."""

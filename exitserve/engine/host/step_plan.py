@@ -1,0 +1,257 @@
+"""What one forward pass may do, and what came of it.
+
+Only the token that a row is about to generate from can exit: earlier tokens of a chunk are
+prompt, or, after a preemption, tokens whose depth is known from the first time.
+
+Shapes: B rows, T tokens, S logits that the sampler wants, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from exitserve.check_schedule import CheckSchedule
+from exitserve.engine.host.pending_tokens import PendingTokens, Tokens
+from exitserve.policy import ALWAYS, ExitPolicy, ExitRules
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row whose token of this pass may exit."""
+
+    row: int
+    policy: ExitPolicy
+    schedule: CheckSchedule
+    pending: PendingTokens | None = None
+    """Where the token waits if it exits; None in modes in which it freezes."""
+
+    def is_sure(self, layer: int) -> bool:
+        """Whether the row exits at `layer` whatever its confidence."""
+        return self.policy.thresholds_at(layer)[0] == ALWAYS
+
+    def waits_everywhere(self, exit_layers: Sequence[int]) -> bool:
+        """Whether no exit layer will check the token."""
+        return all(self.schedule.waits(layer) for layer in self._asked(exit_layers))
+
+    def is_checked(self, exit_layers: Sequence[int]) -> bool:
+        """Whether any exit layer will check the token; if none does, it passes them all."""
+        if not self.waits_everywhere(exit_layers):
+            return True
+        self.pass_by(exit_layers)
+        return False
+
+    def pass_by(self, exit_layers: Sequence[int]) -> None:
+        """The token passes all exit layers without a check."""
+        for layer in self._asked(exit_layers):
+            self.schedule.wants(layer)
+
+    def _asked(self, exit_layers: Sequence[int]) -> list[int]:
+        return [one for one in exit_layers if self.policy.thresholds_at(one)[0] < math.inf]
+
+
+@dataclass
+class Draft:
+    """A row that drafts, and what it found."""
+
+    candidate: Candidate
+    token: int
+    """Its last token."""
+    position: int
+    """Where that is in its sequence."""
+    most: int
+    """Tokens that it may draft, at least one."""
+    request_id: str
+    stops: frozenset[int]
+    """Tokens never drafted, since nothing may follow them."""
+    found: list[int] = field(default_factory=list)
+
+    @property
+    def row(self) -> int:
+        """The batch row."""
+        return self.candidate.row
+
+    def goes_on(self, token: int) -> bool:
+        """Takes a token, unless it is a stop; tells whether another may follow."""
+        if token in self.stops:
+            return False
+        self.found.append(token)
+        self.token, self.position = token, self.position + 1
+        return len(self.found) < self.most
+
+
+class StepPlan:
+    """Who may exit in one forward pass, who did, and with what logits."""
+
+    def __init__(
+        self,
+        row_ends: Sequence[int],
+        last_positions: Sequence[int],
+        rules: ExitRules,
+        candidates: Sequence[Candidate] = (),
+        known_depth: Tensor | None = None,
+        pending: Mapping[int, PendingTokens] | None = None,
+        drafts: Mapping[int, int] | None = None,
+        is_draft: bool = False,
+    ) -> None:
+        """Plans a pass.
+
+        Args:
+            row_ends: [B] index after each row's last token.
+            last_positions: [B] position of that token in its sequence.
+            rules: the model's exit layers.
+            candidates: rows that may exit.
+            known_depth: [T] depths of recomputed tokens, full depth for all others; None where
+                nothing is recomputed.
+            pending: by row, tokens that wait at exit layers.
+            drafts: by row, how many of its last tokens are drafts that the pass judges.
+            is_draft: nothing is generated: the pass drafts.
+        """
+        self.is_draft = is_draft
+        self.row_ends = row_ends
+        self.lengths = [end - start for start, end in pairwise([0, *row_ends])]
+        """[B] tokens of each row."""
+        self.last_positions = last_positions
+        self.known_depth = known_depth
+        self.depth: dict[int, int] = {}
+        """Exit layers of the rows that exited."""
+        self.logits: list[tuple[list[int], Tensor]] = []
+        """Logits of successful checks: rows [N], logits [N, V]."""
+        self._exit_layers = rules.exit_layers
+        self._candidates = list(candidates)
+        self.pending = dict(pending or {})
+        counts = drafts or {}
+        self._sample_ends = list(accumulate(1 + counts.get(r, 0) for r in range(len(row_ends))))
+        """[B] after each row's last; the sampler wants logits of its last token and its drafts."""
+
+    def is_plain(self) -> bool:
+        """Whether the pass runs its own tokens through all layers, unchecked; ask once, first."""
+        if self.known_depth is not None or any(self.pending.values()):
+            return False
+        if all(one.waits_everywhere(self._exit_layers) for one in self._candidates):
+            for one in self._candidates:
+                one.pass_by(self._exit_layers)
+            return True
+        return False
+
+    def due(self, layer: int) -> list[Candidate]:
+        """The rows to check after `layer` layers; to be asked once a layer, in order."""
+        if layer not in self._exit_layers:
+            return []
+        return [
+            one
+            for one in self._candidates
+            if one.row not in self.depth
+            and one.policy.thresholds_at(layer)[0] < math.inf
+            and one.schedule.wants(layer)
+        ]
+
+    def has_more(self, gone: Collection[int]) -> bool:
+        """Whether tokens of rows that are not `gone` still wait."""
+        return any(one for row, one in self.pending.items() if row not in gone)
+
+    def only_pending(self) -> StepPlan:
+        """A plan for the tokens that wait, without those of this pass."""
+        nothing = [0] * len(self.row_ends)
+        rules = ExitRules(num_layers=0, exit_layers=self._exit_layers)
+        return StepPlan(nothing, self.last_positions, rules, pending=self.pending)
+
+    def guesses(self) -> dict[int, int]:
+        """By row, the greedy token of the check that it passed."""
+        return {
+            row: token
+            for rows, logits in self.logits
+            for row, token in zip(rows, logits.argmax(dim=-1).tolist(), strict=True)
+        }
+
+    def put_off(self) -> dict[int, int]:
+        """By row, how many of the pass's own tokens wait at an exit layer already."""
+        counts = {row: one.count_from(self._first(row)) for row, one in self.pending.items()}
+        return {row: count for row, count in counts.items() if count}
+
+    def run_anew(self) -> None:
+        """Lets the pass's own tokens that wait run all layers again."""
+        for row in self.put_off():
+            self.pending[row].clear()
+
+    def _first(self, row: int) -> int:
+        return self.last_positions[row] - self.lengths[row] + 1
+
+    def take_pending(self, layer: int, gone: Collection[int]) -> dict[int, Tokens]:
+        """Tokens that wait at `layer` and go on with their rows, unless these are `gone`."""
+        found = {row: one.take(layer) for row, one in self.pending.items() if row not in gone}
+        return {row: tokens for row, tokens in found.items() if tokens is not None}
+
+    @staticmethod
+    def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
+        """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
+        pairs = torch.tensor([one.policy.thresholds_at(layer) for one in checked]).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    @staticmethod
+    def decided(checked: Sequence[Candidate], layer: int, exits: Sequence[bool]) -> None:
+        """Notes in each request's past which of the rows checked after `layer` layers exit."""
+        for one, passed in zip(checked, exits, strict=True):
+            one.schedule.saw(layer, passed)
+
+    def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
+        """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""
+        self.logits.append((list(rows), logits))
+
+    @property
+    def num_samples(self) -> int:
+        """S: how many logits the sampler wants."""
+        return self._sample_ends[-1]
+
+    def samples(self, row: int) -> range:
+        """Which of them are a row's."""
+        return range(self._sample_ends[row - 1] if row else 0, self._sample_ends[row])
+
+    def with_logits(self) -> list[int]:
+        """Those that a check gave, in the order in which they are kept."""
+        return [self._sample_ends[row] - 1 for rows, _ in self.logits for row in rows]
+
+    def without_logits(self) -> list[int]:
+        """The others, ascending."""
+        kept = set(self.with_logits())
+        return [one for one in range(self.num_samples) if one not in kept]
+
+
+def draft_plan(rows: Sequence[Draft], rules: ExitRules) -> StepPlan:
+    """The plan of one more token for each of `rows`, which are in ascending order."""
+    by_row = {one.row: one for one in rows}
+    waiting = {one.row: one.candidate.pending for one in rows}
+    every = range(rows[-1].row + 1)
+    return StepPlan(
+        list(accumulate(int(row in by_row) for row in every)),
+        [by_row[row].position if row in by_row else 0 for row in every],
+        rules,
+        [one.candidate for one in rows],
+        pending={row: one for row, one in waiting.items() if one is not None},
+        is_draft=True,
+    )
+
+
+def merge_logits(plan: StepPlan, fresh: Tensor | None) -> Tensor | None:
+    """All logits that the sampler wants [S, V], in their order.
+
+    Args:
+        plan: holds those of the rows that exited.
+        fresh: the others', in their order; None on ranks that get no logits.
+    """
+    order = plan.with_logits()
+    parts = [logits for _, logits in plan.logits]
+    if len(order) < plan.num_samples:
+        if fresh is None:
+            return None
+        order += plan.without_logits()
+        parts.append(fresh)
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if order == list(range(plan.num_samples)):
+        return joined
+    return joined[torch.tensor(order).argsort()]

@@ -1,0 +1,172 @@
+"""The LM head as an exit check: who passes, and the logits of those that do.
+
+Where kernels run (`exitserve_kernels.dispatch`) and the head's weights can be read, one pass over
+them checks the rows and writes their logits. Elsewhere the logits are vLLM's own, which has the
+head packed for the CPU, or quantised; the check reads them.
+
+With tensor parallelism every rank holds a slice of the vocabulary. A check then exchanges six
+numbers a row instead of the logits; every rank computes the same answer from them, so all take
+the same branch. Logits are gathered for the rows that pass only.
+
+Shapes: N rows, V vocabulary, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+from exitserve.engine.compat.weights import readable_head
+from exitserve.gates import Gate, Gates
+from exitserve_kernels.dispatch import choose
+from exitserve_kernels.exit_check import (
+    Criterion,
+    ExitCheck,
+    Head,
+    check_logits,
+    criterion_of,
+    finish,
+    summarise_logits,
+    summarise_slice,
+)
+
+
+class ExitHead:
+    """The head of one model: on each rank, its slice of the vocabulary."""
+
+    def __init__(
+        self,
+        model: Any,
+        compute_logits: Callable[[Tensor], Tensor | None],
+        eos_token_ids: Tensor,
+        criterion: str,
+        gates: Gates,
+    ) -> None:
+        """Takes the head's parts.
+
+        Args:
+            model: a `Family`.
+            compute_logits: the model's own, of normed states.
+            eos_token_ids: [K] ends of sequence.
+            criterion: what confidence is, one of `exitserve.calibration_record.CRITERIA`.
+            gates: by exit layer, where the criterion is "gate".
+        """
+        self._gates = dict(gates)
+        self._criterion: Criterion = "max_prob"  # any will do where gates decide
+        if not gates:
+            self._criterion = criterion_of(criterion)
+        self._lm_head = model.output_head()
+        self._processor = model.logits_processor
+        self._compute_logits = compute_logits
+        self._sliced = get_tensor_model_parallel_world_size() > 1
+        shard = self._lm_head.shard_indices
+        self._first: int = shard.org_vocab_start_index
+        self._columns: int = shard.num_org_elements
+        """Tokens of this slice, without padding."""
+        padded: int = self._lm_head.num_embeddings_per_partition
+        self.width = padded if self._sliced else self._columns
+        """Of the logits that `check` and `own_logits` give."""
+        ends = eos_token_ids - self._first
+        self._ends = ends[(ends >= 0) & (ends < self._columns)]
+        self._prepared = False
+        self._readable: Head | None = None
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates decide which rows are worth a check."""
+        return bool(self._gates)
+
+    def opens(self, normed: Tensor, layer: int, thresholds: Tensor) -> Tensor:
+        """[N] bool: normed states [N, D] that their gate lets through to a check."""
+        gate = self._gate(layer, normed.device)
+        return gate.confidence(normed) > thresholds.to(normed.device)
+
+    def _gate(self, layer: int, device: torch.device) -> Gate:
+        if self._gates[layer].weight.device != device:
+            self._gates[layer] = self._gates[layer].to(device)
+        return self._gates[layer]
+
+    def check(
+        self, normed: Tensor, layer: int, thresholds: Tensor, end_thresholds: Tensor
+    ) -> tuple[ExitCheck, Tensor]:
+        """Checks states [N, D] against thresholds [N] for any token and for ends [N].
+
+        Args:
+            normed: [N, D] normed states.
+            layer: how many layers they ran.
+            thresholds: [N] for any token.
+            end_thresholds: [N] for ends of sequence.
+
+        Returns:
+            Who exits, and what `logits_of` needs.
+        """
+        device = normed.device
+        if not self._prepared:  # weights are there once the first check is made
+            self._prepared = True
+            self._ends = self._ends.to(device)
+            if choose("exit_check", device) == "triton":
+                self._readable = readable_head(
+                    self._lm_head, self._processor, self._columns, self._ends
+                )
+        thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
+        if self._gates:
+            gate = self._gate(layer, device)
+            thresholds, end_thresholds = gate.decided(normed, thresholds, end_thresholds)
+        if self._readable is None:
+            logits = self.own_logits(normed)
+            if not self._sliced:
+                return check_logits(
+                    logits,
+                    thresholds,
+                    criterion=self._criterion,
+                    end_tokens=self._ends,
+                    end_thresholds=end_thresholds,
+                ), logits
+            summary = summarise_logits(logits, criterion=self._criterion, end_tokens=self._ends)
+        else:
+            logits = normed.new_empty(len(normed), self.width)
+            logits[:, self._columns :] = -torch.inf
+            kept = logits[:, : self._columns]
+            summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
+        slices = summary[:, None]  # [N, R, 6]
+        if self._sliced:
+            every = tensor_model_parallel_all_gather(summary, dim=-1)
+            slices = every.view(len(normed), -1, summary.shape[-1])
+        size = self._processor.org_vocab_size
+        found = finish(
+            slices,
+            thresholds,
+            criterion=self._criterion,
+            vocab_size=size,
+            end_thresholds=end_thresholds,
+        )
+        return found, logits
+
+    def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for the logits of some rows, from states of a type."""
+        own = self._processor.head_dtype or dtype
+        return torch.zeros((rows, self.width), dtype=own, device=device)
+
+    def own_logits(self, normed: Tensor) -> Tensor:
+        """This slice's logits [N, V / R], -inf where padded, as vLLM computes them."""
+        if not self._sliced:
+            whole = self._compute_logits(normed)
+            assert whole is not None
+            return whole
+        head = self._lm_head
+        logits: Tensor = self._processor(
+            head, normed, getattr(head, "bias", None), skip_gather=True
+        )
+        logits[:, self._columns :] = -torch.inf
+        return logits
+
+    def logits_of(self, checked: Tensor, passed: list[bool]) -> Tensor:
+        """Full logits [M, V] of the rows that passed, from what `check` returned."""
+        kept = checked if all(passed) else checked[torch.tensor(passed)]
+        if self._sliced and kept.shape[0]:
+            kept = tensor_model_parallel_all_gather(kept)
+        return kept[..., : self._processor.org_vocab_size]

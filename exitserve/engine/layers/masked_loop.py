@@ -1,0 +1,212 @@
+"""The loop with every row in its place: what a CUDA graph can hold.
+
+All tokens of a pass run all layers together. One that has frozen keeps its state (a select after
+each layer), so that the layers above compute its keys and values from it; what else they compute
+for it is dropped. Branches are the device's (`when`): a check is made if any row is due for it,
+a segment is run if any token still runs, and once none does, propagation fills the rest at once.
+
+Shapes: T tokens, B rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.layers.branches import when
+from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.layers.propagation import Propagation
+from exitserve.engine.layers.segments import RunLayer, Stream, restored, through
+
+
+class MaskedSegment(Protocol):
+    """Some layers, after each of which frozen tokens get their state back (`restored`)."""
+
+    @property
+    def end(self) -> int:
+        """How many layers of the decoder have run after it."""
+
+    def __call__(
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor,
+        state: Tensor,
+    ) -> Stream:
+        """Runs [T, D], given `frozen` [T, 1] bool and `state` [T, D]."""
+
+
+class MaskedRows(Protocol):
+    """What a pass asks and tells about its rows. Everything is on the device."""
+
+    places: Tensor
+    """[B] the token of each row that may exit: its last."""
+    freezes: Tensor
+    """[B] bool: rows whose token freezes where it exits; others run on."""
+
+    @property
+    def padding(self) -> Tensor | None:
+        """[T] bool: tokens that are nobody's; None where there are none."""
+
+    @property
+    def known_depth(self) -> Tensor | None:
+        """[T] depths of tokens that were computed once before, full depth for all others."""
+
+    def due(self, layer: int, running: Tensor) -> Tensor:
+        """[B] bool: the rows to check after `layer` layers, of those `running` [B] there."""
+
+    def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[B] for any token, [B] for ends of sequence."""
+
+    def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+        """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
+
+    def ran(self, layers: int) -> None:
+        """Notes that a segment of so many layers runs: for all tokens, while any still does."""
+
+
+@dataclass(frozen=True)
+class MaskedLayers:
+    """A masked segment that is not compiled."""
+
+    layers: tuple[Any, ...]
+    end: int
+    run_layer: RunLayer
+
+    def __call__(
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor,
+        state: Tensor,
+    ) -> Stream:
+        """See `MaskedSegment`."""
+        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
+
+
+class Room:
+    """Where a pass keeps its state: pieces that are captured by themselves find it there again."""
+
+    def __init__(self, like: Tensor) -> None:
+        """Makes room for as many tokens as `like` [T, D] has."""
+        self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
+        self.state, self.left = torch.zeros_like(like), torch.zeros_like(like)
+        self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)
+
+
+@dataclass
+class MaskedLoop:
+    """A model's parts, as the loop needs them."""
+
+    segments: Sequence[MaskedSegment]
+    final_norm: Callable[[Tensor, Tensor | None], Tensor]
+    head: ExitHead
+    propagation: Propagation
+    attending: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Around a segment, given who is frozen [T, 1]: spares them what they would read in vain."""
+
+    def run(
+        self, positions: Tensor, hidden: Tensor, rows: MaskedRows, room: Room | None = None
+    ) -> Tensor:
+        """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
+        held = _Held(hidden, rows, room or Room(hidden))
+        rows.ran(self.segments[0].end)
+        held.take(self.segments[0](positions, held.hidden, None, held.frozen, held.state))
+        for segment, following in pairwise(self.segments):
+            total = held.total()
+            newly = self._check(segment.end, total, held, rows)
+            ran = ~held.frozen.all()
+            held.freeze(newly, total)
+            runs = ~held.frozen.all()
+
+            def go_on(end: int = segment.end, following: MaskedSegment = following) -> None:
+                rows.ran(following.end - end)
+                with self.attending(held.frozen):
+                    held.go_through(following, positions)
+
+            when(runs, go_on)
+            end = segment.end
+            when(
+                ran & ~runs,
+                lambda end=end: self.propagation.fill(held.state, positions, end),  # type: ignore[misc]
+            )
+        return torch.where(held.frozen, held.left, self.final_norm(*held.stream))
+
+    def _check(self, layer: int, total: Tensor, held: _Held, rows: MaskedRows) -> Tensor:
+        """Checks the rows that are due; returns the tokens [T, 1] that freeze."""
+        newly = torch.zeros_like(held.frozen)
+        if rows.known_depth is not None:
+            newly |= (rows.known_depth == layer)[:, None]
+        due = rows.due(layer, ~held.frozen[rows.places, 0])
+        if self.head.has_gates:
+            open_to = rows.thresholds(layer)[0]
+            due = due & self.head.opens(self._normed(total, rows), layer, open_to)
+
+        def check() -> None:
+            normed = self._normed(total, rows)
+            found, logits = self.head.check(normed, layer, *rows.thresholds(layer))
+            exits = rows.saw(layer, due, found.exits & due, logits)
+            held.left[rows.places] = torch.where(exits[:, None], normed, held.left[rows.places])
+            newly[rows.places, 0] |= exits & rows.freezes
+
+        when(due.any(), check)
+        return newly
+
+    def _normed(self, total: Tensor, rows: MaskedRows) -> Tensor:
+        """[B, D] of the rows that may exit."""
+        return self.final_norm(total[rows.places], None)
+
+
+class _Held:
+    """The state of a pass: branches write into it, and nothing of it moves."""
+
+    def __init__(self, hidden: Tensor, rows: MaskedRows, room: Room) -> None:
+        tokens = len(hidden)
+        self.hidden, self._residual = room.hidden[:tokens], room.residual[:tokens]
+        self.state, self.left = room.state[:tokens], room.left[:tokens]
+        """Of frozen tokens: their states, and the same normed."""
+        self.frozen = room.frozen[:tokens]
+        self._is_pair = False
+        self.hidden.copy_(hidden)
+        self.state.zero_()
+        self.left.zero_()
+        if rows.padding is None:
+            self.frozen.zero_()
+        else:
+            self.frozen.copy_(rows.padding[:, None])
+
+    @property
+    def stream(self) -> Stream:
+        """The stream [T, D], as layers carry it."""
+        return self.hidden, self._residual if self._is_pair else None
+
+    def take(self, stream: Stream) -> None:
+        """Keeps a segment's result."""
+        hidden, residual = stream
+        self.hidden.copy_(hidden)
+        self._is_pair = residual is not None
+        if residual is not None:
+            self._residual.copy_(residual)
+
+    def go_through(self, segment: MaskedSegment, positions: Tensor) -> None:
+        """Runs a segment."""
+        self.take(restored(self.stream, self.frozen, self.state))
+        self.take(segment(positions, *self.stream, self.frozen, self.state))
+
+    def total(self) -> Tensor:
+        """The residual stream [T, D]."""
+        own = self.hidden + self._residual if self._is_pair else self.hidden
+        return torch.where(self.frozen, self.state, own)
+
+    def freeze(self, newly: Tensor, total: Tensor) -> None:
+        """Freezes the tokens [T, 1] at `total` [T, D]."""
+        self.state.copy_(torch.where(newly, total, self.state))
+        self.frozen.logical_or_(newly)

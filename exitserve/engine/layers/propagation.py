@@ -1,0 +1,118 @@
+"""K/V propagation: keys and values of all layers not run, from the frozen state.
+
+A row that exits fills every layer above at once: one GEMM for each *span* (the layers between two
+exits; spans are shared by the exits below them), then `exitserve_kernels.propagate_kv` for key
+norm, rotary embedding and cache.
+
+Shapes: N rows, S layers above an exit, D hidden, H kv heads, P head size, R rotated part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.compat.caches import layer_caches, layer_slots
+from exitserve.engine.compat.weights import packed_linear
+from exitserve.engine.layers.key_values import LayerKV, rotation_table
+from exitserve_kernels.propagate_kv import KeyNorm, KVStore, Rotary, fill, normalised
+
+
+class Propagation:
+    """Fills the cache above an exit."""
+
+    def __init__(
+        self, layers: Sequence[LayerKV], exit_layers: Sequence[int], longest: int, like: Tensor
+    ) -> None:
+        """Takes the K/V weights of the layers above the first exit.
+
+        Args:
+            layers: [L] all layers of the decoder, loaded.
+            exit_layers: at least one.
+            longest: positions are below this.
+            like: any states [N, D], for their width, type and device.
+        """
+        self._input_norm = layers[0].input_norm
+        bounds = [*exit_layers, len(layers)]
+        self._spans = {
+            start: _projection(layers[start:end], like) for start, end in pairwise(bounds)
+        }
+        # vLLM shares one module between layers that agree; so do the tables.
+        tables = {
+            id(layer.rotary): rotation_table(layer, longest, like)
+            for layer in layers[exit_layers[0] :]
+        }
+        self._above = {
+            depth: _Above(layers[depth:], [tables[id(layer.rotary)] for layer in layers[depth:]])
+            for depth in exit_layers
+        }
+
+    def fill(
+        self, state: Tensor, positions: Tensor, depth: int, tokens: Tensor | None = None
+    ) -> None:
+        """Writes keys and values of every layer above `depth`.
+
+        Args:
+            state: [N, D] frozen residual-stream states.
+            positions: [N].
+            depth: the exit layer at which they froze.
+            tokens: [N] indices of these rows in the forward pass; None for all of it.
+        """
+        norm = self._input_norm
+        if norm is not None:
+            state = normalised(state, norm.epsilon, centred=norm.centred)
+        parts = [project(state) for start, project in self._spans.items() if start >= depth]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        self._above[depth].fill(projected, positions, tokens)
+
+
+def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes keys and values of normalised states [N, D]: layer by layer, keys first."""
+    weights, biases = zip(*(layer.folded(like) for layer in layers), strict=True)
+    bias = torch.cat(biases)
+    return packed_linear(torch.cat(weights), bias if bias.any() else None)
+
+
+class _Above:
+    """The layers above one exit: what becomes of their projected keys and values."""
+
+    def __init__(self, layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> None:
+        self._attentions = [layer.attention for layer in layers]
+        norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
+        self._key_norm: KeyNorm | None = None
+        if norms:
+            assert not norms[0].centred, "key norms are root-mean-square norms"
+            self._key_norm = KeyNorm(torch.stack([one.gain for one in norms]), norms[0].epsilon)
+        self._rotary = _rotary(layers, tables)
+        self._caches: KVStore | None = None
+
+    def fill(self, projected: Tensor, positions: Tensor, tokens: Tensor | None) -> None:
+        """Writes `projected` [N, S * 2 * H * P] into the cache; see `Propagation.fill`."""
+        if self._caches is None:  # caches are bound after the model's first passes
+            self._caches = layer_caches(self._attentions)
+        fill(
+            projected.view(projected.shape[0], self._caches.layers, 2, -1),
+            positions,
+            layer_slots(self._attentions, tokens),
+            self._caches,
+            key_norm=self._key_norm,
+            rotary=self._rotary,
+        )
+
+
+def _rotary(layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> Rotary | None:
+    """The rotary embedding of all layers; those without one rotate by nothing."""
+    known = [(layer.rotary, table) for layer, table in zip(layers, tables, strict=True)]
+    found = [(one, table) for one, table in known if table is not None]
+    if not found:
+        return None
+    rotary, like = found[0]
+    cos, sin = like.chunk(2, dim=-1)
+    still = torch.cat([torch.ones_like(cos), torch.zeros_like(sin)], dim=-1)
+    return Rotary(
+        [still if table is None else table for table in tables],
+        interleaved=not getattr(rotary, "is_neox_style", True),
+    )

@@ -1,0 +1,124 @@
+"""The layers between two exits, compiled as one unit.
+
+Data-dependent branches lie between segments, never inside one, so vLLM's own compilation (and,
+on a GPU, its CUDA graphs) sees ordinary straight code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream [T, D]: alone, or as a pair whose sum it is (the next norm adds them)."""
+
+RunLayer = Callable[[Any, Tensor, Stream], Stream]
+"""Runs one decoder layer: (layer, positions [T], stream) to stream."""
+
+
+def restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
+    """Sets frozen tokens to their state, and leaves the others bit for bit.
+
+    Args:
+        stream: [T, D]; a pair becomes (0, state).
+        frozen: [T, 1] bool.
+        state: [T, D].
+    """
+    hidden, residual = stream
+    if residual is None:
+        return torch.where(frozen, state, hidden), None
+    return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
+
+
+def through(
+    layers: Iterable[Any],
+    run_layer: RunLayer,
+    positions: Tensor,
+    stream: Stream,
+    frozen: Tensor,
+    state: Tensor,
+) -> Stream:
+    """Runs layers, after each of which frozen tokens get their state back (`restored`)."""
+    for layer in layers:
+        stream = restored(run_layer(layer, positions, stream), frozen, state)
+    return stream
+
+
+class Segment(nn.Module):
+    """Layers `start + 1 .. end` of a decoder. `compiled_segment` makes one."""
+
+    def __init__(
+        self,
+        *,
+        vllm_config: Any,
+        prefix: str = "",
+        layers: list[nn.Module],
+        start: int,
+        end: int,
+        run_layer: RunLayer,
+    ) -> None:
+        super().__init__()
+        # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
+        self.layers = tuple(layers[start:end])
+        self.end = end
+        self.size = end - start
+        self.run_layer = run_layer
+
+
+def compiled_segment(
+    vllm_config: Any,
+    layers: list[nn.Module],
+    start: int,
+    end: int,
+    run_layer: RunLayer,
+    *,
+    masked: bool = False,
+) -> Segment:
+    """A segment that is compiled as one unit where vLLM compiles.
+
+    With `masked` it takes two more arguments and gives frozen tokens their state back after each
+    layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
+
+    vLLM's cache of compiled code knows a module by its forward's qualified name
+    (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
+    of its own: with a common one, a segment could be handed another's code.
+    """
+    name = f"segment_{start}_{end}" + ("_masked" if masked else "")
+
+    def forward(
+        self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> Stream:
+        for layer in self.layers:
+            hidden, residual = self.run_layer(layer, positions, (hidden, residual))
+        return hidden, residual
+
+    def masked_forward(
+        self: Segment,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor,
+        state: Tensor,
+    ) -> Stream:
+        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
+
+    method: Any = masked_forward if masked else forward
+    method.__name__, method.__qualname__ = "forward", f"{name}.forward"
+    arguments = ["positions", "hidden", "residual", *(["frozen", "state"] if masked else [])]
+    decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
+    segment_class: Any = decorate(type(name, (Segment,), {"forward": method}))
+    with set_model_tag(name):
+        segment: Segment = segment_class(
+            vllm_config=vllm_config,
+            prefix=name,
+            layers=layers,
+            start=start,
+            end=end,
+            run_layer=run_layer,
+        )
+    return segment

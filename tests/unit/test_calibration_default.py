@@ -1,0 +1,77 @@
+"""What a server of a calibrated checkpoint does with requests that ask for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.engine.options import make_rules
+from exitserve.errors import ExitServeError
+
+
+def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin") -> dict[str, Any]:
+    calibration = Calibration(
+        target="agreement>=0.98",
+        mode=mode,
+        criterion=criterion,
+        confidence_level=0.95,
+        num_layers=12,
+        chosen=OperatingPoint(
+            agreement=0.98, thresholds={6: 0.8, 9: 0.5}, eos_thresholds={6: 1.0, 9: 1.0}
+        ),
+    )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "multi_exit": {
+            "version": 1,
+            "exit_layers": [3, 6, 9],
+            "criterion": criterion,
+            "calibration": calibration.to_json(),
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "mode"),
+    [
+        (config(), {}, "confidence"),
+        (config(), {"exit_threshold": "auto"}, "confidence"),
+        (config(), {"mode": "confidence"}, "confidence"),
+        (config("defer"), {}, "defer"),
+        (config("defer"), {"mode": "defer"}, "defer"),
+        (config(), {"mode": "verify"}, "verify"),
+        (config(), {"exit_layers": [6, 9]}, "confidence"),
+        (config(), {"mode": "off"}, "off"),
+        (config(), {"exit_layer": 3}, "fixed"),
+        # Not by itself where it would promise nothing, or cannot be served.
+        (config(), {"exit_layers": [3, 6]}, "off"),
+        (config(layers=10), {}, "off"),
+        (config("defer"), {"exit_path": "resident"}, "off"),
+    ],
+)
+def test_the_default(model: dict[str, Any], options: dict[str, Any], mode: str) -> None:
+    default = make_rules(model, options).default
+    assert default.mode == mode
+    if mode in ("confidence", "defer", "verify"):
+        assert [default.thresholds_at(layer)[0] for layer in (6, 9)] == [0.8, 0.5]
+
+
+def test_a_threshold_of_ones_own_goes_before_it() -> None:
+    assert make_rules(config(), {"exit_threshold": 0.7}).default.thresholds_at(3)[0] == 0.7
+
+
+def test_another_mode_needs_a_threshold() -> None:
+    with pytest.raises(ExitServeError, match="needs an exit threshold"):
+        make_rules(config(), {"mode": "defer"})
+
+
+def test_gates_cost_nothing_so_no_check_is_left_out() -> None:
+    assert make_rules(config(), {}).break_even
+    assert not make_rules(config(criterion="gate"), {}).break_even

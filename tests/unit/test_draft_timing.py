@@ -1,0 +1,81 @@
+"""Stepping aside, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from exitserve.engine.host.draft_timing import DraftTiming
+
+Cost = Callable[[bool], tuple[float, int]]
+"""Seconds of a pass after which rows drafted or not, and the tokens that it gave."""
+
+
+class Server:
+    """Decodes one batch for ever."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.paying = DraftTiming(lambda: self.now)
+        self.numbers = random.Random(1)
+
+    def run(self, passes: int, cost: Cost, requests: tuple[str, ...] = ("a",)) -> float:
+        """The share of passes that drafted."""
+        drafted, tokens = 0, 1
+        for _ in range(passes):
+            way = self.paying.choose(requests, tokens, steady=True)
+            drafted += way
+            seconds, tokens = cost(way)
+            self.now += seconds * self.numbers.uniform(0.9, 1.1)
+        return drafted / passes
+
+
+def costs(drafting: float, tokens: int) -> Cost:
+    """Not drafting takes a second for a token."""
+    return lambda way: (drafting, tokens) if way else (1.0, 1)
+
+
+@pytest.mark.parametrize(("seconds", "tokens", "pays"), [(2.0, 3, True), (2.0, 1, False)])
+def test_the_faster_way_is_taken(seconds: float, tokens: int, pays: bool) -> None:
+    server = Server()
+    server.run(50, costs(seconds, tokens))
+    share = server.run(2000, costs(seconds, tokens))
+    assert share > 0.98 if pays else share < 0.02
+
+
+def test_trials_cost_less_than_three_percent() -> None:
+    """Drafting that takes twice the time, from the first pass on."""
+    server, passes = Server(), 1000
+    server.run(passes, costs(2.0, 1))
+    assert server.now < 1.03 * passes
+
+
+def test_it_changes_its_mind() -> None:
+    server = Server()
+    server.run(500, costs(2.0, 1))
+    assert server.run(4000, costs(2.0, 4)) > 0.8
+
+
+def test_one_interruption_decides_nothing() -> None:
+    server = Server()
+    server.run(100, costs(2.0, 3))
+    server.now += 300.0
+    assert server.run(60, costs(2.0, 3)) > 0.85
+
+
+def test_another_batch_is_another_contest() -> None:
+    server = Server()
+    server.run(500, costs(2.0, 4), requests=("a",))
+    batch = tuple("bcdefghi")
+    server.run(50, costs(2.0, 1), requests=batch)
+    assert server.run(500, costs(2.0, 1), requests=batch) < 0.05
+    assert server.run(500, costs(2.0, 4), requests=("a",)) > 0.95
+
+
+def test_passes_with_prompts_do_not_count() -> None:
+    server = Server()
+    for _ in range(500):
+        assert server.paying.choose(("a",), 1, steady=False), "nothing is known yet"
+        server.now += 1.0
