@@ -47,8 +47,8 @@ class Probe:
     method: str
 
 
-SEGMENTS = "exitserve.engine.model:MultiExitMixin"
-ROWS = "exitserve.engine.host.rows:HostRows"
+MODEL = "exitserve.engine.model:MultiExitMixin"
+REQUESTS = "exitserve.engine.host.requests:HostRequests"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -56,13 +56,13 @@ PROBES = (
     Probe("segments: the layers run", "model._segments", "__call__"),
     Probe("vLLM's own forward, where nobody may exit", "model.model", "__call__"),
     Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
-    Probe("exit check, head aside", SEGMENTS, "_check"),
+    Probe("exit check, head aside", "exitserve.engine.host.checks:Checks", "check"),
     Probe("propagation", "exitserve.engine.layers.propagation:Propagation", "fill"),
-    Probe("planning and recording", ROWS, "plan"),
-    Probe("planning and recording", ROWS, "record"),
-    Probe("planning and recording", ROWS, "update"),
-    Probe("exits: the rest of the loop", SEGMENTS, "forward"),
-    Probe("exits: whose logits to sample from", SEGMENTS, "compute_logits"),
+    Probe("requests: rows, depths, counts", REQUESTS, "next_step"),
+    Probe("requests: rows, depths, counts", REQUESTS, "record"),
+    Probe("requests: rows, depths, counts", "exitserve.engine.requests:Batch", "update"),
+    Probe("exits: the rest of the loop", MODEL, "forward"),
+    Probe("exits: whose logits to sample from", MODEL, "compute_logits"),
     Probe("vLLM: prepare the batch", RUNNER, "_update_states"),
     Probe("vLLM: prepare the batch", RUNNER, "_prepare_inputs"),
     Probe("vLLM: rest of execute_model", RUNNER, "execute_model"),

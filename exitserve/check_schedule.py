@@ -38,7 +38,7 @@ class _LayerRecord:
     """Tokens to let pass before the next check."""
     next_wait: int = 1
 
-    def saw(self, passed: bool) -> None:
+    def record(self, passed: bool) -> None:
         self.rate += (float(passed) - self.rate) / MEMORY
         if passed or self.rate >= self.break_even:
             self.wait, self.next_wait = 0, 1
@@ -61,19 +61,16 @@ class CheckSchedule:
             for layer, rate in break_even.items()
         }
 
-    def waits(self, layer: int) -> bool:
-        """Whether the next token that arrives at `layer` will go unchecked."""
+    def is_waiting(self, layer: int) -> bool:
+        """Whether the next token that arrives at `layer` goes unchecked."""
         record = self._records.get(layer)
         return record is not None and record.wait > 0
 
-    def wants(self, layer: int) -> bool:
-        """Whether to check the next token that arrives at `layer`; call once for each."""
-        if not self.waits(layer):
-            return True
+    def skip(self, layer: int) -> None:
+        """Notes that a token passed `layer` unchecked, as `is_waiting` asked for."""
         self._records[layer].wait -= 1
-        return False
 
-    def saw(self, layer: int, passed: bool) -> None:
+    def record(self, layer: int, passed: bool) -> None:
         """Notes the outcome of a check that was made."""
         if record := self._records.get(layer):
-            record.saw(passed)
+            record.record(passed)

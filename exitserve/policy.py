@@ -317,7 +317,8 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
 def check_trace(value: Any) -> None:
     """Raises `ExitServeError` unless `value` may stand in `exit_trace`.
 
-    Inside the server the field carries a key (a string) under which the trace is kept.
+    Behind the front door the field is a list of keys (strings) under which the trace is kept.
     """
-    if value is not None and not isinstance(value, bool | str) and value not in (0, 1):
+    keys = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if value is not None and not keys and not (isinstance(value, int) and value in (0, 1)):
         raise ExitServeError(f"exit_trace must be true or false, not {value!r}.")

@@ -304,9 +304,11 @@ class _FrozenRows:
         """
         checked = torch.zeros_like(would_exit)
         for index, passes in enumerate(would_exit.tolist()):
-            if self.schedule.wants(depth):
+            if self.schedule.is_waiting(depth):
+                self.schedule.skip(depth)
+            else:
                 checked[index] = True
-                self.schedule.saw(depth, passes)
+                self.schedule.record(depth, passes)
         return checked
 
     def finish(self, hidden: Tensor) -> Trace:

@@ -22,6 +22,7 @@ from shapes import Work
 from stages import StageError, last_lines
 
 from exitserve.bench.engines import Engines, Request
+from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.settings import Setting
 from exitserve.bench.synthetic import random_prompts
 from exitserve.engine.launch import start_engine, start_plain_engine
@@ -36,6 +37,8 @@ class EngineSpec:
     model_dir: Path
     exits: Mapping[str, Any] | None
     """Options of exitserve; None for plain vLLM."""
+    forced: Mapping[str, float] | None
+    """Shares of checks that pass and drafts that are accepted by lot; None: as they come."""
     llm: Mapping[str, Any]
     """Arguments of `vllm.LLM`."""
     vocab_size: int
@@ -143,8 +146,10 @@ def _start(spec: EngineSpec) -> tuple[Any, dict[str, Any]]:
     started = time.perf_counter()
     if spec.exits is None:
         engine = start_plain_engine(spec.model_dir, **spec.llm)
-    else:
+    elif spec.forced is None:
         engine = start_engine(spec.model_dir, exits=spec.exits, **spec.llm)
+    else:
+        engine = start_forced_engine(spec.model_dir, spec.forced, exits=spec.exits, **spec.llm)
     config = engine.llm_engine.vllm_config
     compilation = config.compilation_config
     facts = {

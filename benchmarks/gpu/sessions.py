@@ -15,7 +15,7 @@ from typing import Any
 
 import environment
 from child import Child, EngineSpec, Passed
-from shapes import ENGINES, Case, Shape, Work
+from shapes import ENGINES, SHARE, Case, Shape, Work
 from stages import Run, StageError, say
 
 from exitserve.bench.engines import SETTLE_SECONDS
@@ -130,6 +130,7 @@ def _spec(run: Run, shape: Shape, engine: str, works: Sequence[Work], folder: Pa
     return EngineSpec(
         model_dir=shape.write(folder, engine),
         exits=shape.exits(engine, both=run.both_exits),
+        forced={"confidence": SHARE, "acceptance": 1.0} if engine == "forced" else None,
         llm=llm | dict(run.llm),
         vocab_size=int(shape.config["vocab_size"]),
     )

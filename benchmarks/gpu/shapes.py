@@ -83,9 +83,7 @@ class Shape:
         if engine in ("plain", "truncated"):
             return None
         options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
-        if engine == "forced":
-            options["forced"] = {"confidence": SHARE, "acceptance": 1.0}
-        elif both:
+        if both and engine != "forced":
             options["exit_layers"] = list(self.exit_layers)
         return options
 

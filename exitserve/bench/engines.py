@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exitserve.bench.cache import cache_gib
+from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.settings import PLAIN, BenchPlan, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
@@ -89,7 +90,7 @@ class Engines:
             trace_key: where to keep the requests' depths, for `depths`.
         """
         engine = self._switch_to(setting)
-        traced = {} if trace_key is None else {"exit_trace": trace_key}
+        traced = {} if trace_key is None else {"exit_trace": [trace_key]}
         ids = [f"bench-{next(_serial)}" for _ in batch]
         for request_id, request in zip(ids, batch, strict=True):
             params = greedy_params(max_tokens, request.fields | traced)
@@ -162,7 +163,13 @@ def running(plan: BenchPlan) -> Iterator[Engines]:
         started.append(start_plain_engine(plan.model_dir, **arguments))
         for verify in (False, True) if plan.verifies else (False,):
             options = plan.engine_options(verify=verify)
-            started.append(start_engine(plan.model_dir, exits=options, **arguments))
+            if plan.forced is None:
+                started.append(start_engine(plan.model_dir, exits=options, **arguments))
+            else:
+                forced = start_forced_engine(
+                    plan.model_dir, plan.forced, exits=options, **arguments
+                )
+                started.append(forced)
         yield Engines(*started)
     finally:
         for llm in started:

@@ -121,8 +121,6 @@ class BenchPlan:
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
         """Exit options of an engine; one for mode "verify" is an engine of its own."""
         options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
-        if self.forced is not None:
-            options["forced"] = dict(self.forced)
         return options | verify_options(self.num_drafts) if verify else options
 
     def requests_in_pass(self, batch_size: int) -> int:

@@ -144,11 +144,11 @@ def start_engine(
     Args:
         model_dir: the checkpoint.
         exits: server defaults, see `exitserve.engine.options.OPTIONS`.
-        llm: any argument of `vllm.LLM`.
+        llm: any argument of `vllm.LLM`; mappings are laid over ours key by key.
 
     Returns:
-        The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` may
-        be a string there, the key for `take_traces`.
+        The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` is
+        a list of strings there, keys for `take_traces`.
     """
     arguments = engine_options(model_dir, exits or {})
     prepare_environment()
@@ -158,9 +158,18 @@ def start_engine(
     from exitserve.engine.hooks.rows_processor import RowsProcessor
 
     RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY])
-    engine = LLM(model=str(model_dir), **{**arguments, **llm})
+    engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
     engine.collective_rpc("exit_attach")
     return engine
+
+
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments `above` over those `below`; mappings in both are joined."""
+    joined = {**below, **above}
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            joined[name] = {**below[name], **value}
+    return joined
 
 
 def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:

@@ -39,7 +39,6 @@ OPTIONS = (
     "exit_checks",
     "exit_path",
     "num_drafts",
-    "forced",
 )
 EXIT_CHECKS = ("paying", "all")
 """Whether checks that do not pay are left out (`exitserve.check_schedule`)."""

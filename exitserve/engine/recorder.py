@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 MAX_TRACES = 4096
@@ -91,16 +92,16 @@ class Recorder:
         """Counts layers whose weights were read, once for all tokens that ran them together."""
         self.layer_reads += layers
 
-    def trace(self, key: str, request_id: str, index: int, depth: int) -> None:
+    def trace(self, keys: Sequence[str], request_id: str, index: int, depth: int) -> None:
         """Keeps the depth of generated token `index` of a request.
 
         Args:
-            key: under which it can be taken; of several with commas between them, under each.
+            keys: under each of which it can be taken once.
             request_id: the engine's name of the request.
             index: of the generated token.
             depth: at which it stopped.
         """
-        for one in key.split(","):
+        for one in keys:
             if one not in self._traces:
                 self._traces[one] = {}
                 if len(self._traces) > MAX_TRACES:

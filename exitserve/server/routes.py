@@ -126,7 +126,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     trace: Trace | None = None
     if traced:
         key = uuid.uuid4().hex
-        request.vllm_xargs["exit_trace"] = key
+        request.vllm_xargs["exit_trace"] = [key]
         keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
         trace = Trace(
             lambda: server.take_traces(key),

@@ -257,7 +257,7 @@ def told(params: Any, key: str) -> Any:
     changed = params.clone()
     fields = dict(params.extra_args or {})
     own = fields.get("exit_trace")
-    fields["exit_trace"] = f"{own},{key}" if isinstance(own, str) else key
+    fields["exit_trace"] = [*(own if isinstance(own, list) else ()), key]
     changed.extra_args = fields
     changed.logprobs = params.logprobs or 1
     return changed

@@ -84,7 +84,7 @@ class Harness:
             max_tokens=job.max_tokens,
             temperature=0,
             ignore_eos=True,
-            extra_args={**job.fields, "exit_trace": name},
+            extra_args={**job.fields, "exit_trace": [name]},
         )
         self.engine.llm_engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.engine.host.active_tokens import ActiveTokens
-from exitserve.engine.host.pending_tokens import PENDING, Bounds, PendingTokens, Tokens
+from exitserve.engine.pending_tokens import PENDING, Bounds, PendingTokens, Tokens
 
 WIDTH = 3
 

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exitserve.engine.device.requests import DeviceRequests, Known, PassRows, device_requests
+from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
+from exitserve.check_schedule import CheckSchedule
+from exitserve.engine.device.requests import DeviceRequests, PassRows
 from exitserve.engine.device.rows import DeviceRows
-from exitserve.engine.forced import Forced
 from exitserve.engine.hooks.model_state import ExitModelState
-from exitserve.engine.host.rows import HostRows
 from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.masked_loop import MaskedLoop
+from exitserve.engine.requests import Request
+from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve_kernels.exit_check import check_logits
 
@@ -75,7 +77,10 @@ class Parts:
         rows.start()
         hidden = torch.randn(tokens, WIDTH)
         normed = self.loop.run(torch.zeros(tokens, dtype=torch.long), hidden, rows)
-        when(rows.rest().any(), lambda: rows.take_rest(torch.zeros(len(rows.logits), VOCABULARY)))
+        when(
+            rows.ran_all_layers().any(),
+            lambda: rows.take_last_logits(torch.zeros(len(rows.logits), VOCABULARY)),
+        )
         return normed
 
 
@@ -83,11 +88,13 @@ def room(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, VOCABULARY, device=device)
 
 
-def requests(
-    forced: Forced | None = None, rules: ExitRules = RULES, device: torch.device = CPU
-) -> DeviceRequests:
-    rows = HostRows(rules, torch.tensor([1]), forced=forced)
-    return device_requests(rows, SimpleNamespace(logits_room=room), MOST, device)
+def requests(rules: ExitRules = RULES, device: torch.device = CPU) -> DeviceRequests:
+    state = EngineState(rules, torch.tensor([1]))
+    return DeviceRequests(state, MOST, room(MOST, device), device)
+
+
+def request_of(name: str, policy: ExitPolicy, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
+    return Request(policy, CheckSchedule({}), prompt_ids=prompt, name=name)
 
 
 def decode(names: list[str], first: int = 5) -> PassRows:
@@ -97,7 +104,7 @@ def decode(names: list[str], first: int = 5) -> PassRows:
 
 
 def add(every: DeviceRequests, slot: int, policy: ExitPolicy) -> None:
-    every.add(slot, Known(str(slot), policy, 3, None))
+    every.add(slot, request_of(str(slot), policy))
 
 
 def test_no_number_is_read_on_the_way() -> None:
@@ -112,9 +119,9 @@ def test_no_number_is_read_on_the_way() -> None:
 
 
 HELD = (
-    *("_told", "_asked", "_depth", "_logits", "_in_order", "_every", "checks", "reads"),
-    *("_all.limits", "_all.end_limits", "_all.paying._rate", "_all.paying._wait"),
-    "_all.paying._next_wait",
+    *("_uploaded", "_any_may_exit", "_depth", "_logits", "_in_order", "_every", "checks", "reads"),
+    *("_requests.limits", "_requests.end_limits", "_requests.schedule._rate"),
+    *("_requests.schedule._wait", "_requests.schedule._next_wait"),
 )
 
 
@@ -126,7 +133,7 @@ def test_what_a_graph_holds_stays_where_it_is() -> None:
         add(every, 1, ExitPolicy.off())
         every.begin(decode(names), None)
         Parts().run(every.rows)
-        every.ended()
+        every.end()
         every.remove("0")
     assert {name: attrgetter(name)(every.rows).data_ptr() for name in HELD} == where
 
@@ -151,7 +158,7 @@ class Launches(TorchDispatchMode):
 
 
 def test_a_pass_is_told_in_one_copy() -> None:
-    every = requests(Forced({"confidence": 0.5, "acceptance": 0.0}), device=torch.device("meta"))
+    every = requests(device=torch.device("meta"))
 
     def launches(work: Callable[..., None], *arguments: Any) -> tuple[int, int]:
         with Launches() as seen:
@@ -159,7 +166,7 @@ def test_a_pass_is_told_in_one_copy() -> None:
         return seen.copies, seen.others
 
     policies = (ExitPolicy.confidence(0.5), ExitPolicy.fixed(2), ExitPolicy.off())
-    known = [Known(str(slot), policy, 3, None) for slot, policy in enumerate(policies)]
+    known = [request_of(str(slot), policy) for slot, policy in enumerate(policies)]
     assert [launches(every.add, slot, one) for slot, one in enumerate(known)] == [
         (1, 0),
         (1, 0),
@@ -191,10 +198,10 @@ def test_who_may_not_exit_is_told_once() -> None:
     for names, asked in ((["x", "1"], False), (["0", "1"], True), (["x", "1"], False)):
         for _ in range(2):
             every.begin(decode(names), None)
-            assert bool(every.rows.asked) == every.rows.may_differ == asked
+            assert bool(every.rows.any_may_exit) == every.rows.may_differ == asked
             if asked:
                 Parts().run(every.rows)
-            every.ended()
+            every.end()
     every.drain(wait=True)
     assert every._by_slot[0].depths == [LAYERS] * 3 + [2]
     assert every._by_slot[1].depths == [LAYERS] * 4
@@ -215,7 +222,7 @@ def test_reads_are_counted_on_the_device() -> None:
     add(every, 1, ExitPolicy.fixed(4))
 
     def reads() -> tuple[int, int, int, int]:
-        every.read_counts()
+        every.update_counts()
         found = (recorder.layer_reads, recorder.head_passes, recorder.final_heads)
         return (*found, recorder.frozen_tokens)
 
@@ -234,7 +241,7 @@ def test_reads_are_counted_on_the_device() -> None:
         every.begin(decode(names), None)
         if every.rows.may_differ:
             Parts().run(every.rows)
-        every.ended()
+        every.end()
         expected = tuple(map(sum, zip(expected, (layers, checks, rest, frozen), strict=True)))
         assert reads() == expected
 
@@ -259,20 +266,24 @@ def test_the_pass_ends_where_its_last_row_does() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_benchmarks_draw_who_exits(share: float) -> None:
-    forced = Forced({"confidence": share, "acceptance": 0.0})
-    every = requests(forced)
+    outcomes = ForcedOutcomes({"confidence": share, "acceptance": 0.0})
+    state = EngineState(RULES, torch.tensor([1]))
+    every = forced_device_requests(state, MOST, room(MOST, CPU), CPU, outcomes)
     for slot in range(MOST):
         policy = ExitPolicy.confidence(0.9)
-        every.add(slot, Known(str(slot), policy, 3, None, prompt_hash=slot))
+        every.add(slot, request_of(str(slot), policy, (slot, 6, 7)))
     for position in (5, 6):
         every.begin(decode(["0", "1", "2", "3"], position), None)
         Parts().run(every.rows)
         drawn = [
-            next((at for at in (2, 4) if forced.passes([(slot, position, at)])[0]), LAYERS)
+            next(
+                (at for at in (2, 4) if outcomes.passes([(hash((slot, 6, 7)), position, at)])[0]),
+                LAYERS,
+            )
             for slot in range(MOST)
         ]
         assert every.rows.depth.tolist() == drawn
-        every.ended()
+        every.end()
 
 
 def test_branches_outside_graphs_are_the_hosts() -> None:
@@ -295,11 +306,12 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
         self.supports_mm_inputs = False
 
     monkeypatch.setattr(DefaultModelState, "__init__", start)
-    monkeypatch.setattr("exitserve.engine.hooks.model_state.rows_of", lambda _: rows)
-    rows = HostRows(RULES, torch.tensor([1]))
-    model: Any = SimpleNamespace(logits_room=room)
+    known = EngineState(RULES, torch.tensor([1]))
+    monkeypatch.setattr("exitserve.engine.hooks.model_state.state_of", lambda _: known)
+    every = DeviceRequests(known, MOST, room(MOST, CPU), CPU)
+    model: Any = SimpleNamespace(make_device_requests=lambda most_rows, device: every)
     made = ExitModelState(None, model, None, CPU)
-    assert rows.resident is made._requests
+    assert known.requests is made._requests
     return made
 
 
@@ -321,14 +333,16 @@ def batch(names: list[str], computed: list[int], scheduled: list[int], padded: i
 
 
 def request(name: str, **fields: Any) -> Any:
-    params = SimpleNamespace(extra_args=fields, structured_outputs=None)
+    from vllm import SamplingParams
+
+    params = SamplingParams(extra_args=fields)
     return SimpleNamespace(
         req_id=name, prompt_token_ids=[5, 6, 7], prompt_len=3, sampling_params=params
     )
 
 
 def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
-    state.add_request(0, request("a", exit_layer=2, exit_trace="t"))
+    state.add_request(0, request("a", exit_layer=2, exit_trace=["t"]))
     state.add_request(1, request("b"))
     every = state._requests
     for computed, scheduled, padded, expected in (
@@ -339,7 +353,7 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
         given = state.prepare_inputs(batch(["a", "b"], computed, scheduled, padded), None)
         rows = given["exits"]
         assert rows is every.rows
-        assert rows.may_differ == bool(rows.asked) == expected
+        assert rows.may_differ == bool(rows.any_may_exit) == expected
         if expected:
             Parts().run(rows, padded)
         state.postprocess_state(torch.arange(2), torch.ones(2))
@@ -350,7 +364,7 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
 
     # Preempted, it comes back to another slot, and freezes its tokens where it did before.
     state.remove_request("a")
-    state.add_request(2, request("a", exit_layer=2, exit_trace="t"))
+    state.add_request(2, request("a", exit_layer=2, exit_trace=["t"]))
     # Positions 0 to 2 are the prompt; 3 and 4 led to tokens 1 and 2.
     for first, count, known in ((0, 5, [LAYERS] * 5 + [2, 2]), (3, 1, [LAYERS, LAYERS, 2])):
         again = batch(["x", "y", "a"], [0, 0, first], [1, 1, count], 3)

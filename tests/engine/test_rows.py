@@ -1,6 +1,9 @@
-"""Rows follow vLLM's persistent batch, and plans follow the rows."""
+"""Rows follow vLLM's persistent batch, and steps follow the rows."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,25 @@ from exitserve.policy import ExitPolicy, ExitRules
 RULES = ExitRules(num_layers=6, exit_layers=(2, 4), default=ExitPolicy.confidence(0.5))
 
 
-@pytest.fixture
-def rows():
-    from exitserve.engine.host.rows import HostRows
+@dataclass
+class Engine:
+    """The requests of an engine, and its batch."""
 
-    return HostRows(RULES, torch.tensor([1]))
+    state: Any
+    requests: Any
+
+
+@pytest.fixture
+def rows() -> Engine:
+    return _engine()
+
+
+def _engine() -> Engine:
+    from exitserve.engine.host.requests import HostRequests
+    from exitserve.engine.state import EngineState
+
+    state = EngineState(RULES, torch.tensor([1]))
+    return Engine(state, HostRequests(state))
 
 
 def _params(**fields):
@@ -28,13 +45,15 @@ def _params(**fields):
 def _update(rows, removed=(), added=(), moved=()) -> None:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    rows.update(BatchUpdate(batch_size=8, removed=removed, added=added, moved=moved))
+    rows.state.batch.update(BatchUpdate(batch_size=8, removed=removed, added=added, moved=moved))
 
 
-def _plan(rows, positions: list[int], row_ends: list[int]):
+def _step(rows, positions: list[int], row_ends: list[int]):
     from exitserve.engine.compat.context import BatchShape
 
-    return rows.plan(BatchShape(len(positions), torch.tensor(row_ends)), torch.tensor(positions))
+    return rows.requests.next_step(
+        BatchShape(len(positions), torch.tensor(row_ends)), torch.tensor(positions)
+    )
 
 
 def test_each_row_has_its_own_thresholds(rows) -> None:
@@ -46,16 +65,16 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
         (3, _params(), prompt, [9]),
     ]
     _update(rows, added=added)
-    plan = _plan(rows, [3, 3, 3, 3], [1, 2, 3, 4])
-    due = plan.due(2)
+    step = _step(rows, [3, 3, 3, 3], [1, 2, 3, 4])
+    due = step.due(2)
     assert [one.row for one in due] == [0, 3]
-    any_token, ends = plan.thresholds(due, 2)
+    any_token, ends = step.thresholds(due, 2)
     assert any_token.tolist() == [0.25, 0.5]
     assert ends.tolist() == [0.625, 0.75]
-    plan.depth[3] = 2
-    assert [one.row for one in plan.due(4)] == [0, 1]
-    assert plan.due(3) == plan.due(6) == [], "no exit layers"
-    assert plan.depth == {3: 2}
+    step.depth[3] = 2
+    assert [one.row for one in step.due(4)] == [0, 1]
+    assert step.due(3) == step.due(6) == [], "no exit layers"
+    assert step.depth == {3: 2}
 
 
 def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:
@@ -66,80 +85,78 @@ def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:
         (2, _params(), [5] * 2, [7]),
     ]
     _update(rows, added=added)
-    plan = _plan(rows, [0, 1, 2, 1, 2], [3, 4, 5])
-    assert [one.row for one in plan.due(2)] == [2]
-    assert plan.known_depth is None
+    step = _step(rows, [0, 1, 2, 1, 2], [3, 4, 5])
+    assert [one.row for one in step.due(2)] == [2]
+    assert step.known_depth is None
 
 
 def _live_through(rows, depths: list[int], output: list[int]) -> None:
     """Row 0 generates from a prompt of two tokens, each token at the given depth."""
     _update(rows, added=[(0, _params(), [5, 5], output)])
     for position, depth in enumerate(depths, start=1):
-        plan = _plan(rows, [position], [1])
+        step = _step(rows, [position], [1])
         if depth < 6:
             for layer in (2, 4):
-                due = plan.due(layer)
+                due = step.due(layer)
                 if due and layer == depth:
-                    plan.depth[0] = layer
-        rows.record(plan)
+                    step.depth[0] = layer
+        rows.requests.record(step)
         output.append(7)
 
 
 def test_a_preempted_request_is_recomputed_at_the_depths_it_had(rows) -> None:
-    rows.request_ids = lambda: ["a"]
+    rows.state.batch.request_ids = lambda: ["a"]
     output: list[int] = []
     _live_through(rows, [6, 4, 6, 2], output)
     _update(rows, removed=[0])
     _update(rows, added=[(0, _params(), [5, 5], output)])
-    whole = _plan(rows, [0, 1, 2, 3, 4, 5], [6])
+    whole = _step(rows, [0, 1, 2, 3, 4, 5], [6])
     assert whole.known_depth is not None
     assert whole.known_depth.tolist() == [6, 6, 4, 6, 2, 6], "the last token is new"
     assert [one.row for one in whole.due(2)] == [0]
-    part = _plan(rows, [0, 1, 2], [3])
+    part = _step(rows, [0, 1, 2], [3])
     assert part.known_depth is not None and part.known_depth.tolist() == [6, 6, 4]
     assert part.due(2) == []
-    middle = _plan(rows, [4], [1])
+    middle = _step(rows, [4], [1])
     assert middle.known_depth is not None and middle.known_depth.tolist() == [2]
     assert middle.due(2) == [], "computed before, although it is a single token"
 
 
 def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
     names = ["a"]
-    rows.request_ids = lambda: names
+    rows.state.batch.request_ids = lambda: names
     _live_through(rows, [6, 2, 2], [])
     _update(rows, removed=[0])
     names[0] = "b"
     _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
-    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
+    assert _step(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
 
 
 def test_a_request_that_ended_is_forgotten(rows) -> None:
-    rows.request_ids = lambda: ["a"]
-    rows.is_alive = lambda name: name != "a"
+    rows.state.batch.request_ids = lambda: ["a"]
+    rows.state.batch.may_return = lambda name: name != "a"
     _live_through(rows, [6, 2, 2], [])
     _update(rows, removed=[0])
     _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
-    assert _plan(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
+    assert _step(rows, [0, 1, 2, 3, 4], [5]).known_depth.tolist() == [6] * 5
 
 
 def test_only_rows_that_are_due_generate(rows) -> None:
     _update(rows, added=[(0, _params(), [5] * 9, []), (1, _params(), [5] * 2, [7])])
-    rows.record(_plan(rows, [0, 1, 2, 2], [3, 4]))
-    assert sum(rows.recorder.tokens_by_depth) == 1
+    rows.requests.record(_step(rows, [0, 1, 2, 2], [3, 4]))
+    assert sum(rows.state.recorder.tokens_by_depth) == 1
 
 
 def test_bad_fields_that_slipped_through_mean_full_depth(rows) -> None:
     _update(rows, added=[(0, _params(exit_layer=3), [5], [7])])
-    assert _plan(rows, [1], [1]).due(2) == []
+    assert _step(rows, [1], [1]).due(2) == []
 
 
 @given(st.data())
 def test_rows_follow_their_requests(data: st.DataObject) -> None:
     from vllm.v1.sample.logits_processor import MoveDirectionality
 
-    from exitserve.engine.host.rows import HostRows
-
-    rows, model, born = HostRows(RULES, torch.tensor([1])), {}, 0
+    rows, model, born = _engine(), {}, 0
     for _ in range(data.draw(st.integers(1, 12))):
         kind = data.draw(st.sampled_from(["add", "remove", "move", "swap"]))
         index, other = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))
@@ -158,5 +175,25 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
             model[other] = mine
             if swap and theirs is not None:
                 model[index] = theirs
-    found = {index: row.prompt_length for index, row in rows._rows.items()}
+    found = {index: row.prompt_length for index, row in rows.requests.rows.items()}
     assert found == model
+
+
+def test_questions_change_nothing(rows) -> None:
+    """Whatever is asked of a step, the next answer is the same."""
+    from dataclasses import replace
+
+    rules = replace(RULES, break_even={2: 0.9, 4: 0.9})
+    rows.state.batch._rules = rules
+    _update(rows, added=[(0, _params(exit_threshold=0.5), [5, 5], [7] * 9)])
+    request = rows.state.batch.rows[0]
+    for _ in range(12):  # until it waits
+        request.schedule.record(2, False)
+    step = _step(rows, [10], [1])
+    for _ in range(3):
+        assert step.due(2) == []
+        assert [one.row for one in step.due(4)] == [0]
+        assert not step.is_plain
+    waited = request.schedule._records[2].wait
+    step.skip_waiting(2)
+    assert request.schedule._records[2].wait == waited - 1

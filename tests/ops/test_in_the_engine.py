@@ -47,7 +47,7 @@ def test_it_is_the_oracle(engine: Any, make_checkpoint: Callable[..., Path]) -> 
             max_tokens=16,
             temperature=0,
             ignore_eos=True,
-            extra_args={"exit_threshold": threshold, "exit_trace": f"job-{index}"},
+            extra_args={"exit_threshold": threshold, "exit_trace": [f"job-{index}"]},
         )
         for index, threshold in enumerate(THRESHOLDS)
     ]

@@ -270,9 +270,9 @@ def test_a_client_that_hangs_up_leaves_what_it_got() -> None:
 
 
 def test_the_clients_own_trace_and_parameters_stay() -> None:
-    params = SamplingParams(extra_args={"exit_trace": "theirs"}, logprobs=5)
+    params = SamplingParams(extra_args={"exit_trace": ["theirs"]}, logprobs=5)
     changed = told(params, "ours")
-    assert changed.extra_args == {"exit_trace": "theirs,ours"}
+    assert changed.extra_args == {"exit_trace": ["theirs", "ours"]}
     assert changed.logprobs == params.logprobs == 5
-    assert params.extra_args == {"exit_trace": "theirs"}
-    assert told(SamplingParams(), "ours").extra_args == {"exit_trace": "ours"}
+    assert params.extra_args == {"exit_trace": ["theirs"]}
+    assert told(SamplingParams(), "ours").extra_args == {"exit_trace": ["ours"]}

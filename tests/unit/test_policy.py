@@ -96,7 +96,7 @@ def test_unknown_fields_are_refused_with_the_nearest() -> None:
         RULES.policy_for({"exit_treshold": 0.5})
 
 
-@pytest.mark.parametrize("value", [2, -1, 0.5, [True]])
+@pytest.mark.parametrize("value", [2, -1, 0.5, "key", [True]])
 def test_a_trace_is_asked_for_with_true(value: object) -> None:
     with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
         RULES.policy_for({"exit_trace": value})

@@ -22,8 +22,6 @@ from vllm.forward_context import (
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from exitserve.engine.host.active_tokens import ActiveTokens
-
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -81,14 +79,22 @@ def slots_at(rows: Sequence[int], positions: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def rearranged_context(base: ForwardContext, active: ActiveTokens) -> ForwardContext:
+def rearranged_context(
+    base: ForwardContext,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    seq_lens: Tensor,
+    slots: Sequence[Tensor],
+) -> ForwardContext:
     """The context of a pass for some of its rows, with other tokens.
 
     Args:
         base: the context of the whole pass.
-        active: the tokens that run, those of a row the last of its sequence.
+        rows: [R] the rows that run, ascending.
+        lengths: [R] tokens of each; those of a row are the last of its sequence.
+        seq_lens: [R] int32 length of each row's sequence up to its last token.
+        slots: G times [A] where keys and values of all those tokens go in the cache.
     """
-    rows, lengths, slots, seq_lens = active.rows, active.lengths, active.slots, active.ends()
     metadata: Any = base.attn_metadata
     old: Any = base.slot_mapping
     fresh = {id(one): new for one, new in zip(_distinct(old), slots, strict=True)}

@@ -1,4 +1,4 @@
-"""A pass whose exits the device decides: one graph, whoever exits.
+"""The loop on the device: one graph, whichever rows exit.
 
 vLLM's runner V2 captures a model's forward pass once and replays it, so the graph holds both ways:
 its own pass where no row may exit, and the masked loop. Outside of graphs the host, which knows
@@ -35,7 +35,7 @@ class DeviceLoop:
         model: Any,
         segments: Sequence[MaskedSegment],
         head: ExitHead,
-        load_propagation: Callable[[Tensor], Propagation],
+        propagation: Propagation,
         most_tokens: int,
     ) -> None:
         """Takes a model's parts.
@@ -44,13 +44,13 @@ class DeviceLoop:
             model: a `MultiExitMixin`.
             segments: see `MaskedLoop`.
             head: the model's.
-            load_propagation: gives it, once weights are loaded.
+            propagation: of its keys and values.
             most_tokens: of a pass that is captured.
         """
         self._most_tokens = most_tokens
         self._room: Room | None = None
         self._model, self._segments, self._head = model, segments, head
-        self._load_propagation = load_propagation
+        self._propagation = propagation
         self._rows: DeviceRows | None = None
         """Of all passes: what a graph was captured with is what it is replayed with."""
 
@@ -59,7 +59,7 @@ class DeviceLoop:
         rows: DeviceRows | None,
         positions: Tensor,
         embed: Callable[[], Tensor],
-        own: Callable[[], Tensor],
+        plain: Callable[[], Tensor],
     ) -> Tensor:
         """Runs a pass; returns normed states [T, D].
 
@@ -67,36 +67,36 @@ class DeviceLoop:
             rows: its rows, filled in; None before there is a cache.
             positions: [T].
             embed: gives the first layer's input [T, D].
-            own: vLLM's own pass.
+            plain: vLLM's own pass.
         """
         self._rows = rows
         if not self._segments:
-            return own()
+            return plain()
         if rows is None or get_forward_context().attn_metadata is None:
             self._warm_up(positions, embed())
-            return own()
+            return plain()
         if not rows.warms_up:
-            return self._loop(positions, embed(), rows) if rows.may_differ else own()
+            return self._loop(positions, embed(), rows) if rows.may_differ else plain()
         hidden = embed()
         normed = torch.empty_like(hidden)
 
-        def stops() -> None:
+        def run_loop() -> None:
             with _fresh_context():
                 normed.copy_(self._loop(positions, hidden, rows))
 
-        def runs_all() -> None:
+        def run_plain() -> None:
             with _fresh_context():
-                normed.copy_(own())
+                normed.copy_(plain())
 
-        asked = rows.asked
+        any_may_exit = rows.any_may_exit
         with every_branch():
-            when(asked, stops)
-            when(~asked, runs_all)
+            when(any_may_exit, run_loop)
+            when(~any_may_exit, run_plain)
         return normed
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
         """Loads what propagation needs, makes room, and compiles the segments."""
-        self._load_propagation(hidden)
+        self._propagation.load(hidden)
         if self._room is None:
             self._room = Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
         frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
@@ -111,20 +111,20 @@ class DeviceLoop:
             self._segments,
             self._model.final_norm,
             self._head,
-            self._load_propagation(hidden),
+            self._propagation,
             without_reading_for,
         )
         fits = len(hidden) <= self._most_tokens
         normed = loop.run(positions, hidden, rows, self._room if fits else None)
         when(
-            rows.rest().any(),
-            lambda: rows.take_rest(self._head.own_logits(normed[rows.places])),
+            rows.ran_all_layers().any(),
+            lambda: rows.take_last_logits(self._head.own_logits(normed[rows.places])),
         )
         return normed
 
     def take_logits(self, count: int) -> Tensor | None:
         """The logits [B, V] of the first rows of the last pass, once; None if it left none."""
-        rows = self._rows  # of the last capture too: a graph that is replayed calls nobody
+        rows = self._rows  # of the last capture too: a graph that is replayed runs no Python
         if rows is None or not rows.has_logits:
             return None
         rows.has_logits = False

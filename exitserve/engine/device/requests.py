@@ -1,74 +1,25 @@
 """Requests whose exits the device decides: who may exit in a pass, and what came of it.
 
 The host fills in a pass before it runs (`begin`), asks for its outcome once it is under way
-(`ended`), and reads that when it has arrived (`drain`), a pass or two later: nothing waits.
+(`end`), and reads that when it has arrived (`drain`), a pass or two later: nothing waits.
 
-Shapes: B rows, T tokens, E exit layers.
+Shapes: B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from exitserve.engine.device.rows import DeviceRows, RowTold, Slots
-from exitserve.engine.forced import Forced
-from exitserve.engine.recorder import Recorder
-from exitserve.policy import EXACT, ExitPolicy, ExitRules
-
-if TYPE_CHECKING:
-    from exitserve.engine.host.rows import HostRows
-
-MOST_GONE = 4096
-"""Requests remembered after they left, should they come back after a preemption."""
-
-
-@dataclass
-class Known:
-    """One request."""
-
-    request_id: str
-    policy: ExitPolicy
-    prompt_length: int
-    trace_key: str | None
-    depths: list[int] = field(default_factory=list)
-    """Depth of each generated token, by its index."""
-    kept: Tensor | None = None
-    """See `Slots.kept`, while it has no slot."""
-    prompt_hash: int = 0
-    """For `Forced`."""
-
-    @classmethod
-    def of(cls, name: str, params: Any, prompt_length: int | None, rules: ExitRules) -> Known:
-        """Reads vLLM's SamplingParams.
-
-        Args:
-            name: the request's.
-            params: its parameters.
-            prompt_length: tokens; None for prompts given as embeddings, which run at full depth.
-            rules: the model's.
-        """
-        fields = params.extra_args or {}
-        policy = rules.policy_or_off(fields, structured=params.structured_outputs is not None)
-        if prompt_length is None or policy.mode in EXACT:  # which the front door refuses
-            policy = ExitPolicy.off()
-        trace = fields.get("exit_trace")
-        return cls(
-            request_id=name,
-            policy=policy,
-            prompt_length=prompt_length or 0,
-            trace_key=trace if isinstance(trace, str) else None,
-        )
-
-    def note(self, index: int, depth: int, full_depth: int) -> None:
-        """Keeps the depth of generated token `index`; earlier gaps ran at full depth."""
-        self.depths += [full_depth] * (index - len(self.depths))
-        self.depths[index:] = [depth]
+from exitserve.engine.device.rows import DeviceRows, HostRow, Slots
+from exitserve.engine.requests import PreemptedRequests, Request
+from exitserve.engine.state import EngineState
+from exitserve.policy import EXACT, ExitPolicy
 
 
 @dataclass(frozen=True)
@@ -76,7 +27,8 @@ class PassRows:
     """The rows of a pass, as the host knows them. Lists are [B]."""
 
     slots: Sequence[int]
-    request_ids: Sequence[str]
+    names: Sequence[str]
+    """vLLM's internal request ids."""
     computed: Sequence[int]
     """Tokens that were computed before."""
     scheduled: Sequence[int]
@@ -93,7 +45,7 @@ class PassRows:
 class _Outcome:
     """What a pass will have generated."""
 
-    due: list[tuple[Known, int, int]]
+    due: list[tuple[Request, int, int]]
     """Requests, the index of their generated token, their row."""
     depth: Tensor | None
     """[B] on the host, once `arrived`; None: all ran all layers."""
@@ -102,49 +54,58 @@ class _Outcome:
 
 
 class DeviceRequests:
-    """All requests of an engine that runs `DeviceRows`."""
+    """All requests of an engine, by slot."""
 
     def __init__(
-        self,
-        rules: ExitRules,
-        slots: Slots,
-        rows: DeviceRows,
-        recorder: Recorder,
-        forced: Forced | None,
+        self, state: EngineState, most_rows: int, logits: Tensor, device: torch.device
     ) -> None:
-        self._rules, self._slots, self.rows, self._recorder = rules, slots, rows, recorder
-        self._by_slot: dict[int, Known] = {}
-        self._gone: OrderedDict[str, Known] = OrderedDict()
-        self._due: list[tuple[Known, int, int]] = []
+        """Makes room.
+
+        Args:
+            state: the engine's.
+            most_rows: requests that run together.
+            logits: [most_rows, V / R] room for those of a pass.
+            device: where the model is.
+        """
+        self._rules, self._recorder = state.rules, state.recorder
+        self._slots = Slots(state.rules, most_rows, device)
+        self.rows = self.make_rows(self._slots, most_rows, logits)
+        self._by_slot: dict[int, Request] = {}
+        self._preempted = PreemptedRequests()
+        self._due: list[tuple[Request, int, int]] = []
         self._late: deque[_Outcome] = deque()
-        self._forced = forced
-        self._own_passes = 0
+        self._plain_passes = 0
         """Passes that were vLLM's own."""
+        state.requests = self
 
-    def add(self, slot: int, request: Known) -> None:
+    def make_rows(self, slots: Slots, most_rows: int, logits: Tensor) -> DeviceRows:
+        """The rows of a pass; benchmarks of random weights override it."""
+        return DeviceRows(slots, most_rows, self._rules.num_layers, logits)
+
+    def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        known = self._gone.pop(request.request_id, request)
-        if known is not request:
+        if (earlier := self._preempted.take(request.name)) is not None:
             self.drain(wait=True)  # its tokens are computed again, each to its own depth
-        self._by_slot[slot] = known
-        if self._exits(known):
-            self._slots.start(slot, known.policy, known.kept)
+            request = earlier
+        if request.policy.mode in EXACT:  # refused at the front door
+            request.policy = ExitPolicy.off()
+        self._by_slot[slot] = request
+        if self._may_exit(request):
+            self._slots.start(slot, request.policy, request.device_state)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        for slot, known in self._by_slot.items():
-            if known.request_id == request_id:
+        for slot, request in self._by_slot.items():
+            if request.name == name:
                 del self._by_slot[slot]
-                if self._exits(known):
-                    known.kept = self._slots.kept(slot)
-                self._gone[request_id] = known
-                if len(self._gone) > MOST_GONE:
-                    self._gone.popitem(last=False)
+                if self._may_exit(request):
+                    request.device_state = self._slots.kept(slot)
+                self._preempted.keep(request)
                 return
 
-    def _exits(self, known: Known) -> bool:
+    def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""
-        return known.policy.mode != "off" and bool(self._rules.exit_layers)
+        return request.policy.mode != "off" and bool(self._rules.exit_layers)
 
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
         """Fills in a pass; names that are not known, as in warm-ups, run at full depth.
@@ -161,25 +122,24 @@ class DeviceRequests:
         for row, slot in enumerate(batch.slots):
             first, length = batch.computed[row], batch.scheduled[row]
             begins, start = start, start + length  # of the row's tokens in the pass
-            known = self._by_slot.get(slot)
-            if known is None or known.request_id != batch.request_ids[row]:
+            request = self._by_slot.get(slot)
+            if request is None or request.name != batch.names[row]:
                 continue
-            generated = first + length - known.prompt_length
+            generated = first + length - request.prompt_length
             samples = first + length >= batch.known[row]
             if samples and generated >= 0:
-                self._due.append((known, generated, row))
-            if not self._exits(known):
+                self._due.append((request, generated, row))
+            if not self._may_exit(request):
                 continue
             may_exit[row] = samples and generated >= 1
             last = first + length - int(samples)
-            for position in range(max(first, known.prompt_length), last):
-                index = position + 1 - known.prompt_length
-                if index < len(known.depths) and known.depths[index] < full:
-                    depths[begins + position - first] = known.depths[index]
+            for position in range(max(first, request.prompt_length), last):
+                index = position + 1 - request.prompt_length
+                if index < len(request.depths) and request.depths[index] < full:
+                    depths[begins + position - first] = request.depths[index]
         if not depths and not any(may_exit):
             self.rows.begin((), batch.padded)
             return
-        passes = self._lots(batch)
         padding, known_depth = None, None
         if places is not None:
             if depths:
@@ -187,26 +147,12 @@ class DeviceRequests:
             if batch.padded_tokens > start:
                 padding = torch.arange(batch.padded_tokens, device=places.device) >= start
         rows = [
-            RowTold(slot, may_exit[row], depths.get(row, full), passes[row])
+            HostRow(slot, may_exit[row], depths.get(row, full))
             for row, slot in enumerate(batch.slots)
         ]
         self.rows.begin(rows, batch.padded, places, padding, known_depth)
 
-    def _lots(self, batch: PassRows) -> list[int]:
-        """In benchmarks: which checks of a pass pass [B], bit by exit number."""
-        found = [0] * len(batch.slots)
-        if self._forced is None:
-            return found
-        nobody = Known("", ExitPolicy.off(), 0, None)
-        hashes = [self._by_slot.get(slot, nobody).prompt_hash for slot in batch.slots]
-        last = [a + b - 1 for a, b in zip(batch.computed, batch.scheduled, strict=True)]
-        for index, layer in enumerate(self._rules.exit_layers):
-            lots = [(*pair, layer) for pair in zip(hashes, last, strict=True)]
-            for row, passed in enumerate(self._forced.passes(lots)):
-                found[row] |= passed << index
-        return found
-
-    def ended(self) -> None:
+    def end(self) -> None:
         """Asks for the outcome of the pass that is under way."""
         depth, arrived = None, None
         if self.rows.may_differ:
@@ -217,7 +163,7 @@ class DeviceRequests:
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()
         else:
-            self._own_passes += 1
+            self._plain_passes += 1
         self._late.append(_Outcome(self._due, depth, arrived))
         self._due = []
 
@@ -235,16 +181,16 @@ class DeviceRequests:
     def _count(self, one: _Outcome) -> None:
         full = self._rules.num_layers
         depths = None if one.depth is None else one.depth.tolist()
-        for known, index, row in one.due:
+        for request, index, row in one.due:
             depth = full if depths is None else depths[row]
-            known.note(index, depth, full)
+            request.note_depth(index, depth, full)
             self._recorder.generated(depth)
             self._recorder.froze(int(depth < full))
-            if known.trace_key is not None:
-                self._recorder.trace(known.trace_key, known.request_id, index, depth)
+            if request.trace_keys:
+                self._recorder.trace(request.trace_keys, request.name, index, depth)
 
-    def read_counts(self) -> None:
-        """Brings the recorder's counts up to date; waits for the device.
+    def update_counts(self) -> None:
+        """See `RunningRequests`; waits for the device.
 
         Of vLLM's own passes the host knows what they read; of the others the device counted.
         """
@@ -256,25 +202,5 @@ class DeviceRequests:
             heads += head_passes
         layers, final_heads = self.rows.reads.tolist()
         recorder.head_passes = heads
-        recorder.layer_reads = layers + self._own_passes * self._rules.num_layers
-        recorder.final_heads = final_heads + self._own_passes
-
-
-def device_requests(
-    every: HostRows, model: Any, most_rows: int, device: torch.device
-) -> DeviceRequests:
-    """Makes room for the requests of an engine.
-
-    Args:
-        every: the engine's exit state.
-        model: a `MultiExitMixin`.
-        most_rows: requests that run together.
-        device: where the model is.
-    """
-    slots = Slots(every.rules, most_rows, device)
-    room = model.logits_room(most_rows, device)
-    layers, forced = every.rules.num_layers, every.forced is not None
-    rows = DeviceRows(slots, most_rows, layers, room, forced=forced)
-    found = DeviceRequests(every.rules, slots, rows, every.recorder, every.forced)
-    every.resident = found
-    return found
+        recorder.layer_reads = layers + self._plain_passes * self._rules.num_layers
+        recorder.final_heads = final_heads + self._plain_passes

@@ -1,11 +1,11 @@
-"""Exit state of all requests on the device, for passes that no host decides.
+"""Exit state of all requests on the device, for passes whose exits the device decides.
 
-A graph that is replayed asks nobody: thresholds, which checks are worth it, and what came of them
-lie in tensors that stay where they are. `Slots` hold what outlives a pass, by the slot in which
-vLLM's runner V2 keeps a request; `DeviceRows` are the rows of the current pass.
+A graph that is replayed runs no Python: thresholds, which checks are worth it, and what came of
+them lie in tensors that stay where they are. `Slots` hold what outlives a pass, by the slot in
+which vLLM's runner V2 keeps a request; `DeviceRows` are the rows of the current pass.
 
-The host tells a pass what it knows in one copy, and none where nobody may exit and nobody might in
-the pass before. Everything else is computed on the device, inside the graph.
+The host uploads what it knows of a pass in one copy, and in none where no row may exit and none
+might in the pass before. Everything else is computed on the device, inside the graph.
 
 Shapes: S slots, B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 """
@@ -55,8 +55,11 @@ class DeviceSchedule:
         rates = [0.0 if rate is None else first_rate(rate) for rate in self._break_even]
         return [rates, [0.0] * len(rates), [1.0] * len(rates)]
 
-    def wants(self, index: int, slots: Tensor, arrived: Tensor) -> Tensor:
-        """Whether to check the tokens that `arrived` [B] bool at exit number `index`."""
+    def take_due(self, index: int, slots: Tensor, arrived: Tensor) -> Tensor:
+        """Which of the tokens that `arrived` [B] bool at exit number `index` to check.
+
+        The others are noted as skipped, in the same operations.
+        """
         if self._break_even[index] is None:
             return arrived
         wait = self._wait[slots, index]
@@ -64,7 +67,7 @@ class DeviceSchedule:
         self._wait[slots, index] = wait - waiting.double()
         return arrived & ~waiting
 
-    def saw(self, index: int, slots: Tensor, checked: Tensor, passed: Tensor) -> None:
+    def record(self, index: int, slots: Tensor, checked: Tensor, passed: Tensor) -> None:
         """Notes the outcome [B] bool of the checks that were made [B] bool."""
         break_even = self._break_even[index]
         if break_even is None:
@@ -80,18 +83,19 @@ class DeviceSchedule:
 
 
 class Slots:
-    """What is known of each request, by its slot; one more slot takes what belongs to nobody."""
+    """What is known of each request, by its slot; the last one is for rows without a request."""
 
     def __init__(self, rules: ExitRules, slots: int, device: torch.device) -> None:
         self.exit_layers = rules.exit_layers
-        self.nobody = slots
+        self.empty = slots
+        """The slot of rows without a request, which fill up a graph."""
         # One entry for each slot, so that one copy starts a request.
         shape = (slots + 1, 5, len(rules.exit_layers))
         self._table = torch.full(shape, NEVER, dtype=torch.float64, device=device)
         self.limits, self.end_limits = self._table[:, 0], self._table[:, 1]
         """[S + 1, E] thresholds for any token, and for ends of sequence."""
         rates = [rules.break_even.get(layer) for layer in rules.exit_layers]
-        self.paying = DeviceSchedule(rates, self._table[:, 2:])
+        self.schedule = DeviceSchedule(rates, self._table[:, 2:])
 
     def start(self, slot: int, policy: ExitPolicy, kept: Tensor | None = None) -> None:
         """Puts a request into a slot: a new one, or one that comes back with what was `kept`."""
@@ -100,35 +104,31 @@ class Slots:
             return
         pairs = [policy.thresholds_at(layer) for layer in self.exit_layers]
         limits, ends = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        upload([limits, ends, *self.paying.first()], self._table[slot])
+        upload([limits, ends, *self.schedule.first()], self._table[slot])
 
     def kept(self, slot: int) -> Tensor:
         """All that is known of a request, for when it comes back to another slot."""
         return self._table[slot].clone()
 
 
-class RowTold(NamedTuple):
-    """What the host tells of a row."""
+class HostRow(NamedTuple):
+    """What the host says of a row, before the pass."""
 
     slot: int
     """Its request's."""
     may_exit: bool
     known_depth: int
     """Of its token, see `MaskedRows`; not read where rows have several."""
-    passes: int = 0
-    """In benchmarks: which checks pass, bit by exit number."""
 
 
 class DeviceRows:
     """The rows of a pass, as `exitserve.engine.layers.masked_loop.MaskedRows`.
 
-    Everything that a graph reads or writes is allocated once. The host tells in `begin`, before
+    Everything that a graph reads or writes is allocated once. The host fills in `begin` before
     the pass, and reads `depth` after it. The pass begins with `start`, on the device.
     """
 
-    def __init__(
-        self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor, *, forced: bool
-    ) -> None:
+    def __init__(self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor) -> None:
         """Makes room.
 
         Args:
@@ -136,18 +136,16 @@ class DeviceRows:
             most_rows: of a pass.
             num_layers: L, the depth of rows that do not exit.
             logits: [most_rows, V / R], takes those of every row.
-            forced: in benchmarks: whether the host tells which checks pass.
         """
         device = slots.limits.device
-        self._all, self._forced = slots, forced
-        self._num_layers, self._logits = num_layers, logits
-        self._nobody = RowTold(slots.nobody, False, num_layers)
-        # First whether any row may exit, then the rows: [1 + most_rows, 4].
-        self._told = torch.zeros(
-            (1 + most_rows, len(self._nobody)), dtype=torch.int64, device=device
+        self._requests, self._num_layers, self._logits = slots, num_layers, logits
+        self._empty_row = HostRow(slots.empty, False, num_layers)
+        # First whether any row may exit, then the rows: [1 + most_rows, 3].
+        self._uploaded = torch.zeros(
+            (1 + most_rows, len(self._empty_row)), dtype=torch.int64, device=device
         )
-        self._asked = self._told[0, 0]
-        self._was_asked = False
+        self._any_may_exit = self._uploaded[0, 0]
+        self._any_might_before = False
         self._depth = torch.zeros(most_rows, dtype=torch.int32, device=device)
         self.checks = torch.zeros((len(slots.exit_layers), 3), dtype=torch.int64, device=device)
         """[E, 3] since the start: checks made, those that passed, passes through the LM head."""
@@ -162,7 +160,7 @@ class DeviceRows:
         self._padding: Tensor | None = None
         self._known_tokens: Tensor | None = None
         self.may_differ = False
-        """Whether any row may exit; the host's copy of `asked`."""
+        """Whether any row may exit; the host's copy of `any_may_exit`."""
         self.warms_up = False
         """Whether the pass runs, or captures, every branch."""
         self.has_logits = False
@@ -170,7 +168,7 @@ class DeviceRows:
 
     def begin(
         self,
-        rows: Sequence[RowTold],
+        rows: Sequence[HostRow],
         padded: int,
         places: Tensor | None = None,
         padding: Tensor | None = None,
@@ -184,34 +182,34 @@ class DeviceRows:
             rows: [B]; none where the pass is vLLM's own: no token may exit, or did before.
             padded: rows of the graph that runs, B or more.
             places: [B] each row's last token; None where every row has one token.
-            padding: [T] bool, tokens that are nobody's, where rows have several; else those of
+            padding: [T] bool, tokens without a request, where rows have several; else those of
                 the rows beyond B are.
             known_depth: [T] where rows have several tokens, see `MaskedRows`.
             warms_up: whether the pass runs, or captures, every branch.
         """
         self.num_rows, self.warms_up = padded, warms_up
         self.may_differ = self.has_logits = bool(rows)
-        if not (rows or self._was_asked or warms_up):
-            return  # of all this, vLLM's own pass reads `asked` alone, which is false already
-        self._was_asked = bool(rows)
-        asked = (self._was_asked,) + (0,) * (len(self._nobody) - 1)
-        beyond = [self._nobody] * (padded - len(rows))
-        upload([asked, *rows, *beyond], self._told[: 1 + padded])
+        if not (rows or self._any_might_before or warms_up):
+            return  # of all this, vLLM's own pass reads `any_may_exit` alone: false already
+        self._any_might_before = bool(rows)
+        any_may_exit = (self._any_might_before,) + (0,) * (len(self._empty_row) - 1)
+        beyond = [self._empty_row] * (padded - len(rows))
+        upload([any_may_exit, *rows, *beyond], self._uploaded[: 1 + padded])
         self.places = self._in_order[:padded] if places is None else places.long()
         self.freezes = self._every[:padded]
         self._one_each, self._padding = places is None, padding
         self._known_tokens = None
         if known_depth is not None:
-            self._known_tokens = self._told.new_empty(len(known_depth))
+            self._known_tokens = self._uploaded.new_empty(len(known_depth))
             upload(known_depth, self._known_tokens)
 
     def start(self) -> None:
-        """Begins the pass, on the device: nobody's rows have no depth, and owe no logits."""
-        self.depth.copy_(torch.where(self._slots == self._all.nobody, 0, self._num_layers))
+        """Begins the pass, on the device: rows without a request have no depth."""
+        self.depth.copy_(torch.where(self._slots == self._requests.empty, 0, self._num_layers))
 
     @property
     def _rows(self) -> Tensor:
-        return self._told[1 : 1 + self.num_rows]
+        return self._uploaded[1 : 1 + self.num_rows]
 
     @property
     def _slots(self) -> Tensor:
@@ -219,8 +217,8 @@ class DeviceRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """[T] bool, on the device: tokens that are nobody's."""
-        return self._slots == self._all.nobody if self._one_each else self._padding
+        """[T] bool, on the device: tokens without a request."""
+        return self._slots == self._requests.empty if self._one_each else self._padding
 
     @property
     def known_depth(self) -> Tensor | None:
@@ -228,9 +226,9 @@ class DeviceRows:
         return self._rows[:, 2] if self._one_each else self._known_tokens
 
     @property
-    def asked(self) -> Tensor:
+    def any_may_exit(self) -> Tensor:
         """[] bool, on the device: whether any row may exit."""
-        return self._asked != 0
+        return self._any_may_exit != 0
 
     @property
     def depth(self) -> Tensor:
@@ -244,38 +242,43 @@ class DeviceRows:
 
     def due(self, layer: int, running: Tensor) -> Tensor:
         """See `MaskedRows`."""
-        index = self._all.exit_layers.index(layer)
-        wanted = self._all.limits[self._slots, index] < NEVER
+        index = self._requests.exit_layers.index(layer)
+        wanted = self._requests.limits[self._slots, index] < NEVER
         arrived = running & wanted & (self._rows[:, 1] != 0)
-        return self._all.paying.wants(index, self._slots, arrived)
+        return self._requests.schedule.take_due(index, self._slots, arrived)
 
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `MaskedRows`."""
-        at = self._slots, self._all.exit_layers.index(layer)
-        return self._all.limits[at].float(), self._all.end_limits[at].float()
+        at = self._slots, self._requests.exit_layers.index(layer)
+        return self._requests.limits[at].float(), self._requests.end_limits[at].float()
 
-    def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+    def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""
-        index = self._all.exit_layers.index(layer)
-        if self._forced:
-            passed = (self._rows[:, 3] >> index) & 1 != 0
-        sure = self._all.limits[self._slots, index] == ALWAYS
-        exits = due & (passed | sure)
-        self._all.paying.saw(index, self._slots, due, exits)
+        index = self._requests.exit_layers.index(layer)
+        unchecked = self._requests.limits[self._slots, index] == ALWAYS
+        exits = due & (self.outcome(index, passed) | unchecked)
+        self._requests.schedule.record(index, self._slots, due, exits)
         self.logits.copy_(torch.where(exits[:, None], logits, self.logits))
         self.depth.copy_(torch.where(exits, layer, self.depth))
         self.checks[index] += torch.stack([due.sum(), exits.sum(), due.any().long()])
         return exits
 
-    def ran(self, layers: int) -> None:
-        """See `MaskedRows`. A pass that only warms up asks nothing, and counts nothing."""
-        self.reads[0].add_(self._asked, alpha=layers)
+    def outcome(self, index: int, confident: Tensor) -> Tensor:
+        """Which rows pass the check at exit number `index`: the confident ones [B] bool.
 
-    def rest(self) -> Tensor:
-        """[B] bool: rows that ran all layers, whose logits the head owes."""
+        Benchmarks of random weights, which are never confident, override this.
+        """
+        return confident
+
+    def count_layers(self, layers: int) -> None:
+        """See `MaskedRows`. A pass that only warms up counts nothing."""
+        self.reads[0].add_(self._any_may_exit, alpha=layers)
+
+    def ran_all_layers(self) -> Tensor:
+        """[B] bool: rows whose logits the head is still to give."""
         return self.depth == self._num_layers
 
-    def take_rest(self, logits: Tensor) -> None:
+    def take_last_logits(self, logits: Tensor) -> None:
         """Takes the head's logits [B, V / R] for the rows that ran all layers."""
-        self.reads[1].add_(self._asked)
-        self.logits.copy_(torch.where(self.rest()[:, None], logits, self.logits))
+        self.reads[1].add_(self._any_may_exit)
+        self.logits.copy_(torch.where(self.ran_all_layers()[:, None], logits, self.logits))

@@ -20,8 +20,9 @@ from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.hooks.rows_processor import PROCESSOR
 from exitserve.engine.host.draft_timing import DraftTiming
-from exitserve.engine.host.rows import rows_of
-from exitserve.engine.host.step_plan import Draft
+from exitserve.engine.host.loop import HostLoop
+from exitserve.engine.host.requests import HostRequests
+from exitserve.engine.host.step import Draft
 from exitserve.engine.options import options_of
 
 
@@ -40,15 +41,17 @@ class Drafter:
         own = [one for one in model_config.logits_processors or [] if one != PROCESSOR]
         model_config.logits_processors = own or None
         repair_sampling_with_drafts()
-        self._rows = rows_of(vllm_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._model: Any = None
+        self._loop: HostLoop
+        self._requests: HostRequests
         always = options_of(vllm_config).get("exit_checks") == "all"
-        self._paying = None if always else DraftTiming()
+        self._timing = None if always else DraftTiming()
 
     def load_model(self, model: Any) -> None:
         """Takes vLLM's model, which drafts for itself."""
-        self._model = model
+        loop = model.host
+        assert loop is not None, "mode 'verify' is refused where the device decides"
+        self._loop, self._requests = loop, loop.requests
 
     def propose(
         self,
@@ -68,27 +71,29 @@ class Drafter:
         Returns:
             [B] drafts of each row.
         """
-        self._rows.judge(sampled_token_ids)
-        drafts = self._rows.start_drafts(
+        self._requests.record_verified(sampled_token_ids)
+        drafts = self._requests.start_drafts(
             sampled_token_ids,
             self._most,
-            seeded=self._paying is None,  # else the clock would decide what they get
+            seeded=self._timing is None,  # else the clock would decide what they get
         )
         if drafts and self._pays(drafts, sampled_token_ids):
-            self._model.draft(drafts)
+            self._loop.draft(drafts)
         else:
-            self._rows.recorder.stepped_aside += len(drafts)
+            self._requests.recorder.stepped_aside += len(drafts)
         found = {one.row: one.found for one in drafts}
-        return self._rows.keep_drafts([found.get(row, []) for row in range(len(sampled_token_ids))])
+        by_row = [found.get(row, []) for row in range(len(sampled_token_ids))]
+        self._requests.keep_drafts(by_row)
+        return by_row
 
     def _pays(self, drafts: Sequence[Draft], sampled: Sequence[Sequence[int]]) -> bool:
         """Whether to draft now; all ranks do what the first one's clock says."""
-        if self._paying is None:
+        if self._timing is None:
             return True
-        chosen = self._paying.choose(
-            tuple(one.request_id for one in drafts),
+        chosen = self._timing.choose(
+            tuple(one.candidate.request.name for one in drafts),
             sum(len(sampled[one.row]) for one in drafts),
-            steady=self._rows.only_decodes,
+            steady=self._requests.only_decodes,
         )
         if get_tensor_model_parallel_world_size() > 1:
             flag = torch.tensor([int(chosen)])

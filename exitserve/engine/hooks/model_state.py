@@ -1,4 +1,4 @@
-"""Runner V2's door to a model's own state (`get_model_state_cls`): exits on a GPU.
+"""Runner V2's state of a model (`get_model_state_cls`): exits on a GPU.
 
 Read from `vllm/v1/worker/gpu/model_runner.py` and `vllm/v1/worker/gpu/model_states/`. The runner
 tells which requests come and go and what each pass holds, replays graphs that were captured with
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from exitserve.engine.device.requests import Known, PassRows, device_requests
-from exitserve.engine.host.rows import rows_of
+from exitserve.engine.device.requests import DeviceRequests, PassRows
+from exitserve.engine.requests import read_request
+from exitserve.engine.state import state_of
 
 
 class ExitModelState(DefaultModelState):
@@ -24,19 +25,16 @@ class ExitModelState(DefaultModelState):
         self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        rows = rows_of(vllm_config)
-        self._rules, self._forces = rows.rules, rows.forced is not None
-        self._requests = device_requests(rows, model, self.max_num_reqs, device)
+        self._rules = state_of(vllm_config).rules
+        served: Any = model
+        self._requests: DeviceRequests = served.make_device_requests(self.max_num_reqs, device)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request came, or came back after a preemption."""
         super().add_request(req_index, new_req_data)
-        length = None if new_req_data.prompt_token_ids is None else new_req_data.prompt_len
-        name, params = new_req_data.req_id, new_req_data.sampling_params
-        known = Known.of(name, params, length, self._rules)
-        if self._forces:
-            known.prompt_hash = hash(tuple(new_req_data.prompt_token_ids or ()))
-        self._requests.add(req_index, known)
+        prompt, params = new_req_data.prompt_token_ids, new_req_data.sampling_params
+        request = read_request(params, prompt, self._rules, name=new_req_data.req_id)
+        self._requests.add(req_index, request)
 
     def remove_request(self, req_id: str) -> None:
         """A request has ended, or is preempted."""
@@ -44,12 +42,12 @@ class ExitModelState(DefaultModelState):
         self._requests.remove(req_id)
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """Fills in the rows of a pass; called for warm-ups too, whose requests nobody knows."""
+        """Fills in the rows of a pass; called for warm-ups too, whose requests are not known."""
         one_each = int(input_batch.num_scheduled_tokens.max()) == 1
         self._requests.begin(
             PassRows(
                 slots=input_batch.idx_mapping_np.tolist(),
-                request_ids=input_batch.req_ids,
+                names=input_batch.req_ids,
                 computed=input_batch.num_computed_tokens_np.tolist(),
                 scheduled=input_batch.num_scheduled_tokens.tolist(),
                 known=input_batch.prefill_len_np.tolist(),
@@ -61,7 +59,7 @@ class ExitModelState(DefaultModelState):
         return {**super().prepare_inputs(input_batch, req_states), "exits": self._requests.rows}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """What a graph is captured with: nobody's rows."""
+        """What a graph is captured with: rows without requests."""
         places, padding = None, None
         if num_tokens > num_reqs:
             places = torch.arange(num_reqs, device=self.device)
@@ -72,4 +70,4 @@ class ExitModelState(DefaultModelState):
     def postprocess_state(self, idx_mapping: Tensor, num_sampled: Any, *others: Any) -> None:
         """The pass and its sampling are under way."""
         super().postprocess_state(idx_mapping, num_sampled, *others)
-        self._requests.ended()
+        self._requests.end()

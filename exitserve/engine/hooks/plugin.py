@@ -44,13 +44,17 @@ def class_name(location: str) -> str:
 
 def register() -> None:
     """Registers the model classes; vLLM calls this in each of its processes."""
+    for location in architectures().values():
+        register_model(location)
+    _log_as_vllm_does()
+
+
+def register_model(location: str) -> None:
+    """Makes the class at "module:Class" known to vLLM, which imports it when it is served."""
     from vllm import ModelRegistry
 
-    known = ModelRegistry.get_supported_archs()
-    for location in architectures().values():
-        if class_name(location) not in known:
-            ModelRegistry.register_model(class_name(location), location)
-    _log_as_vllm_does()
+    if class_name(location) not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(class_name(location), location)
 
 
 def _log_as_vllm_does() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
-from exitserve.engine.host.rows import rows_of
+from exitserve.engine.state import state_of
 from exitserve.policy import ExitRules
 
 PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
@@ -35,7 +35,7 @@ class RowsProcessor(LogitsProcessor):
             rules.policy_for(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows = rows_of(vllm_config)
+        self._state = state_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         """True: logits stay as they are."""
@@ -44,8 +44,8 @@ class RowsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called before each forward pass, with what changed in the batch."""
         if batch_update is not None:
-            self._rows.update(batch_update)
-        self._rows.before_pass()
+            self._state.batch.update(batch_update)
+        self._state.before_pass()
 
     def apply(self, logits: Tensor) -> Tensor:
         """Returns the logits [B, V] as they are."""

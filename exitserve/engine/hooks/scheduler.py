@@ -1,4 +1,4 @@
-"""Prefix-cache isolation, at the one door every request passes, and room for drafts.
+"""The scheduler: prefix-cache isolation of every request, and room for drafts.
 
 Keys and values propagated by an early exit are approximations. A request's exit policy goes into
 the salt of its block hashes, so cached blocks serve requests of the same policy only, whichever
@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from exitserve.engine.options import rules_from
+from exitserve.engine.requests import policy_of
 
 
 class _Salted:
@@ -34,10 +35,8 @@ class _Salted:
         """Salts the request's block hashes with its policy, then schedules it."""
         params = request.sampling_params
         if params is not None and request.request_id not in self.requests:
-            policy = self._exit_rules.policy_or_off(
-                params.extra_args, structured=params.structured_outputs is not None
-            )
-            if (salt := policy.cache_salt()) is not None:
+            salt = policy_of(params, self._exit_rules).cache_salt()
+            if salt is not None:
                 own = request.cache_salt
                 request.cache_salt = salt if own is None else f"{own}|{salt}"
                 request.block_hashes.clear()

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from exitserve.engine.host.pending_tokens import PENDING, Tokens, joined
 from exitserve.engine.layers.segments import Stream
+from exitserve.engine.pending_tokens import PENDING, Tokens, joined
 
 
 class ActiveTokens:

@@ -53,7 +53,7 @@ class MaskedRows(Protocol):
 
     @property
     def padding(self) -> Tensor | None:
-        """[T] bool: tokens that are nobody's; None where there are none."""
+        """[T] bool: tokens that only fill up a graph; None where there are none."""
 
     @property
     def known_depth(self) -> Tensor | None:
@@ -65,11 +65,11 @@ class MaskedRows(Protocol):
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """[B] for any token, [B] for ends of sequence."""
 
-    def saw(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+    def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
 
-    def ran(self, layers: int) -> None:
-        """Notes that a segment of so many layers runs: for all tokens, while any still does."""
+    def count_layers(self, layers: int) -> None:
+        """Counts layers that run: for all tokens, while any still does."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class MaskedLoop:
     ) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
         held = _Held(hidden, rows, room or Room(hidden))
-        rows.ran(self.segments[0].end)
+        rows.count_layers(self.segments[0].end)
         held.take(self.segments[0](positions, held.hidden, None, held.frozen, held.state))
         for segment, following in pairwise(self.segments):
             total = held.total()
@@ -128,7 +128,7 @@ class MaskedLoop:
             runs = ~held.frozen.all()
 
             def go_on(end: int = segment.end, following: MaskedSegment = following) -> None:
-                rows.ran(following.end - end)
+                rows.count_layers(following.end - end)
                 with self.attending(held.frozen):
                     held.go_through(following, positions)
 
@@ -153,7 +153,7 @@ class MaskedLoop:
         def check() -> None:
             normed = self._normed(total, rows)
             found, logits = self.head.check(normed, layer, *rows.thresholds(layer))
-            exits = rows.saw(layer, due, found.exits & due, logits)
+            exits = rows.settle(layer, due, found.exits & due, logits)
             held.left[rows.places] = torch.where(exits[:, None], normed, held.left[rows.places])
             newly[rows.places, 0] |= exits & rows.freezes
 

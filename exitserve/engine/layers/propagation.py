@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exitserve.engine.compat.caches import layer_caches, layer_slots
 from exitserve.engine.compat.weights import packed_linear
-from exitserve.engine.layers.key_values import LayerKV, rotation_table
+from exitserve.engine.layers.key_values import LayerKV, Norm, rotation_table
 from exitserve_kernels.propagate_kv import KeyNorm, KVStore, Rotary, fill, normalised
 
 
@@ -25,29 +25,41 @@ class Propagation:
     """Fills the cache above an exit."""
 
     def __init__(
-        self, layers: Sequence[LayerKV], exit_layers: Sequence[int], longest: int, like: Tensor
+        self, read_layers: Callable[[], Sequence[LayerKV]], exit_layers: Sequence[int], longest: int
     ) -> None:
-        """Takes the K/V weights of the layers above the first exit.
+        """Takes what it needs once weights are loaded, which is when the first pass runs.
 
         Args:
-            layers: [L] all layers of the decoder, loaded.
-            exit_layers: at least one.
+            read_layers: reads the keys and values of all layers [L] of the decoder.
+            exit_layers: the model's.
             longest: positions are below this.
+        """
+        self._read_layers, self._exit_layers, self._longest = read_layers, exit_layers, longest
+        self._input_norm: Norm | None = None
+        self._spans: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._above: dict[int, _Above] = {}
+
+    def load(self, like: Tensor) -> None:
+        """Reads the K/V weights of the layers above the first exit; does nothing if it has.
+
+        Args:
             like: any states [N, D], for their width, type and device.
         """
+        if self._above or not self._exit_layers:
+            return
+        layers, first = self._read_layers(), self._exit_layers[0]
         self._input_norm = layers[0].input_norm
-        bounds = [*exit_layers, len(layers)]
+        bounds = [*self._exit_layers, len(layers)]
         self._spans = {
             start: _projection(layers[start:end], like) for start, end in pairwise(bounds)
         }
         # vLLM shares one module between layers that agree; so do the tables.
         tables = {
-            id(layer.rotary): rotation_table(layer, longest, like)
-            for layer in layers[exit_layers[0] :]
+            id(layer.rotary): rotation_table(layer, self._longest, like) for layer in layers[first:]
         }
         self._above = {
             depth: _Above(layers[depth:], [tables[id(layer.rotary)] for layer in layers[depth:]])
-            for depth in exit_layers
+            for depth in self._exit_layers
         }
 
     def fill(
@@ -61,6 +73,7 @@ class Propagation:
             depth: the exit layer at which they froze.
             tokens: [N] indices of these rows in the forward pass; None for all of it.
         """
+        self.load(state)
         norm = self._input_norm
         if norm is not None:
             state = normalised(state, norm.epsilon, centred=norm.centred)

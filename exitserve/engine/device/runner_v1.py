@@ -1,8 +1,8 @@
-"""Runner V1 in the place of runner V2: how a machine without a GPU tries what a GPU runs.
+"""Runner V1 in the place of runner V2: how a machine without a GPU runs the loop of one.
 
 V2's model state (`exitserve.engine.hooks.model_state`) is told of requests and passes; here the
-same is read off V1's batch. For tests (`exit_path` "resident"): a CPU's own way, with rows that
-leave the batch, is faster.
+same is read off V1's batch. For tests (`exit_path` "resident"): on a CPU, the loop on the host,
+whose rows leave the batch, is faster.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.compat.context import BatchShape
-from exitserve.engine.device.requests import PassRows, device_requests
+from exitserve.engine.device.requests import DeviceRequests, PassRows
 from exitserve.engine.device.rows import DeviceRows
-from exitserve.engine.host.rows import HostRows
+from exitserve.engine.state import EngineState
 
 
 class DeviceRequestsOnV1:
     """Follows V1's batch for `DeviceRequests`."""
 
-    def __init__(self, rows: HostRows, model: Any, most_rows: int) -> None:
-        self._rows = rows
-        self._requests = device_requests(rows, model, most_rows, torch.device("cpu"))
+    def __init__(self, state: EngineState, model: Any, most_rows: int) -> None:
+        """Makes room for `most_rows` requests of a `MultiExitMixin`."""
+        self._batch = state.batch
+        device = torch.device("cpu")
+        self._requests: DeviceRequests = model.make_device_requests(most_rows, device)
         self._free = list(range(most_rows))
         self._slot_of: dict[str, int] = {}
 
@@ -33,21 +35,21 @@ class DeviceRequestsOnV1:
             return None
         ends = shape.row_ends.tolist()
         starts = [0, *ends[:-1]]
-        known = self._rows.known()
-        names = [known[row].request_id for row in range(len(ends))]
+        requests = [self._batch.named(row) for row in range(len(ends))]
+        names = [request.name for request in requests]
         for gone in set(self._slot_of) - set(names):
             self._requests.remove(gone)
             self._free.append(self._slot_of.pop(gone))
-        for row, name in enumerate(names):
+        for name, request in zip(names, requests, strict=True):
             if name not in self._slot_of:
                 self._slot_of[name] = self._free.pop()
-                self._requests.add(self._slot_of[name], known[row])
+                self._requests.add(self._slot_of[name], request)
         batch = PassRows(
             slots=[self._slot_of[name] for name in names],
-            request_ids=names,
+            names=names,
             computed=positions[starts].tolist(),
             scheduled=[end - start for start, end in zip(starts, ends, strict=True)],
-            known=[self._rows.length(row) for row in range(len(ends))],
+            known=[request.length for request in requests],
             padded=len(ends),
             padded_tokens=shape.num_tokens,
         )
@@ -55,6 +57,6 @@ class DeviceRequestsOnV1:
         self._requests.begin(batch, torch.tensor(ends) - 1 if several else None)
         return self._requests.rows
 
-    def ended(self) -> None:
+    def end(self) -> None:
         """The pass is done."""
-        self._requests.ended()
+        self._requests.end()

@@ -1,4 +1,4 @@
-"""What one forward pass may do, and what came of it.
+"""One step of the engine: who may exit in a forward pass, who did, and with what logits.
 
 Only the token that a row is about to generate from can exit: earlier tokens of a chunk are
 prompt, or, after a preemption, tokens whose depth is known from the first time.
@@ -16,9 +16,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from exitserve.check_schedule import CheckSchedule
-from exitserve.engine.host.pending_tokens import PendingTokens, Tokens
-from exitserve.policy import ALWAYS, ExitPolicy, ExitRules
+from exitserve.engine.pending_tokens import PendingTokens, Tokens
+from exitserve.engine.requests import Request
+from exitserve.policy import ALWAYS, ExitRules
 
 
 @dataclass(frozen=True)
@@ -26,33 +26,37 @@ class Candidate:
     """A row whose token of this pass may exit."""
 
     row: int
-    policy: ExitPolicy
-    schedule: CheckSchedule
-    pending: PendingTokens | None = None
-    """Where the token waits if it exits; None in modes in which it freezes."""
+    request: Request
 
-    def is_sure(self, layer: int) -> bool:
+    @property
+    def pending(self) -> PendingTokens | None:
+        """Where the token waits if it exits; None in modes in which it freezes."""
+        return self.request.pending
+
+    def thresholds_at(self, layer: int) -> tuple[float, float]:
+        """Thresholds after `layer` layers: for any token, and for an end of sequence."""
+        return self.request.policy.thresholds_at(layer)
+
+    def exits_unchecked(self, layer: int) -> bool:
         """Whether the row exits at `layer` whatever its confidence."""
-        return self.policy.thresholds_at(layer)[0] == ALWAYS
+        return self.thresholds_at(layer)[0] == ALWAYS
 
-    def waits_everywhere(self, exit_layers: Sequence[int]) -> bool:
-        """Whether no exit layer will check the token."""
-        return all(self.schedule.waits(layer) for layer in self._asked(exit_layers))
+    def may_exit_at(self, layer: int) -> bool:
+        """Whether its policy lets the token exit after `layer` layers."""
+        return self.thresholds_at(layer)[0] < math.inf
 
     def is_checked(self, exit_layers: Sequence[int]) -> bool:
-        """Whether any exit layer will check the token; if none does, it passes them all."""
-        if not self.waits_everywhere(exit_layers):
-            return True
-        self.pass_by(exit_layers)
-        return False
+        """Whether any of `exit_layers` will check the token."""
+        return any(
+            self.may_exit_at(one) and not self.request.schedule.is_waiting(one)
+            for one in exit_layers
+        )
 
-    def pass_by(self, exit_layers: Sequence[int]) -> None:
-        """The token passes all exit layers without a check."""
-        for layer in self._asked(exit_layers):
-            self.schedule.wants(layer)
-
-    def _asked(self, exit_layers: Sequence[int]) -> list[int]:
-        return [one for one in exit_layers if self.policy.thresholds_at(one)[0] < math.inf]
+    def skip(self, exit_layers: Sequence[int]) -> None:
+        """Notes that the token passed these exit layers without a check."""
+        for layer in exit_layers:
+            if self.may_exit_at(layer) and self.request.schedule.is_waiting(layer):
+                self.request.schedule.skip(layer)
 
 
 @dataclass
@@ -66,9 +70,6 @@ class Draft:
     """Where that is in its sequence."""
     most: int
     """Tokens that it may draft, at least one."""
-    request_id: str
-    stops: frozenset[int]
-    """Tokens never drafted, since nothing may follow them."""
     found: list[int] = field(default_factory=list)
 
     @property
@@ -76,17 +77,20 @@ class Draft:
         """The batch row."""
         return self.candidate.row
 
-    def goes_on(self, token: int) -> bool:
-        """Takes a token, unless it is a stop; tells whether another may follow."""
-        if token in self.stops:
+    def take(self, token: int) -> bool:
+        """Takes a drafted token; returns whether another may follow.
+
+        A token that ends the answer is not drafted, since nothing may follow it.
+        """
+        if token in self.candidate.request.stop_ids:
             return False
         self.found.append(token)
         self.token, self.position = token, self.position + 1
         return len(self.found) < self.most
 
 
-class StepPlan:
-    """Who may exit in one forward pass, who did, and with what logits."""
+class Step:
+    """One forward pass."""
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class StepPlan:
         drafts: Mapping[int, int] | None = None,
         is_draft: bool = False,
     ) -> None:
-        """Plans a pass.
+        """Starts with what is known before the pass.
 
         Args:
             row_ends: [B] index after each row's last token.
@@ -110,7 +114,7 @@ class StepPlan:
                 nothing is recomputed.
             pending: by row, tokens that wait at exit layers.
             drafts: by row, how many of its last tokens are drafts that the pass judges.
-            is_draft: nothing is generated: the pass drafts.
+            is_draft: the pass drafts: its tokens are judged later.
         """
         self.is_draft = is_draft
         self.row_ends = row_ends
@@ -129,37 +133,44 @@ class StepPlan:
         self._sample_ends = list(accumulate(1 + counts.get(r, 0) for r in range(len(row_ends))))
         """[B] after each row's last; the sampler wants logits of its last token and its drafts."""
 
+    @property
     def is_plain(self) -> bool:
-        """Whether the pass runs its own tokens through all layers, unchecked; ask once, first."""
+        """Whether the pass runs its own tokens through all layers, and checks none of them."""
         if self.known_depth is not None or any(self.pending.values()):
             return False
-        if all(one.waits_everywhere(self._exit_layers) for one in self._candidates):
-            for one in self._candidates:
-                one.pass_by(self._exit_layers)
-            return True
-        return False
+        return not any(one.is_checked(self._exit_layers) for one in self._candidates)
+
+    def skip_checks(self) -> None:
+        """Notes that no candidate was checked anywhere."""
+        for one in self._candidates:
+            one.skip(self._exit_layers)
 
     def due(self, layer: int) -> list[Candidate]:
-        """The rows to check after `layer` layers; to be asked once a layer, in order."""
+        """The rows to check after `layer` layers."""
+        return [one for one in self._arrived(layer) if not one.request.schedule.is_waiting(layer)]
+
+    def skip_waiting(self, layer: int) -> None:
+        """Notes that rows which are not due passed an exit layer; call it once a layer."""
+        for one in self._arrived(layer):
+            if one.request.schedule.is_waiting(layer):
+                one.request.schedule.skip(layer)
+
+    def _arrived(self, layer: int) -> list[Candidate]:
         if layer not in self._exit_layers:
             return []
         return [
-            one
-            for one in self._candidates
-            if one.row not in self.depth
-            and one.policy.thresholds_at(layer)[0] < math.inf
-            and one.schedule.wants(layer)
+            one for one in self._candidates if one.row not in self.depth and one.may_exit_at(layer)
         ]
 
     def has_more(self, gone: Collection[int]) -> bool:
         """Whether tokens of rows that are not `gone` still wait."""
         return any(one for row, one in self.pending.items() if row not in gone)
 
-    def only_pending(self) -> StepPlan:
-        """A plan for the tokens that wait, without those of this pass."""
+    def only_pending(self) -> Step:
+        """A pass over the tokens that wait, without those of this one."""
         nothing = [0] * len(self.row_ends)
         rules = ExitRules(num_layers=0, exit_layers=self._exit_layers)
-        return StepPlan(nothing, self.last_positions, rules, pending=self.pending)
+        return Step(nothing, self.last_positions, rules, pending=self.pending)
 
     def guesses(self) -> dict[int, int]:
         """By row, the greedy token of the check that it passed."""
@@ -169,14 +180,14 @@ class StepPlan:
             for row, token in zip(rows, logits.argmax(dim=-1).tolist(), strict=True)
         }
 
-    def put_off(self) -> dict[int, int]:
+    def waiting_counts(self) -> dict[int, int]:
         """By row, how many of the pass's own tokens wait at an exit layer already."""
         counts = {row: one.count_from(self._first(row)) for row, one in self.pending.items()}
         return {row: count for row, count in counts.items() if count}
 
-    def run_anew(self) -> None:
-        """Lets the pass's own tokens that wait run all layers again."""
-        for row in self.put_off():
+    def restart_waiting(self) -> None:
+        """Lets the pass's own tokens that wait at an exit layer run all layers again."""
+        for row in self.waiting_counts():
             self.pending[row].clear()
 
     def _first(self, row: int) -> int:
@@ -190,14 +201,14 @@ class StepPlan:
     @staticmethod
     def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
         """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
-        pairs = torch.tensor([one.policy.thresholds_at(layer) for one in checked]).reshape(-1, 2)
+        pairs = torch.tensor([one.thresholds_at(layer) for one in checked]).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
     @staticmethod
-    def decided(checked: Sequence[Candidate], layer: int, exits: Sequence[bool]) -> None:
-        """Notes in each request's past which of the rows checked after `layer` layers exit."""
+    def record_checks(checked: Sequence[Candidate], layer: int, exits: Sequence[bool]) -> None:
+        """Notes with each request which of the rows checked after `layer` layers exit."""
         for one, passed in zip(checked, exits, strict=True):
-            one.schedule.saw(layer, passed)
+            one.request.schedule.record(layer, passed)
 
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
         """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""
@@ -222,12 +233,12 @@ class StepPlan:
         return [one for one in range(self.num_samples) if one not in kept]
 
 
-def draft_plan(rows: Sequence[Draft], rules: ExitRules) -> StepPlan:
-    """The plan of one more token for each of `rows`, which are in ascending order."""
+def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
+    """A pass of one more token for each of `rows`, which are in ascending order."""
     by_row = {one.row: one for one in rows}
     waiting = {one.row: one.candidate.pending for one in rows}
     every = range(rows[-1].row + 1)
-    return StepPlan(
+    return Step(
         list(accumulate(int(row in by_row) for row in every)),
         [by_row[row].position if row in by_row else 0 for row in every],
         rules,
@@ -237,21 +248,21 @@ def draft_plan(rows: Sequence[Draft], rules: ExitRules) -> StepPlan:
     )
 
 
-def merge_logits(plan: StepPlan, fresh: Tensor | None) -> Tensor | None:
+def merge_logits(step: Step, fresh: Tensor | None) -> Tensor | None:
     """All logits that the sampler wants [S, V], in their order.
 
     Args:
-        plan: holds those of the rows that exited.
+        step: holds those of the rows that exited.
         fresh: the others', in their order; None on ranks that get no logits.
     """
-    order = plan.with_logits()
-    parts = [logits for _, logits in plan.logits]
-    if len(order) < plan.num_samples:
+    order = step.with_logits()
+    parts = [logits for _, logits in step.logits]
+    if len(order) < step.num_samples:
         if fresh is None:
             return None
-        order += plan.without_logits()
+        order += step.without_logits()
         parts.append(fresh)
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if order == list(range(plan.num_samples)):
+    if order == list(range(step.num_samples)):
         return joined
     return joined[torch.tensor(order).argsort()]

@@ -1,0 +1,51 @@
+"""Engines of random weights whose checks and drafts succeed by lot.
+
+Random weights are never confident, and drafts from a lower layer are never what full depth says.
+To time the modes all the same, an engine may be told how often checks pass and drafts are
+accepted. All work is done as ever; only its outcome is replaced. The engine itself knows nothing
+of this: it is started with another model class (`exitserve.bench.forced_model`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exitserve.engine.hooks.plugin import register_model
+from exitserve.engine.launch import start_engine
+
+KEY = "exitserve_forced"
+"""Names the shares in vLLM's `additional_config`, and the plugin that registers the class."""
+LOCATION = "exitserve.bench.forced_model:ForcedLlamaForCausalLM"
+
+
+def start_forced_engine(
+    model_dir: Path | str,
+    shares: Mapping[str, float],
+    *,
+    exits: Mapping[str, Any] | None = None,
+    **llm: Any,
+) -> Any:
+    """Starts an engine as `start_engine` does, with the outcome of checks drawn by lot.
+
+    Args:
+        model_dir: a Llama shape of random weights.
+        shares: `confidence` of checks that pass, `acceptance` of drafts that are accepted.
+        exits: see `start_engine`.
+        llm: see `start_engine`.
+    """
+    plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
+    # Naming a plugin there turns the variable into an allow list, which `start_engine` extends.
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, plugins), KEY]))
+    forced = {
+        "hf_overrides": {"architectures": [LOCATION.rpartition(":")[2]]},
+        "additional_config": {KEY: dict(shares)},
+    }
+    return start_engine(model_dir, exits=exits, **forced, **llm)
+
+
+def register() -> None:
+    """Registers the class; vLLM calls this in its processes where the plugin is named."""
+    register_model(LOCATION)

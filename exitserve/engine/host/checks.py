@@ -1,0 +1,145 @@
+"""Exit checks of rows whose exits the host decides, and what becomes of their outcome.
+
+Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.host.step import Candidate, Step
+from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.recorder import Recorder
+
+
+class Checks:
+    """Makes the exit checks of one model."""
+
+    def __init__(self, head: ExitHead, recorder: Recorder) -> None:
+        """Takes the model's head, and what counts."""
+        self.head, self._recorder = head, recorder
+
+    def check(self, normed: Tensor, due: list[Candidate], layer: int, step: Step) -> list[int]:
+        """Checks rows after `layer` layers.
+
+        Args:
+            normed: [N, D] normed states of their tokens.
+            due: [N] the rows.
+            layer: the exit layer.
+            step: takes the outcome.
+
+        Returns:
+            Indices within `due` of those that exit.
+        """
+        # A row that exits unconditionally is not checked: its logits are the final head's.
+        asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
+        confident, logits = list[bool](), normed
+        if asked:
+            some = normed if len(asked) == len(due) else normed[asked]
+            thresholds = step.thresholds([due[index] for index in asked], layer)
+            found, logits = self.head.check(some, layer, *thresholds)
+            confident = found.exits.tolist()
+        return self.settle(
+            step, layer, due, confident, lambda exits: self.head.logits_of(logits, exits)
+        )
+
+    def settle(
+        self,
+        step: Step,
+        layer: int,
+        due: Sequence[Candidate],
+        confident: Sequence[bool],
+        logits_of: Callable[[list[bool]], Tensor],
+    ) -> list[int]:
+        """Notes the outcome of a check.
+
+        Args:
+            step: takes depths and logits.
+            layer: the exit layer.
+            due: [N] the rows.
+            confident: whether those passed that do not exit unconditionally.
+            logits_of: gives the logits of those of them that exit.
+
+        Returns:
+            Indices within `due` of those that exit.
+        """
+        asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
+        checked = [due[index] for index in asked]
+        exits = self.outcome(checked, layer, step, list(confident))
+        step.record_checks(checked, layer, exits)
+        gone = [one.row for one, leaves in zip(checked, exits, strict=True) if leaves]
+        if gone:
+            step.keep_logits(gone, logits_of(exits))
+        stays = {index for index, leaves in zip(asked, exits, strict=True) if not leaves}
+        passed = [index for index in range(len(due)) if index not in stays]
+        step.depth.update((due[index].row, layer) for index in passed)
+        self._recorder.checked(layer, len(due), len(passed), head_passes=bool(asked))
+        return passed
+
+    def outcome(
+        self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
+    ) -> list[bool]:
+        """Which of the rows that were checked exit: the confident ones.
+
+        Benchmarks of random weights, which are never confident, override this.
+        """
+        return confident
+
+
+class HostMaskedRows:
+    """See `exitserve.engine.layers.masked_loop.MaskedRows`; the host decides."""
+
+    padding: Tensor | None = None
+    known_depth: Tensor | None
+
+    def __init__(self, checks: Checks, step: Step, recorder: Recorder, like: Tensor) -> None:
+        """Takes the rows of a pass over `like` [T, D]."""
+        self._checks, self._step, self._recorder = checks, step, recorder
+        self._due: list[Candidate] = []
+        rows, device = len(step.row_ends), like.device
+        self.places = torch.tensor(step.row_ends, device=device) - 1
+        freezes = [row not in step.pending for row in range(rows)]
+        self.freezes = torch.tensor(freezes, device=device)
+        known = step.known_depth
+        self.known_depth = None if known is None else known.to(device)
+
+    def due(self, layer: int, running: Tensor) -> Tensor:
+        """The rows that the step's schedule names."""
+        self._due = self._step.due(layer)
+        self._step.skip_waiting(layer)
+        return self._mask([one.row for one in self._due])
+
+    def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Those of the rows that are due; 0 for all others."""
+        found = torch.zeros(2, len(self.places))
+        own = self._step.thresholds(self._due, layer)
+        found[:, [one.row for one in self._due]] = torch.stack(own)
+        return found[0], found[1]
+
+    def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+        """Notes the outcome."""
+        outcome, checked = passed.tolist(), due.tolist()
+        self._due = [one for one in self._due if checked[one.row]]
+        asked = [one.row for one in self._due if not one.exits_unchecked(layer)]
+
+        def logits_of(exits: list[bool]) -> Tensor:
+            gone = {row for row, leaves in zip(asked, exits, strict=True) if leaves}
+            return self._checks.head.logits_of(logits, [row in gone for row in range(len(logits))])
+
+        confident = [outcome[row] for row in asked]
+        exits = self._checks.settle(self._step, layer, self._due, confident, logits_of)
+        rows = [self._due[index].row for index in exits]
+        self._recorder.froze(sum(one not in self._step.pending for one in rows))
+        return self._mask(rows)
+
+    def count_layers(self, layers: int) -> None:
+        """Counts them."""
+        self._recorder.ran(layers)
+
+    def _mask(self, rows: Sequence[int]) -> Tensor:
+        mask = torch.zeros(len(self.places), dtype=torch.bool)
+        mask[list(rows)] = True
+        return mask.to(self.places.device)

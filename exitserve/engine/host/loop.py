@@ -1,0 +1,348 @@
+"""The loop on the host: run a segment, check, freeze, propagate, go on or stop.
+
+A decoder of L layers with exit layers e1 < e2 < ... runs as segments (0, e1], (e1, e2], ... After
+each exit layer the rows that may exit are checked. Those that pass fill the key-value cache of
+all layers above from their frozen state and leave the batch; the next segment runs the rows that
+are left, and when none is left the pass ends. In mode "defer" a row that leaves fills nothing: its
+token waits at the exit layer until the next one of its request goes on, which takes it along.
+
+`draft` is the loop in mode "verify": after a pass, tokens that pass their check are followed by
+their guess at the next, again and again. All wait, each where it stopped, for the next pass.
+
+Passes whose rows cannot be rearranged run masked instead, every row in its place
+(`exitserve.engine.layers.masked_loop`): those that recompute a preempted request, whose frozen
+tokens lie in the midst of a chunk, and all of them with `exit_path: masked`, the yardstick of
+tests.
+
+Shapes: T tokens, A active tokens, B rows, N rows to check, S samples, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+
+from exitserve.engine.compat.context import (
+    batch_shape,
+    cache_slots,
+    can_rearrange,
+    rearranged_context,
+    slots_at,
+)
+from exitserve.engine.host.active_tokens import ActiveTokens
+from exitserve.engine.host.checks import Checks, HostMaskedRows
+from exitserve.engine.host.requests import HostRequests
+from exitserve.engine.host.step import Draft, Step, draft_step, merge_logits
+from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
+from exitserve.engine.layers.propagation import Propagation
+from exitserve.engine.layers.segments import Segment, Stream
+from exitserve.engine.state import EngineState
+
+
+class HostLoop:
+    """The forward passes of one model."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        model: Any,
+        segments: Sequence[Segment],
+        head: ExitHead,
+        propagation: Propagation,
+        *,
+        masked: bool,
+    ) -> None:
+        """Takes a model's parts.
+
+        Args:
+            state: the engine's.
+            model: a `MultiExitMixin`.
+            segments: its layers, from exit to exit; none for a model without exits.
+            head: its exit checks.
+            propagation: of its keys and values.
+            masked: whether all passes with exits run masked.
+        """
+        self.requests = HostRequests(state)
+        self._rules, self._recorder = state.rules, state.recorder
+        self._model, self._segments = model, segments
+        self._propagation, self._masked = propagation, masked
+        self.checks = self.make_checks(head)
+        self._is_pair = False
+        """Whether layers carry the stream as a pair."""
+        self._step: Step | None = None
+        self._context: ForwardContext | None = None
+        """Of the last pass, for drafts."""
+
+    def make_checks(self, head: ExitHead) -> Checks:
+        """What checks rows; benchmarks of random weights override it."""
+        return Checks(head, self._recorder)
+
+    def run(
+        self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
+    ) -> Tensor:
+        """Runs a pass; returns normed states [T, D].
+
+        Args:
+            positions: [T].
+            embed: gives the first layer's input [T, D].
+            plain: vLLM's own pass.
+        """
+        shape = batch_shape()
+        if shape is None:  # profiling, before there is a cache
+            self._step = None
+            if self._segments:
+                self._warm_up(positions, embed())
+            return self._run_plain(plain)
+        step = self._step = self.requests.next_step(shape, positions)
+        if step.is_plain:
+            # Where no row may exit, the pass is vLLM's own, bit for bit.
+            step.skip_checks()
+            normed = self._run_plain(plain)
+        elif step.known_depth is not None or self._masked or not self._can_rearrange():
+            hidden = embed()
+            self._catch_up(positions, hidden, step)
+            normed = self._run_masked(positions, hidden, step)
+        else:
+            normed = self._run_rearranged(positions, embed(), step)
+        self._context = get_forward_context() if self._rules.num_drafts else None
+        self.requests.record(step)
+        return normed
+
+    def _can_rearrange(self) -> bool:
+        return can_rearrange(get_forward_context())
+
+    def _run_plain(self, plain: Callable[[], Tensor]) -> Tensor:
+        normed = plain()
+        self._recorder.ran(self._rules.num_layers)
+        return normed
+
+    def _run_masked(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """All rows through all layers, frozen ones with their state restored after each."""
+        layers = self._model.decoder_layers()
+        bounds = pairwise([0, *self._rules.exit_layers, len(layers)])
+        segments = [
+            MaskedLayers(tuple(layers[start:end]), end, self._model.run_layer)
+            for start, end in bounds
+        ]
+        self._propagation.load(hidden)
+        loop = MaskedLoop(segments, self._model.final_norm, self.checks.head, self._propagation)
+        rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
+        return loop.run(positions, hidden, rows)
+
+    def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Segment by segment, with the rows that still run."""
+        active = ActiveTokens(step.lengths, positions, (hidden, None), cache_slots())
+        normed = self._run_segments(active, step, self._segments)
+        if active.rows:
+            normed = active.hand_over(self._model.final_norm(*active.stream), normed)
+        return normed
+
+    def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
+        """Loads what propagation needs, and compiles the segments.
+
+        vLLM's own forward pass follows; passes count their mixture-of-experts layers in the
+        forward context, so this one has a context of its own.
+        """
+        self._propagation.load(hidden)
+        with override_forward_context(replace(get_forward_context())):
+            stream: Stream = (hidden, None)
+            for segment in self._segments:
+                stream = segment(positions, *stream)
+        self._is_pair = stream[1] is not None
+
+    def _run_segments(
+        self, active: ActiveTokens, step: Step, segments: Sequence[Segment]
+    ) -> Tensor:
+        """Runs segments, each followed by its exit check.
+
+        Args:
+            active: the tokens that run; afterwards those that ran all of `segments`.
+            step: takes the outcome of the checks.
+            segments: the first of them, or all.
+
+        Returns:
+            [T, D] normed states of the rows that left.
+        """
+        base = get_forward_context()
+        left = torch.zeros_like(active.total())
+        gone = set[int]()
+        with ExitStack() as contexts:
+
+            def arrange() -> None:
+                if active.rows:
+                    context = rearranged_context(
+                        base, active.rows, active.lengths, active.ends(), active.slots
+                    )
+                    contexts.enter_context(override_forward_context(context))
+
+            if waiting := step.waiting_counts():
+                active.put_off(waiting)
+            if waiting or step.is_draft:
+                arrange()
+            for segment in segments:
+                leaving = self._run_segment(segment, active, step, left)
+                gone |= leaving
+                if leaving == set(active.rows) and not step.has_more(gone):
+                    active.change(leaving, {})
+                    break
+                taken = step.take_pending(segment.end, gone)
+                if leaving or taken:
+                    active.change(leaving, taken)
+                    arrange()
+        return left
+
+    def _run_segment(
+        self, segment: Segment, active: ActiveTokens, step: Step, left: Tensor
+    ) -> set[int]:
+        """Runs and checks the active tokens; returns the rows that leave."""
+        if not active.rows:  # all wait further up
+            hidden, _ = active.stream
+            active.stream = hidden, hidden if self._is_pair else None
+            return set()
+        active.stream = segment(active.positions, *active.stream)
+        self._recorder.ran(segment.size)
+        if not step.is_draft:
+            self._recorder.ran_later(active.num_pending * segment.size)
+        return self._check_exits(active, segment.end, step, left)
+
+    def _check_exits(self, active: ActiveTokens, layer: int, step: Step, left: Tensor) -> set[int]:
+        """Checks at an exit layer, and sees to the keys and values of rows that pass.
+
+        Args:
+            active: the tokens that run.
+            layer: how many layers they have run.
+            step: takes the outcome.
+            left: [T, D], takes the normed states of rows that pass.
+
+        Returns:
+            The rows that leave.
+        """
+        due = step.due(layer)
+        step.skip_waiting(layer)
+        if not due:
+            return set()
+        total = active.total()
+        places = active.last_tokens([one.row for one in due])
+        rows = total if places.shape[0] == total.shape[0] else total[places]
+        normed: Tensor = self._model.final_norm(rows, None)
+        head = self.checks.head
+        if head.has_gates:
+            opens = head.opens(normed, layer, step.thresholds(due, layer)[0])
+            due = [one for one, opened in zip(due, opens.tolist(), strict=True) if opened]
+            if not due:
+                return set()
+            places, normed = places[opens], normed[opens]
+        passed = self.checks.check(normed, due, layer, step)
+        left[active.tokens[places[passed]]] = normed[passed]
+        frozen, gone = list[int](), set[int]()
+        for index in passed:
+            row, pending = due[index].row, due[index].pending
+            if pending is None:
+                frozen.append(index)
+            elif pending.must_run(step.last_positions[row]):
+                self._recorder.had_to_run(self._rules.num_layers - layer, len(pending))
+                continue
+            else:
+                if not step.is_draft:
+                    self._recorder.deferred(1)
+                tokens = active.tokens_of(row, total)
+                pending.wait(layer, tokens, self.requests.pass_number)
+            gone.add(row)
+        if frozen:
+            self._recorder.froze(len(frozen))
+            some = places[frozen]
+            self._propagation.fill(total[some], active.positions[some], layer, some)
+        return gone
+
+    def _catch_up(self, positions: Tensor, hidden: Tensor, step: Step) -> None:
+        """Runs all pending tokens by themselves, before a pass that cannot take them along."""
+        step.restart_waiting()
+        if not step.has_more(()):
+            return
+        none = hidden[:0]
+        slots = [group[:0] for group in cache_slots()]
+        active = ActiveTokens([0] * len(step.lengths), positions[:0], (none, None), slots)
+        self._run_segments(active, step.only_pending(), self._segments)
+
+    def draft(self, rows: Sequence[Draft]) -> None:
+        """Drafts the next tokens of rows, as far as they are confident.
+
+        Each token waits for the next pass at the exit layer where it passed, and the one that
+        passed nowhere at the last: the next pass computes nothing twice.
+
+        Args:
+            rows: those in mode "verify", after a pass; each takes what it found.
+        """
+        assert self._context is not None, "a pass was before this"
+        if self._masked or not can_rearrange(self._context):
+            return
+        exit_layers = self._rules.exit_layers
+        with override_forward_context(self._context):
+            while rows:
+                checked = []
+                for one in rows:
+                    if one.candidate.is_checked(exit_layers):
+                        checked.append(one)
+                    else:
+                        one.candidate.skip(exit_layers)
+                rows = self._draft_once(checked) if checked else []
+
+    def _draft_once(self, rows: Sequence[Draft]) -> list[Draft]:
+        """Runs the last token of each row as far as it gets; returns the rows that go on."""
+        step = draft_step(rows, self._rules)
+        positions = torch.tensor([one.position for one in rows])
+        tokens = torch.tensor([one.token for one in rows])
+        slots = slots_at([one.row for one in rows], positions)
+        hidden = self._model.embed(tokens, positions, None)
+        active = ActiveTokens(step.lengths, positions, (hidden, None), slots)
+        self._run_segments(active, step, self._segments[:-1])
+        total = active.total()
+        for row in active.rows:
+            waiting = active.tokens_of(row, total)
+            last = self._rules.exit_layers[-1]
+            step.pending[row].wait(last, waiting, self.requests.pass_number)
+        guesses = step.guesses()
+        return [one for one in rows if one.row in guesses and one.take(guesses[one.row])]
+
+    def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """Logits of the sampled rows [S, D]: a successful check's own, else the head's.
+
+        Args:
+            normed: [S, D].
+            compute: the model's own head, of normed states.
+        """
+        step, self._step = self._step, None  # prompt logprobs call again, for other states
+        fresh = self._counted(compute)
+        if step is None or not step.depth or normed.shape[0] != step.num_samples:
+            return self.sampled(step, fresh(normed))
+        rest = step.without_logits()
+        if rest and len(step.depth) == len(step.row_ends):
+            # All rows left early, some unconditionally: this is the head of their exit.
+            self._recorder.head_passes += 1
+            self._recorder.final_heads -= 1
+        if len(rest) == step.num_samples:
+            return self.sampled(step, fresh(normed))
+        return self.sampled(step, merge_logits(step, fresh(normed[rest]) if rest else None))
+
+    def _counted(
+        self, compute: Callable[[Tensor], Tensor | None]
+    ) -> Callable[[Tensor], Tensor | None]:
+        """`compute`, with its pass through the head counted."""
+
+        def count(normed: Tensor) -> Tensor | None:
+            self._recorder.final_heads += 1
+            return compute(normed)
+
+        return count
+
+    def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
+        """The logits [S, V] that are sampled from; benchmarks of random weights override this."""
+        return logits

@@ -1,0 +1,169 @@
+"""The requests of an engine whose exits the host decides: who may exit in a step, and who did.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.compat.context import BatchShape
+from exitserve.engine.host.step import Candidate, Draft, Step
+from exitserve.engine.pending_tokens import PendingTokens
+from exitserve.engine.requests import Request
+from exitserve.engine.state import EngineState
+
+
+class HostRequests:
+    """Runner V1's batch, as the loop on the host needs it."""
+
+    def __init__(self, state: EngineState) -> None:
+        """Takes the requests of an engine."""
+        self.rules, self.recorder = state.rules, state.recorder
+        self._batch = state.batch
+        self.pass_number = 0
+        """Of the current pass, or the last one."""
+        self.only_decodes = False
+        """Whether that had no other tokens than those it samples after."""
+        state.requests = self
+
+    @property
+    def rows(self) -> dict[int, Request]:
+        """The requests by batch row."""
+        return self._batch.rows
+
+    def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
+        """The step of one forward pass over `positions` [T]."""
+        ends: list[int] = shape.row_ends.tolist()
+        last: list[int] = positions[shape.row_ends.long() - 1].tolist()
+        self.pass_number += 1
+        candidates: list[Candidate] = []
+        waiting: dict[int, PendingTokens] = {}
+        drafts: dict[int, int] = {}
+        known: list[tuple[int, int]] = []
+        recomputed = False
+        start = 0
+        for index, end in enumerate(ends):
+            length, start = end - start, end
+            request = self.rows.get(index)
+            if request is None:
+                continue
+            # Index of the generated token that the row's last position leads to.
+            generated = last[index] + 1 - request.prompt_length
+            drafts[index] = max(0, generated - len(request.output_ids))
+            if request.policy.mode == "off" or generated < 1:
+                continue
+            request = self._batch.named(index)
+            # A grammar, the end of the context or a preemption may have taken drafts away.
+            del request.drafts[drafts[index] :]
+            if request.pending is not None:
+                first = last[index] - length + 1
+                request.pending.expect(first, last[index], self.pass_number)
+                waiting[index] = request.pending
+            else:
+                known += _computed_before(request, generated, length, end)
+            if request.policy.mode != "verify" and generated == len(request.output_ids):
+                candidates.append(Candidate(index, request))
+                # Tokens before one that may exit: what a preempted request computed once.
+                recomputed |= length > 1
+        known_depth = None
+        if recomputed or any(depth < self.rules.num_layers for _, depth in known):
+            known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
+            for token, depth in known:
+                known_depth[token] = depth
+        step = Step(ends, last, self.rules, candidates, known_depth, waiting, drafts)
+        self.only_decodes = step.num_samples == shape.num_tokens
+        return step
+
+    def record(self, step: Step) -> None:
+        """Counts and traces the tokens that a pass generates, one for each row that samples."""
+        for index, position in enumerate(step.last_positions):
+            request = self.rows.get(index)
+            # A row samples only when its last known token has been computed; earlier prompt
+            # chunks, and tokens recomputed after a preemption, do not generate. Where there are
+            # drafts of ours, `record_verified` counts. (vLLM also fills up passes with empty
+            # drafts.)
+            if request is None or position + 1 < request.length or request.drafts:
+                continue
+            depth = step.depth.get(index, self.rules.num_layers)
+            self.recorder.generated(depth)
+            generated = len(request.output_ids)
+            if request.policy.mode != "off":
+                request.note_depth(generated, depth, self.rules.num_layers)
+            self._trace(index, range(generated, generated + 1), depth)
+
+    def _trace(self, index: int, generated: range, depth: int) -> None:
+        """Keeps the depth of some generated tokens of a row, if its request asks for that."""
+        if self.rows[index].trace_keys:
+            request = self._batch.named(index)
+            for token in generated:
+                self.recorder.trace(request.trace_keys, request.name, token, depth)
+
+    def start_drafts(
+        self, sampled: Sequence[Sequence[int]], most: int, *, seeded: bool
+    ) -> list[Draft]:
+        """The rows that may draft after a pass, in order.
+
+        Args:
+            sampled: [B] tokens that the pass generated.
+            most: tokens that a row may draft.
+            seeded: whether rows sampled with a seed draft too. Judging a draft takes random
+                numbers of its own, so they must draft always or never to repeat an answer.
+        """
+        found = []
+        for index, tokens in enumerate(sampled):
+            request = self.rows.get(index)
+            if request is None or request.policy.mode != "verify" or not tokens:
+                continue
+            if request.is_seeded and not seeded:
+                continue
+            request = self._batch.named(index)
+            left = request.max_tokens - len(request.output_ids) - 1
+            if left < 1 or tokens[-1] in request.stop_ids:
+                continue
+            assert request.pending is not None
+            request.pending.clear()
+            candidate = Candidate(index, request)
+            found.append(Draft(candidate, tokens[-1], request.length - 1, min(left, most)))
+        return found
+
+    def keep_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Notes what each row drafted [B]."""
+        for index, tokens in enumerate(drafts):
+            if (request := self.rows.get(index)) is not None:
+                request.drafts = list(tokens)  # vLLM changes its own
+
+    def record_verified(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Counts and traces the tokens [B] of a pass that judged drafts."""
+        for index, tokens in enumerate(sampled):
+            request = self.rows.get(index)
+            if request is None or not request.drafts or not tokens:
+                continue
+            self.recorder.drafted(len(tokens), len(request.drafts))
+            request.drafts = []
+            count = len(request.output_ids)
+            self._trace(index, range(count - len(tokens), count), self.rules.num_layers)
+
+    def update_counts(self) -> None:
+        """See `RunningRequests`."""
+        self.recorder.pending_tokens = self._batch.num_pending()
+
+
+def _computed_before(
+    request: Request, generated: int, length: int, end: int
+) -> list[tuple[int, int]]:
+    """(token index, depth) of a chunk's tokens that were computed once before a preemption.
+
+    Args:
+        request: the row's.
+        generated: index of the generated token that the chunk's last position leads to.
+        length: of the chunk.
+        end: index after the chunk's last token.
+    """
+    depths = request.depths
+    first = max(1, generated + 1 - length)
+    past_last = min(generated + 1, len(request.output_ids), len(depths))
+    return [(end - 1 - (generated - one), depths[one]) for one in range(first, past_last)]

@@ -1,0 +1,213 @@
+"""The record of a request, and which request sits in which row of vLLM's batch.
+
+`Request` is all that the engine knows of one request: what it asked for, and what it did so far.
+It outlives a preemption, since recomputed tokens must freeze where they did.
+
+`Batch` follows runner V1's persistent batch, which names requests by row. Runner V2 names them by
+slot (`exitserve.engine.device.requests`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+from exitserve.check_schedule import CheckSchedule
+from exitserve.engine.pending_tokens import Bounds, PendingTokens
+from exitserve.policy import ExitPolicy, ExitRules
+
+MOST_PREEMPTED = 4096
+"""Records kept of requests that left the batch; should more be preempted, the oldest go."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request: what it asked for, and what it did so far."""
+
+    policy: ExitPolicy
+    schedule: CheckSchedule
+    """Which of its exit checks are made."""
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    """vLLM's own list of generated tokens, of which only the length is read (runner V1)."""
+    trace_keys: tuple[str, ...] = ()
+    """Under which its depths are kept for the caller; none: they are not kept."""
+    max_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens after which none follows."""
+    is_seeded: bool = False
+    """Sampled with a seed of its own, so that the answer is the same each time."""
+    name: str = ""
+    """vLLM's internal request id; empty until a pass told it."""
+    depths: list[int] = field(default_factory=list)
+    """Depth of each generated token, by its index."""
+    pending: PendingTokens | None = None
+    """Its tokens that wait at exit layers; None in modes in which none do."""
+    drafts: list[int] = field(default_factory=list)
+    """Tokens that vLLM was told to judge with the next pass (mode "verify")."""
+    device_state: Tensor | None = None
+    """What the device knew of it when it left its slot (`Slots.kept`)."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are known: the prompt, and what was generated."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def note_depth(self, index: int, depth: int, full_depth: int) -> None:
+        """Keeps the depth of generated token `index`; tokens skipped before it ran full depth."""
+        self.depths += [full_depth] * (index - len(self.depths))
+        self.depths[index:] = [depth]
+
+
+def policy_of(params: Any, rules: ExitRules) -> ExitPolicy:
+    """The exit policy that vLLM's `SamplingParams` ask for.
+
+    Bad fields were refused at the front door; one that slipped through means full depth, because
+    an error here would stop the engine.
+    """
+    structured = params.structured_outputs is not None
+    return rules.policy_or_off(params.extra_args, structured=structured)
+
+
+def read_request(
+    params: Any,
+    prompt_ids: Sequence[int] | None,
+    rules: ExitRules,
+    *,
+    output_ids: Sequence[int] = (),
+    eos_ids: Sequence[int] = (),
+    bounds: Bounds | None = None,
+    name: str = "",
+) -> Request:
+    """The record of a new request.
+
+    Args:
+        params: its `SamplingParams`.
+        prompt_ids: its prompt; None for one given as embeddings, which runs at full depth.
+        rules: the model's.
+        output_ids: vLLM's list of its generated tokens.
+        eos_ids: the model's ends of sequence.
+        bounds: when tokens that wait at exit layers have to run (mode "defer").
+        name: vLLM's internal id, where it is known.
+    """
+    policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
+    keys = (params.extra_args or {}).get("exit_trace")
+    pending = None
+    if policy.mode == "verify":  # bounded by the number of drafts, and judged in the next pass
+        pending = PendingTokens(Bounds(most=rules.num_drafts + 1))
+    elif policy.mode == "defer":
+        pending = PendingTokens(bounds or Bounds())
+    ends = [] if params.ignore_eos else eos_ids
+    return Request(
+        policy=policy,
+        schedule=rules.schedule_for(policy),
+        prompt_ids=() if prompt_ids is None else prompt_ids,
+        output_ids=output_ids,
+        trace_keys=tuple(keys) if isinstance(keys, list | tuple) else (),
+        max_tokens=params.max_tokens or 0,
+        stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
+        is_seeded=params.seed is not None and params.temperature > 0,
+        name=name,
+        pending=pending,
+    )
+
+
+class PreemptedRequests:
+    """Records of requests that left the batch and may come back, the longest gone first."""
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[str, Request] = OrderedDict()
+
+    def keep(self, request: Request) -> None:
+        """Keeps the record of a request that left."""
+        self._by_name[request.name] = request
+        if len(self._by_name) > MOST_PREEMPTED:
+            self._by_name.popitem(last=False)
+
+    def take(self, name: str) -> Request | None:
+        """The record of a request that is back; None for a new one."""
+        return self._by_name.pop(name, None)
+
+    def requests(self) -> list[Request]:
+        """All that are kept."""
+        return list(self._by_name.values())
+
+
+class Batch:
+    """Runner V1's batch: requests by row."""
+
+    def __init__(self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds) -> None:
+        """Starts empty.
+
+        Args:
+            rules: the model's.
+            eos_ids: the model's ends of sequence.
+            bounds: see `read_request`.
+        """
+        self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
+        self.rows: dict[int, Request] = {}
+        self._preempted = PreemptedRequests()
+        # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
+        self.request_ids: Callable[[], list[str]] | None = None
+        """vLLM's internal request ids, in row order."""
+        self.may_return: Callable[[str], bool] = lambda _: True
+        """Whether a request that left the batch has not ended."""
+
+    def update(self, changes: BatchUpdate) -> None:
+        """Follows vLLM: removed, then added, then moved rows."""
+        for index in changes.removed:
+            self._remove(index)
+        for index, params, prompt_ids, output_ids in changes.added:
+            self._remove(index)
+            self.rows[index] = read_request(
+                params,
+                prompt_ids,
+                self._rules,
+                output_ids=output_ids,
+                eos_ids=self._eos_ids,
+                bounds=self._bounds,
+            )
+        for source, target, direction in changes.moved:
+            moved = self.rows.pop(source, None)
+            if direction == MoveDirectionality.SWAP and target in self.rows:
+                self.rows[source] = self.rows.pop(target)
+            self._remove(target)
+            if moved is not None:
+                self.rows[target] = moved
+
+    def _remove(self, index: int) -> None:
+        """Empties a row, and keeps its request's record if it may come back."""
+        request = self.rows.pop(index, None)
+        if request is not None and request.name and self.may_return(request.name):
+            self._preempted.keep(request)
+
+    def named(self, index: int) -> Request:
+        """The request in a row, its name known: with its earlier record if it was preempted.
+
+        For the time of a pass: when vLLM tells of new rows, it does not tell their names.
+        """
+        request = self.rows[index]
+        if request.name or self.request_ids is None:
+            return request
+        name = self.request_ids()[index]
+        earlier = self._preempted.take(name)
+        if earlier is not None:
+            earlier.output_ids = request.output_ids
+            request = self.rows[index] = earlier
+        request.name = name
+        return request
+
+    def num_pending(self) -> int:
+        """Tokens that wait at exit layers, of all requests."""
+        every = (*self.rows.values(), *self._preempted.requests())
+        return sum(len(one.pending) for one in every if one.pending is not None)

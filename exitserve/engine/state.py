@@ -1,0 +1,69 @@
+"""The exit state of one engine, which the model and vLLM's hooks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from exitserve.engine.compat.config import cached_block, eos_token_ids
+from exitserve.engine.options import rules_from
+from exitserve.engine.pending_tokens import Bounds
+from exitserve.engine.recorder import Recorder
+from exitserve.engine.requests import Batch
+from exitserve.policy import ExitRules
+
+
+class RunningRequests(Protocol):
+    """What the worker asks of the requests of either loop."""
+
+    def update_counts(self) -> None:
+        """Brings the recorder's counts and traces up to date; may wait for the device."""
+
+
+class EngineState:
+    """Rules, counts, and the requests that run."""
+
+    def __init__(
+        self,
+        rules: ExitRules,
+        eos_token_ids: Tensor,
+        bounds: Bounds = Bounds(),  # noqa: B008
+    ) -> None:
+        """Starts without requests.
+
+        Args:
+            rules: the model's.
+            eos_token_ids: [K] the model's ends of sequence.
+            bounds: when tokens that wait at exit layers have to run (mode "defer").
+        """
+        self.rules = rules
+        self.eos_token_ids = eos_token_ids
+        self.recorder = Recorder(rules.num_layers, rules.exit_layers)
+        self.batch = Batch(rules, eos_token_ids.tolist(), bounds)
+        """Of runner V1."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called once runner V1's batch of a pass is known."""
+        self.requests: RunningRequests | None = None
+        """Set by the loop that runs them."""
+
+
+_STATES: WeakValueDictionary[str, EngineState] = WeakValueDictionary()
+"""By vLLM's instance id. Weak, so that an engine's state ends with its model."""
+
+
+def state_of(vllm_config: Any) -> EngineState:
+    """The exit state of the engine that `vllm_config` describes, made at the first call.
+
+    vLLM makes the model, the logits processor and the drafter of one engine in one process, each
+    from (a copy of) the same config, and hands none of them to the others.
+    """
+    key = vllm_config.instance_id
+    state = _STATES.get(key)
+    if state is None:
+        bounds = Bounds(block=cached_block(vllm_config))
+        state = EngineState(rules_from(vllm_config), eos_token_ids(vllm_config), bounds)
+        _STATES[key] = state
+    return state
