@@ -19,7 +19,7 @@ FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^()\s]+)\)")
 WRITTEN_BY_PROGRAMS = ("models/exit-py-10m/report.md",)
 # Rewritten at the same time as this test: to be wrapped next.
-NOT_YET_WRAPPED = ("kernels/",)
+NOT_YET_WRAPPED = ("kernels/", "docs/metrics.md", "training/README.md")
 
 
 @cache
