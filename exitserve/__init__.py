@@ -3,4 +3,9 @@
 Importing this package imports nothing heavy; each module says what it needs.
 """
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("exitserve")
+except PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0.0.0"

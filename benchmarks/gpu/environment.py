@@ -59,7 +59,7 @@ def clean_up() -> None:
 
 
 def write_metadata(folder: Path) -> Path:
-    """What an installation of this checkout would say of itself: name, version, entry points.
+    """What an installation of this checkout would say of itself: its name and entry points.
 
     vLLM finds plugins by entry points, in each of its processes. An installed exitserve may be
     another checkout; what comes first on the path counts.
@@ -71,7 +71,7 @@ def write_metadata(folder: Path) -> Path:
         That directory.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    name, version = project["name"], project["version"]
+    name, version = project["name"], "0.0.0"  # the real one is in git's tags, if they are here
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
