@@ -20,7 +20,7 @@ the card's memory, and the engine among them wants nine tenths to be free."""
 def tests(run: Run) -> Outcome:
     """The tests marked gpu, as machine code; with --tiny a few, in Triton's interpreter."""
     report = run.folder / "tests.xml"
-    where = "tests/ops/test_compact_rows.py" if run.tiny else "tests/ops"
+    where = "tests/ops/test_propagate_kv.py" if run.tiny else "tests/ops"
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", where]
     if find_spec("xdist"):
         arguments += ["-n", str(min(WORKERS, len(os.sched_getaffinity(0))))]

@@ -14,9 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve_kernels import dispersion, simreg
-from exitserve_kernels.compact_rows import Batch, compact_rows
-from exitserve_kernels.dispatch import VARIABLE, Form, can_run_triton
-from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.dispatch import VARIABLE, Asked, Form, can_run_triton
+from exitserve_kernels.exit_check import (
+    Criterion,
+    ExitCheck,
+    FinalNorm,
+    Head,
+    finish,
+    summarise_slice,
+)
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 from exitserve_training import losses
 
@@ -33,7 +39,6 @@ def all_cases(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[
     """
     yield from _exit_checks(device, small, liger_tiles)
     yield from _fills(device, small)
-    yield from _compactions(device, small)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _sums_over_pairs(device, dtype, small)
     yield from _training_losses(device, small)
@@ -54,6 +59,23 @@ def _rows(count: int) -> str:
     return f"{count} row" + ("s" if count > 1 else "")
 
 
+def exit_check(
+    rows: Tensor,
+    weight: Tensor,
+    norm: FinalNorm | None,
+    criterion: Criterion = "max_prob",
+    implementation: Asked = "auto",
+) -> ExitCheck:
+    """Both steps of a check, of rows [B, D] with a head [V, D], at a threshold of 0.5."""
+    return finish(
+        summarise_slice(rows, Head(weight), norm=norm, implementation=implementation)[:, None],
+        torch.full((len(rows),), 0.5, device=rows.device),
+        criterion=criterion,
+        vocab_size=len(weight),
+        implementation=implementation,
+    )
+
+
 def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
     """Llama 3 8B's head with the norm in front."""
     vocabulary, width = (4096, 256) if small else (128_256, 4096)
@@ -62,10 +84,10 @@ def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterat
     norm = FinalNorm(torch.ones(width, device=device, dtype=dtype), 1e-6)
     for rows in BATCHES[: 2 if small else None]:
         states = torch.randn(rows, width, device=device, dtype=dtype)
-        check = partial(exit_check, states, weight, torch.full((rows,), 0.5, device=device))
-        forms = _forms(partial(check, norm=norm), device)
+        check = partial(exit_check, states, weight, norm)
+        forms = _forms(check, device)
         if _has_liger(device):
-            tokens = check(norm=norm).token
+            tokens = check().token
             given = (states, weight, tokens, norm)
             forms["Liger"] = partial(liger.top_and_log_probability, *given)
             if liger_tiles:
@@ -94,22 +116,6 @@ def _fills(device: torch.device, small: bool) -> Iterator[Case]:
         if _has_liger(device):
             forms["Liger"] = partial(liger.fill, *given, key_norm, rotary)
         yield Case("propagate_kv", _rows(rows), forms)
-
-
-def _compactions(device: torch.device, small: bool) -> Iterator[Case]:
-    """Decode batches of which half the rows exit; contexts of 8k tokens."""
-    width, blocks = (64, 8) if small else (4096, 512)
-    for rows in BATCHES[1 : 2 if small else None]:
-        batch = Batch(
-            states=torch.randn(rows, width, device=device),
-            positions=torch.arange(rows, device=device),
-            slots=torch.arange(rows, device=device),
-            starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            lengths=torch.ones(rows, dtype=torch.int32, device=device),
-            blocks=torch.zeros(rows, blocks, dtype=torch.int32, device=device),
-        )
-        exits = torch.arange(rows, device=device) % 2 == 0
-        yield Case("compact_rows", _rows(rows), _forms(partial(compact_rows, exits, batch), device))
 
 
 def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str, Tensor, Tensor]:

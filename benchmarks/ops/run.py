@@ -10,7 +10,6 @@ and backward of the losses.
 - `exit_check`: PyTorch is a library's product with the head, softmax and max, all with the norm
   in front. The share of the bandwidth is that of a copy in the same run, for the head's weights.
 - `propagate_kv`: the same steps in PyTorch, written layer by layer.
-- `compact_rows`: indexing, which waits for the host.
 - `simreg`, `dispersion`: all pairs of tokens at once. Lines named "training's" are the whole
   losses of exitserve_training with and without kernels; without, by rows of pairs.
 

@@ -24,7 +24,6 @@ ARCHITECTURES = (80, 90, 100)
 
 OPERATIONS = (
     "exit_check",
-    "compact_rows",
     "propagate_kv",
     "simreg",
     "dispersion",
