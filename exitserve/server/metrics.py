@@ -176,12 +176,6 @@ FULL_DEPTH = WorkerMetric(
     ),
     read=lambda snapshot: {"": _full_depth_layers(snapshot)},
 )
-INVOLUNTARY_STAYS = WorkerMetric(
-    name="exitserve_involuntary_stays_total",
-    help="Confident rows that had to go on because of their batch; 0 unless something is wrong.",
-    promql="sum(increase(exitserve_involuntary_stays_total[5m]))",
-    read=lambda snapshot: {"": snapshot["involuntary_stays"]},
-)
 
 SHADOW_TOKENS = Metric(
     name="exitserve_shadow_tokens_total",
@@ -223,7 +217,6 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     STEPPED_ASIDE,
     DEPTH_SAVED,
     FULL_DEPTH,
-    INVOLUNTARY_STAYS,
 )
 METRICS: tuple[Metric, ...] = (
     *WORKER_METRICS,

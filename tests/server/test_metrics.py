@@ -81,11 +81,11 @@ def test_the_same_snapshot_twice_counts_once() -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
     metrics = ExitMetrics(registry, MODEL)
     recorder.generated(2)
-    recorder.involuntary_stays = 3
+    recorder.froze(3)
     for _ in range(2):
         metrics.update(recorder.snapshot())
     assert samples(registry)["exitserve_tokens_total", "2"] == 1
-    assert samples(registry)["exitserve_involuntary_stays_total", ""] == 3
+    assert samples(registry)["exitserve_frozen_row_tokens_total", ""] == 3
 
 
 def test_a_restarted_worker_is_counted_on_top() -> None:
