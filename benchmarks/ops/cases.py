@@ -29,15 +29,9 @@ from exitserve_training import losses
 BATCHES = (1, 8, 32, 128, 512)
 
 
-def all_cases(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
-    """One after the other, so that few tensors exist at a time.
-
-    Args:
-        device: where.
-        small: sizes for a CPU.
-        liger_tiles: with `liger.log_probability_by_tiles` as a rival of the exit check.
-    """
-    yield from _exit_checks(device, small, liger_tiles)
+def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
+    """One after the other, so that few tensors exist at a time; `small`: sizes for a CPU."""
+    yield from _exit_checks(device, small)
     yield from _fills(device, small)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _sums_over_pairs(device, dtype, small)
@@ -76,7 +70,7 @@ def exit_check(
     )
 
 
-def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
+def _exit_checks(device: torch.device, small: bool) -> Iterator[Case]:
     """Llama 3 8B's head with the norm in front."""
     vocabulary, width = (4096, 256) if small else (128_256, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -88,10 +82,7 @@ def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterat
         forms = _forms(check, device)
         if _has_liger(device):
             tokens = check().token
-            given = (states, weight, tokens, norm)
-            forms["Liger"] = partial(liger.top_and_log_probability, *given)
-            if liger_tiles:
-                forms["Liger, tiles"] = partial(liger.log_probability_by_tiles, *given)
+            forms["Liger"] = partial(liger.top_and_log_probability, states, weight, tokens, norm)
         yield Case("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
 
 

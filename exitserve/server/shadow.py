@@ -41,9 +41,6 @@ CAPACITY = 32
 LAST = 2**31 - 1
 """The priority of a judging pass, where the scheduler goes by priorities: lower ones go first."""
 
-Logprobs = Sequence[Mapping[int, Any]]
-"""For each token, vLLM's `Logprob` of it and of the likeliest ones."""
-
 
 @dataclass
 class Answer:

@@ -1,4 +1,4 @@
-"""What tests of kernels share: poisoned allocations, and how far a result may be from the truth."""
+"""Helpers of the kernels' tests: poisoned allocations, and errors against the reference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fills what `torch.empty` gives with NaN (integers: with their greatest value).
+    """Fills tensors of `torch.empty` with NaN (integers: with the greatest value).
 
-    A kernel that reads what nobody wrote then shows it. (PyTorch's own switch,
-    `torch.utils.deterministic.fill_uninitialized_memory`, which needs deterministic algorithms.)
+    So a kernel that reads uninitialised memory is found. Uses PyTorch's
+    `torch.utils.deterministic.fill_uninitialized_memory`, which needs deterministic algorithms.
     """
     switches: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
@@ -30,23 +30,23 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def error(result: Tensor, truth: Tensor) -> float:
-    """Root-mean-square error relative to the truth's root mean square, both in float64."""
+    """Root-mean-square error relative to the root mean square of `truth`, in float64."""
     result, truth = result.double(), truth.double()
     scale = truth.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     return float((result - truth).square().mean().sqrt() / scale)
 
 
 def assert_no_worse(result: Tensor, plain: Tensor, truth: Tensor, times: float = 2.0) -> None:
-    """Asserts that a result errs at most `times` as much as plain PyTorch in the same type.
+    """Asserts that a result's error is at most `times` that of PyTorch in the same type.
 
     Args:
-        result: the kernel's.
-        plain: PyTorch's, from the same inputs in the same type.
-        truth: the reference's, in float64 or float32.
-        times: what is allowed; a float32 rounding error is allowed in any case.
+        result: of the kernel.
+        plain: of PyTorch, from the same inputs in the same type.
+        truth: of the reference, in float64 or float32.
+        times: the limit; a float32 rounding error is always allowed.
 
     Raises:
-        AssertionError: it errs more, or has NaN or infinity elsewhere than the truth.
+        AssertionError: the error is larger, or NaN or infinity are in other places.
     """
     assert result.shape == truth.shape, (result.shape, truth.shape)
     finite = truth.isfinite()

@@ -335,7 +335,7 @@ def test_the_whole_loss_where_its_formula_degenerates(
         ({"mask": torch.ones(2, 3, dtype=torch.bool)}, r"units \(2, 8, 4\) and mask \(2, 3\) do"),
         ({"units": torch.zeros(2, 8)}, r"expected \[B, T, D\] and \[B, T\]"),
         ({"units": torch.zeros(2, 8, 4).long()}, "expected a floating-point type"),
-        ({"mask": torch.ones(2, 8)}, "mask is torch.float32; expected torch.bool"),
+        ({"mask": torch.ones(2, 8)}, r"mask\.dtype is torch.float32; expected torch.bool"),
         ({"temperature": 0.0}, "temperature 0.0 must be a finite number above 0"),
         ({"temperature": math.nan}, "temperature nan must be"),
         ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),

@@ -362,7 +362,7 @@ def test_the_whole_loss_where_its_formula_degenerates(
         ({"labels": torch.zeros(2, 3, dtype=torch.int64)}, r"vectors \(2, 8, 4\) and labels \(2"),
         ({"vectors": torch.zeros(2, 8)}, r"expected \[B, T, D\] and \[B, T\]"),
         ({"vectors": torch.zeros(2, 8, 4).long()}, "expected a floating-point type"),
-        ({"labels": torch.zeros(2, 8)}, "labels are torch.float32; expected torch.int64"),
+        ({"labels": torch.zeros(2, 8)}, r"labels\.dtype is torch.float32; expected torch.int64"),
         ({"temperature": 0.0}, "temperature 0.0 must be a finite number above 0"),
         ({"temperature": math.nan}, "temperature nan must be"),
         ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),
