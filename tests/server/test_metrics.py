@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from exitserve.engine.recorder import Recorder
-from exitserve.server.metrics import METRICS, ExitMetrics, ShadowMetrics, tell_calibrated
+from exitserve.server.metrics import (
+    METRICS,
+    ExitMetrics,
+    ShadowMetrics,
+    export_calibrated_agreement,
+)
 
 LAYERS = 6
 EXITS = (2, 4)
@@ -124,7 +129,7 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     registry = CollectorRegistry()
     ExitMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
     ShadowMetrics(registry, MODEL, (*EXITS, LAYERS))
-    tell_calibrated(registry, MODEL, 0.0)
+    export_calibrated_agreement(registry, MODEL, 0.0)
     text = generate_latest(registry).decode()
     assert f"# HELP {metric.name} {metric.documentation}" in text
     assert metric.name in metric.promql
