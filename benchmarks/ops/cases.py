@@ -9,7 +9,7 @@ from typing import Any
 
 import liger
 import torch
-from timing import FUSED, Case, Work
+from timing import FUSED, TimedCase, Work
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,7 +29,7 @@ from exitserve_training import losses
 BATCHES = (1, 8, 32, 128, 512)
 
 
-def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
+def all_cases(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """One after the other, so that few tensors exist at a time; `small`: sizes for a CPU."""
     yield from _exit_checks(device, small)
     yield from _fills(device, small)
@@ -70,7 +70,7 @@ def exit_check(
     )
 
 
-def _exit_checks(device: torch.device, small: bool) -> Iterator[Case]:
+def _exit_checks(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """Llama 3 8B's head with the norm in front."""
     vocabulary, width = (4096, 256) if small else (128_256, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -83,10 +83,10 @@ def _exit_checks(device: torch.device, small: bool) -> Iterator[Case]:
         if _has_liger(device):
             tokens = check().token
             forms["Liger"] = partial(liger.top_and_log_probability, states, weight, tokens, norm)
-        yield Case("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
+        yield TimedCase("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
 
 
-def _fills(device: torch.device, small: bool) -> Iterator[Case]:
+def _fills(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """24 layers above an exit, 8 kv heads of 128, key norm and rotary, blocks of 16."""
     layers, heads, size, blocks = (3, 2, 16, 64) if small else (24, 8, 128, 2048)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -106,7 +106,7 @@ def _fills(device: torch.device, small: bool) -> Iterator[Case]:
         forms = _forms(partial(fill, *given, key_norm=key_norm, rotary=rotary), device)
         if _has_liger(device):
             forms["Liger"] = partial(liger.fill, *given, key_norm, rotary)
-        yield Case("propagate_kv", _rows(rows), forms)
+        yield TimedCase("propagate_kv", _rows(rows), forms)
 
 
 def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str, Tensor, Tensor]:
@@ -120,12 +120,12 @@ def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str,
     return size, vectors.requires_grad_(), labels
 
 
-def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[TimedCase]:
     """The kernels by themselves, against all pairs at once in PyTorch."""
     size, vectors, labels = _states(device, dtype, small)
-    yield Case("simreg", size, _forms(partial(_simreg, vectors, labels), device))
+    yield TimedCase("simreg", size, _forms(partial(_simreg, vectors, labels), device))
     mask = torch.ones_like(labels, dtype=torch.bool)
-    yield Case("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
+    yield TimedCase("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
 
 
 def _simreg(vectors: Tensor, labels: Tensor, *, implementation: Form) -> Any:
@@ -141,7 +141,7 @@ def _dispersion(vectors: Tensor, mask: Tensor, *, implementation: Form) -> Any:
     )
 
 
-def _training_losses(device: torch.device, small: bool) -> Iterator[Case]:
+def _training_losses(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """What a training step runs, unit vectors and averages included.
 
     Both forms compute in float32 whatever the states' type. Without kernels some rows of pairs
@@ -152,7 +152,7 @@ def _training_losses(device: torch.device, small: bool) -> Iterator[Case]:
         ("simreg, training's", partial(losses.simreg, states, labels)),
         ("dispersion, training's", partial(losses.dispersion, states)),
     ):
-        yield Case(name, size, _forms(partial(_training_loss, loss, states), device))
+        yield TimedCase(name, size, _forms(partial(_training_loss, loss, states), device))
 
 
 def _training_loss(loss: Callable[[], Tensor], states: Tensor, *, implementation: Form) -> Any:

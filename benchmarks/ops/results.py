@@ -26,7 +26,7 @@ Results = Callable[[Any, Cast], dict[str, Tensor]]
 """Results by name, of a form: `triton`, `torch`, or `liger` for what that has of them."""
 
 
-class Run(NamedTuple):
+class OperationRun(NamedTuple):
     """An operation with inputs of one type."""
 
     operation: str
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     """Whether Liger-Kernel has any, and runs here."""
 
 
-def runs(interpreted: bool) -> Iterator[Run]:
+def runs(interpreted: bool) -> Iterator[OperationRun]:
     """Every operation with every type. Triton's interpreter cannot run Liger-Kernel's norm."""
     operations: list[tuple[str, Results, bool]] = [
         ("exit_check", _exit_check, True),
@@ -47,10 +47,10 @@ def runs(interpreted: bool) -> Iterator[Run]:
     ]
     for name, results, in_liger in operations:
         for dtype in TYPES:
-            yield Run(name, dtype, results, in_liger)
+            yield OperationRun(name, dtype, results, in_liger)
     for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
         name = f"propagate_kv, {str(kept).removeprefix('torch.')}"
-        yield Run(name, torch.bfloat16, partial(_propagate_kv, kept=kept), in_liger=False)
+        yield OperationRun(name, torch.bfloat16, partial(_propagate_kv, kept=kept), in_liger=False)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -269,7 +269,7 @@ def test_logits_are_kept_where_a_sampler_wants_them(
     plain = torch.empty(5, 250, dtype=dtype, device=device)
     summarise_slice(states, head, logits=plain, implementation="torch")
     assert_no_worse(wide[:, :250], plain, exact[:, :250])
-    # What is judged is what is kept.
+    # The check reads the logits that are kept.
     assert torch.equal(own[:, 0], wide[:, :250].float().amax(1))
     with pytest.raises(ValueError, match=r"logits has shape \(5, 260\)"):
         summarise_slice(states, head, logits=wide[:, :260], implementation=form)
