@@ -157,8 +157,8 @@ class ShadowEvaluation:
             params.extra_args, structured=params.structured_outputs is not None
         )
         may_exit = policy.mode in CALIBRATED_MODES and params.max_tokens != 1
-        # A grammar makes the most likely token the most likely one allowed, which full depth does
-        # not know. With log-probabilities of chosen tokens, vLLM does not give the most likely one.
+        # A grammar restricts the most likely token, and full depth does not apply the grammar. With
+        # `logprob_token_ids`, vLLM does not return the most likely token.
         is_free = params.structured_outputs is None and params.logprob_token_ids is None
         has_ids = isinstance(prompt, Mapping) and prompt.get("type") == "token"
         if not (may_exit and is_free and has_ids) or random.random() >= self._rate:

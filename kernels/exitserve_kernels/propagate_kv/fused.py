@@ -64,10 +64,10 @@ def _fill(
         head = tl.arange(0, BLOCK_H)[:, None]
         dim = tl.arange(0, BLOCK_P)[None, :]
         inside = (head < HEADS) & (dim < SIZE)
-        own = projected + row * row_stride + layer * layer_stride
+        source = projected + row * row_stride + layer * layer_stride
         at = head * SIZE + dim
-        key = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(own + HEADS * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(source + HEADS * SIZE + at, mask=inside, other=0.0).to(tl.float32)
 
         scale = tl.full([BLOCK_H, 1], 1.0, dtype=tl.float32)
         if NORM == 1:  # each head
@@ -90,7 +90,7 @@ def _fill(
                 partner, angle = tl.where(first, dim + half, dim - half), dim % half
             partner_in = inside & turned
             # The other element of each pair is read again, from the cache.
-            other = tl.load(own + head * SIZE + partner, mask=partner_in, other=0.0)
+            other = tl.load(source + head * SIZE + partner, mask=partner_in, other=0.0)
             other = other.to(tl.float32)
             if NORM != 0:
                 gain_at = gains + layer * gain_stride

@@ -71,9 +71,9 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, caches: Any) -> None:
     """Writes keys and values [N, S, H, P] into paged `Caches`; slots are [N] or [S, N]."""
     block_size = caches.keys[0].shape[1]
     for layer in range(caches.layers):
-        own = slots if slots.dim() == 1 else slots[layer]
-        written = own >= 0
-        block, place = own[written] // block_size, own[written] % block_size
+        of_layer = slots if slots.dim() == 1 else slots[layer]
+        written = of_layer >= 0
+        block, place = of_layer[written] // block_size, of_layer[written] % block_size
         for cache, new, scales in (
             (caches.keys[layer], keys[:, layer], caches.key_scales),
             (caches.values[layer], values[:, layer], caches.value_scales),
