@@ -30,7 +30,7 @@ def poisoned_allocations() -> Iterator[None]:
         switches.fill_uninitialized_memory = fill
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Records the bytes of the largest tensor that any operation returned."""
 
     nbytes = 0
