@@ -16,7 +16,7 @@ from exitserve.demo import add_demo
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.command import add_command as add_eval
 from exitserve.planning.command import add_command as add_plan
-from exitserve.server.launch import add_serve
+from exitserve.server.command import add_serve
 from exitserve.truncation.command import add_truncate
 
 DESCRIPTION = """\

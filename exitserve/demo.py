@@ -52,7 +52,7 @@ def demo(args: argparse.Namespace) -> int:
         )
     # Here, not at the top: the command line imports this module.
     from exitserve.cli import main
-    from exitserve.server.local import LocalServer
+    from exitserve.server.local_server import LocalServer
 
     console = Console()
     # Eager, because for a few short completions compiling would take longer than it saves.

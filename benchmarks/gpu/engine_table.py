@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sessions import Contender, Found, Seen, decoder, measure
-from shapes import SHAPES, TINY, Case, Shape
-from stages import Outcome, Run, StageError, say
+from shapes import SHAPES, TINY, EngineCase, Shape
+from stages import StageError, StageOutcome, StageRun, say
 
 from exitserve.bench.measures import spread, steps_of
 from exitserve.bench.settings import PLAIN
@@ -41,9 +41,9 @@ LEAST_SECONDS = 60
 """A phase is not begun with less time than this."""
 
 
-def engines(run: Run) -> Outcome:
+def engines(run: StageRun) -> StageOutcome:
     """Every shape, every phase; what fails or is left out is said."""
-    outcome = Outcome({"synthetic": True, "shapes": {}})
+    outcome = StageOutcome({"synthetic": True, "shapes": {}})
     for shape in [TINY] if run.tiny else [SHAPES[name] for name in run.shapes]:
         before = outcome.page
         rows: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def engines(run: Run) -> Outcome:
     return outcome
 
 
-def _measured(run: Run, shape: Shape, cases: Sequence[Case]) -> Found:
+def _measured(run: StageRun, shape: Shape, cases: Sequence[EngineCase]) -> Found:
     """A phase's passes; raises `StageError` where there is no time for it."""
     left = run.deadline - time.monotonic()
     if left < LEAST_SECONDS:
@@ -86,7 +86,7 @@ def _failures(shape: Shape, found: Found, rows: Iterable[dict[str, Any]]) -> lis
     ]
 
 
-def _case(run: Run, shape: Shape, case: Case, found: Found) -> dict[str, Any]:
+def _case(run: StageRun, shape: Shape, case: EngineCase, found: Found) -> dict[str, Any]:
     """A row, for the JSON file; without `speed` where an engine failed."""
     plain = found.seen.get(Contender("plain", PLAIN, case.work))
     own = found.seen.get(Contender(case.engine, case.setting, case.work))
@@ -133,14 +133,14 @@ def _same_share(own: Seen, plain: Seen) -> float:
     return statistics.fmean(a == b for mine, its in pairs for a, b in zip(mine, its, strict=True))
 
 
-def _depths(shape: Shape, case: Case, own: Seen) -> list[int]:
+def _depths(shape: Shape, case: EngineCase, own: Seen) -> list[int]:
     """Layers run for each decode token: the first of a request comes from its prompt."""
     if own.traced.depths is None:
         return [shape.layers_of(case.engine)]
     return [depth for request in own.traced.depths for depth in request[1:]]
 
 
-def _limit(run: Run, shape: Shape, case: Case, own: Seen) -> float:
+def _limit(run: StageRun, shape: Shape, case: EngineCase, own: Seen) -> float:
     full, work = decoder(shape, "plain"), case.work
     rows = own.traced.depths
     if rows is None:  # a truncated model: its own full depth
@@ -153,7 +153,7 @@ def _limit(run: Run, shape: Shape, case: Case, own: Seen) -> float:
     return limit_speedup(full, [replace(s, checks=_heads(case, layers, s)) for s in steps])
 
 
-def _heads(case: Case, exit_layers: Sequence[int], step: Step) -> int:
+def _heads(case: EngineCase, exit_layers: Sequence[int], step: Step) -> int:
     """Reads of the head for exits that a step needs: engines check at every layer they come to."""
     if case.setting.mode == "confidence":
         return sum(layer <= max(step.depths) for layer in exit_layers)

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
 from pathlib import Path
 
-from stages import Outcome, Run, StageError, command, last_lines
+from stages import StageError, StageOutcome, StageRun, command, last_lines
 
 ENGINE_TEST = "test_in_the_engine"
 """Runs a whole engine: the kernels may be timed though it fails."""
@@ -17,10 +17,10 @@ WORKERS = 4
 the card's memory, and the engine among them wants nine tenths to be free."""
 
 
-def tests(run: Run) -> Outcome:
+def tests(run: StageRun) -> StageOutcome:
     """The tests marked gpu, as machine code; with --tiny a few, in Triton's interpreter."""
     report = run.folder / "tests.xml"
-    where = "tests/ops/test_compact_rows.py" if run.tiny else "tests/ops"
+    where = "tests/ops/test_propagate_kv.py" if run.tiny else "tests/ops"
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", where]
     if find_spec("xdist"):
         arguments += ["-n", str(min(WORKERS, len(os.sched_getaffinity(0))))]
@@ -33,7 +33,7 @@ def tests(run: Run) -> Outcome:
     return _outcome_of_tests(run, report, log)
 
 
-def _outcome_of_tests(run: Run, report: Path, log: Path) -> Outcome:
+def _outcome_of_tests(run: StageRun, report: Path, log: Path) -> StageOutcome:
     failed, skipped, passed = list[str](), 0, 0
     suites = ElementTree.parse(report).getroot()
     for case in suites.iter("testcase"):
@@ -49,7 +49,7 @@ def _outcome_of_tests(run: Run, report: Path, log: Path) -> Outcome:
     page = f"{passed} passed, {len(failed)} failed, {skipped} skipped in {seconds:.0f} s"
     if run.tiny:
         page += ", in Triton's interpreter"
-    outcome = Outcome({"passed": passed, "failed": failed, "skipped": skipped}, page)
+    outcome = StageOutcome({"passed": passed, "failed": failed, "skipped": skipped}, page)
     if failed:
         outcome.failures.append(f"{len(failed)} tests fail. {last_lines(log)}")
     elif not passed:
@@ -57,7 +57,7 @@ def _outcome_of_tests(run: Run, report: Path, log: Path) -> Outcome:
     return outcome
 
 
-def kernels(run: Run) -> Outcome:
+def kernels(run: StageRun) -> StageOutcome:
     """Times beside PyTorch, and Liger-Kernel where it is installed."""
     arguments = ["--small"] if run.tiny else []
     if run.tiny or run.kernels_tested:  # else that script tests first
@@ -65,12 +65,12 @@ def kernels(run: Run) -> Outcome:
     return _table(run, "kernels", "benchmarks/ops/run.py", arguments)
 
 
-def errors(run: Run) -> Outcome:
+def errors(run: StageRun) -> StageOutcome:
     """Distances from float64."""
     return _table(run, "errors", "benchmarks/ops/errors.py", [])
 
 
-def _table(run: Run, name: str, script: str, arguments: list[str]) -> Outcome:
+def _table(run: StageRun, name: str, script: str, arguments: list[str]) -> StageOutcome:
     """Runs a script that prints a table and writes it as JSON."""
     out = run.folder / f"{name}.json"
     status, log = command(run, name, [script, *arguments, "--out", str(out)], most=150)
@@ -81,4 +81,4 @@ def _table(run: Run, name: str, script: str, arguments: list[str]) -> Outcome:
     start = next(index for index, line in enumerate(printed) if line.startswith("| "))
     told = [line for line in printed[:start] if line.startswith(("liger", "copy: "))]
     table = [line for line in printed[start:] if line.startswith("|")]
-    return Outcome(json.loads(out.read_text(encoding="utf-8")), "\n".join([*told, "", *table]))
+    return StageOutcome(json.loads(out.read_text(encoding="utf-8")), "\n".join([*told, "", *table]))

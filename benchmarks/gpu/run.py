@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import environment
 
 if TYPE_CHECKING:
-    from stages import Outcome
+    from stages import StageOutcome
 
 STAGES = ("tests", "kernels", "errors", "engines")
 SHAPE_NAMES = ("llama-3-8b", "qwen3-4b")
@@ -112,22 +112,22 @@ def _argument(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"{text}: the value is no JSON ({error})") from None
 
 
-def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, Outcome]:
+def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOutcome]:
     """What each stage found; the files are written after each."""
     facts = environment.facts()
     from engine_table import engines
     from kernel_stages import errors, kernels, tests
-    from stages import Outcome, Run, StageError, say
+    from stages import StageError, StageOutcome, StageRun, say
 
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, StageOutcome] = {}
     started = time.monotonic()
 
-    def publish(name: str, outcome: Outcome) -> None:
+    def publish(name: str, outcome: StageOutcome) -> None:
         outcome.seconds = round(time.monotonic() - started, 1)
         outcomes[name] = outcome
         _write(options.out, facts, outcomes)
 
-    run = Run(
+    run = StageRun(
         folder=folder,
         deadline=time.monotonic() + 60 * options.minutes,
         tiny=options.tiny,
@@ -147,14 +147,14 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, Outcome]
         try:
             outcome = stages[name](run)
         except StageError as failure:
-            outcome = Outcome(failures=[str(failure)])
+            outcome = StageOutcome(failures=[str(failure)])
         except Exception:  # noqa: BLE001  # the other stages still run
-            outcome = Outcome(failures=[traceback.format_exc(limit=-5)])
+            outcome = StageOutcome(failures=[traceback.format_exc(limit=-5)])
         publish(name, outcome)
     return outcomes
 
 
-def _write(out: Path, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
+def _write(out: Path, facts: dict[str, Any], outcomes: dict[str, StageOutcome]) -> None:
     """The tables, and all numbers."""
     from exitserve.report import write_json
 
@@ -176,7 +176,7 @@ def _keep_logs(folder: Path, out: Path) -> None:
     (out / "gpu.log").write_text("\n".join(texts), encoding="utf-8")
 
 
-def _page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+def _page(facts: dict[str, Any], outcomes: dict[str, StageOutcome]) -> str:
     """All tables, then what failed."""
     from exitserve.report import machine_line
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import environment
 from child import Child, EngineSpec, Passed
-from shapes import ENGINES, SHARE, Case, Shape, Work
-from stages import Run, StageError, say
+from shapes import ENGINES, SHARE, EngineCase, Shape, Work
+from stages import StageError, StageRun, say
 
 from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.measures import Timing, timing_of
@@ -71,7 +71,7 @@ def decoder(shape: Shape, engine: str) -> DecoderShape:
     return shape_of(config, str(shape.config["dtype"]))
 
 
-def contenders(cases: Iterable[Case]) -> list[Contender]:
+def contenders(cases: Iterable[EngineCase]) -> list[Contender]:
     """Those of the cases, and plain vLLM at the same work before them; each once."""
     found: dict[Contender, None] = {}
     for case in sorted(cases, key=lambda case: case.work.batch):
@@ -80,7 +80,7 @@ def contenders(cases: Iterable[Case]) -> list[Contender]:
     return list(found)
 
 
-def measure(run: Run, shape: Shape, cases: Sequence[Case], folder: Path) -> Found:
+def measure(run: StageRun, shape: Shape, cases: Sequence[EngineCase], folder: Path) -> Found:
     """All passes of a phase.
 
     Args:
@@ -108,7 +108,9 @@ def measure(run: Run, shape: Shape, cases: Sequence[Case], folder: Path) -> Foun
     return found
 
 
-def _spec(run: Run, shape: Shape, engine: str, works: Sequence[Work], folder: Path) -> EngineSpec:
+def _spec(
+    run: StageRun, shape: Shape, engine: str, works: Sequence[Work], folder: Path
+) -> EngineSpec:
     longest = max(work.prompt_tokens + work.max_tokens for work in works)
     many = max(work.batch for work in works)
     llm: dict[str, Any] = {
@@ -178,7 +180,7 @@ def _alive(specs: Mapping[str, EngineSpec], folder: Path) -> Iterator[dict[str, 
             child.stop()
 
 
-def _wait(run: Run, children: dict[str, Child], found: Found) -> None:
+def _wait(run: StageRun, children: dict[str, Child], found: Found) -> None:
     """Waits for all engines; those that fail are taken out."""
     for name, child in list(children.items()):
         try:
@@ -189,7 +191,7 @@ def _wait(run: Run, children: dict[str, Child], found: Found) -> None:
 
 
 def _rounds(
-    run: Run, children: dict[str, Child], wanted: Sequence[Contender], found: Found
+    run: StageRun, children: dict[str, Child], wanted: Sequence[Contender], found: Found
 ) -> None:
     """One pass to warm up, one traced, then the timed ones, each time all contenders in turn."""
     last = None

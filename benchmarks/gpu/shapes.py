@@ -30,7 +30,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class EngineCase:
     """One row: an engine and a setting, to be compared with plain vLLM at the same work."""
 
     label: str
@@ -55,7 +55,7 @@ class Shape:
     """Declared by the checkpoint. Cases exit at the first."""
     truncated: int
     """Layers of the truncated model."""
-    phases: tuple[tuple[Case, ...], ...]
+    phases: tuple[tuple[EngineCase, ...], ...]
     """Cases of a phase share their engines. Long contexts are a phase of their own: engines with
     caches for them may not fit on the card together."""
 
@@ -97,7 +97,7 @@ an engine or for none, so "forced" is one of its own."""
 
 def _cases(
     shape: tuple[int, int, int], works: tuple[Work, Work, Work], long: Work, targets: Targets
-) -> tuple[tuple[Case, ...], ...]:
+) -> tuple[tuple[EngineCase, ...], ...]:
     """Both phases.
 
     Args:
@@ -112,8 +112,10 @@ def _cases(
     fixed = Setting(mode="fixed", exit_layer=exit_layer)
     never = Setting(mode="confidence", exit_threshold=NEVER)
 
-    def case(label: str, engine: str, setting: Setting, work: Work, depth: float, key: str) -> Case:
-        return Case(
+    def case(
+        label: str, engine: str, setting: Setting, work: Work, depth: float, key: str
+    ) -> EngineCase:
+        return EngineCase(
             label=label,
             engine=engine,
             setting=setting,

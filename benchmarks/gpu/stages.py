@@ -20,7 +20,7 @@ TAIL = 14
 
 
 @dataclass(kw_only=True)
-class Run:
+class StageRun:
     """One call of the script."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Run:
     shapes: tuple[str, ...]
     llm: Mapping[str, Any]
     """More arguments of `vllm.LLM`, for all engines."""
-    publish: Callable[[str, Outcome], None]
+    publish: Callable[[str, StageOutcome], None]
     """Writes what a stage has found so far."""
     kernels_tested: bool = False
     """Whether the kernels' tests have just passed."""
@@ -53,7 +53,7 @@ class Run:
 
 
 @dataclass
-class Outcome:
+class StageOutcome:
     """What a stage found."""
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ _STARTED = time.monotonic()
 
 
 def command(
-    run: Run,
+    run: StageRun,
     name: str,
     arguments: Sequence[str],
     most: float,

@@ -9,31 +9,30 @@ from typing import Any
 
 import liger
 import torch
-from timing import FUSED, Case, Work
+from timing import FUSED, TimedCase, Work
 from torch import Tensor
 from torch.nn import functional
 
 from exitserve_kernels import dispersion, simreg
-from exitserve_kernels.compact_rows import Batch, compact_rows
-from exitserve_kernels.dispatch import VARIABLE, Form, can_run_triton
-from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.dispatch import VARIABLE, Asked, Form, can_run_triton
+from exitserve_kernels.exit_check import (
+    Criterion,
+    ExitCheck,
+    FinalNorm,
+    Head,
+    finish,
+    summarise_slice,
+)
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 from exitserve_training import losses
 
 BATCHES = (1, 8, 32, 128, 512)
 
 
-def all_cases(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
-    """One after the other, so that few tensors exist at a time.
-
-    Args:
-        device: where.
-        small: sizes for a CPU.
-        liger_tiles: with `liger.log_probability_by_tiles` as a rival of the exit check.
-    """
-    yield from _exit_checks(device, small, liger_tiles)
+def all_cases(device: torch.device, small: bool) -> Iterator[TimedCase]:
+    """One after the other, so that few tensors exist at a time; `small`: sizes for a CPU."""
+    yield from _exit_checks(device, small)
     yield from _fills(device, small)
-    yield from _compactions(device, small)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _sums_over_pairs(device, dtype, small)
     yield from _training_losses(device, small)
@@ -54,7 +53,24 @@ def _rows(count: int) -> str:
     return f"{count} row" + ("s" if count > 1 else "")
 
 
-def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterator[Case]:
+def exit_check(
+    rows: Tensor,
+    weight: Tensor,
+    norm: FinalNorm | None,
+    criterion: Criterion = "max_prob",
+    implementation: Asked = "auto",
+) -> ExitCheck:
+    """Both steps of a check, of rows [B, D] with a head [V, D], at a threshold of 0.5."""
+    return finish(
+        summarise_slice(rows, Head(weight), norm=norm, implementation=implementation)[:, None],
+        torch.full((len(rows),), 0.5, device=rows.device),
+        criterion=criterion,
+        vocab_size=len(weight),
+        implementation=implementation,
+    )
+
+
+def _exit_checks(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """Llama 3 8B's head with the norm in front."""
     vocabulary, width = (4096, 256) if small else (128_256, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -62,18 +78,15 @@ def _exit_checks(device: torch.device, small: bool, liger_tiles: bool) -> Iterat
     norm = FinalNorm(torch.ones(width, device=device, dtype=dtype), 1e-6)
     for rows in BATCHES[: 2 if small else None]:
         states = torch.randn(rows, width, device=device, dtype=dtype)
-        check = partial(exit_check, states, weight, torch.full((rows,), 0.5, device=device))
-        forms = _forms(partial(check, norm=norm), device)
+        check = partial(exit_check, states, weight, norm)
+        forms = _forms(check, device)
         if _has_liger(device):
-            tokens = check(norm=norm).token
-            given = (states, weight, tokens, norm)
-            forms["Liger"] = partial(liger.top_and_log_probability, *given)
-            if liger_tiles:
-                forms["Liger, tiles"] = partial(liger.log_probability_by_tiles, *given)
-        yield Case("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
+            tokens = check().token
+            forms["Liger"] = partial(liger.top_and_log_probability, states, weight, tokens, norm)
+        yield TimedCase("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
 
 
-def _fills(device: torch.device, small: bool) -> Iterator[Case]:
+def _fills(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """24 layers above an exit, 8 kv heads of 128, key norm and rotary, blocks of 16."""
     layers, heads, size, blocks = (3, 2, 16, 64) if small else (24, 8, 128, 2048)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -93,23 +106,7 @@ def _fills(device: torch.device, small: bool) -> Iterator[Case]:
         forms = _forms(partial(fill, *given, key_norm=key_norm, rotary=rotary), device)
         if _has_liger(device):
             forms["Liger"] = partial(liger.fill, *given, key_norm, rotary)
-        yield Case("propagate_kv", _rows(rows), forms)
-
-
-def _compactions(device: torch.device, small: bool) -> Iterator[Case]:
-    """Decode batches of which half the rows exit; contexts of 8k tokens."""
-    width, blocks = (64, 8) if small else (4096, 512)
-    for rows in BATCHES[1 : 2 if small else None]:
-        batch = Batch(
-            states=torch.randn(rows, width, device=device),
-            positions=torch.arange(rows, device=device),
-            slots=torch.arange(rows, device=device),
-            starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            lengths=torch.ones(rows, dtype=torch.int32, device=device),
-            blocks=torch.zeros(rows, blocks, dtype=torch.int32, device=device),
-        )
-        exits = torch.arange(rows, device=device) % 2 == 0
-        yield Case("compact_rows", _rows(rows), _forms(partial(compact_rows, exits, batch), device))
+        yield TimedCase("propagate_kv", _rows(rows), forms)
 
 
 def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str, Tensor, Tensor]:
@@ -123,12 +120,12 @@ def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str,
     return size, vectors.requires_grad_(), labels
 
 
-def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[TimedCase]:
     """The kernels by themselves, against all pairs at once in PyTorch."""
     size, vectors, labels = _states(device, dtype, small)
-    yield Case("simreg", size, _forms(partial(_simreg, vectors, labels), device))
+    yield TimedCase("simreg", size, _forms(partial(_simreg, vectors, labels), device))
     mask = torch.ones_like(labels, dtype=torch.bool)
-    yield Case("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
+    yield TimedCase("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
 
 
 def _simreg(vectors: Tensor, labels: Tensor, *, implementation: Form) -> Any:
@@ -144,7 +141,7 @@ def _dispersion(vectors: Tensor, mask: Tensor, *, implementation: Form) -> Any:
     )
 
 
-def _training_losses(device: torch.device, small: bool) -> Iterator[Case]:
+def _training_losses(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """What a training step runs, unit vectors and averages included.
 
     Both forms compute in float32 whatever the states' type. Without kernels some rows of pairs
@@ -155,7 +152,7 @@ def _training_losses(device: torch.device, small: bool) -> Iterator[Case]:
         ("simreg, training's", partial(losses.simreg, states, labels)),
         ("dispersion, training's", partial(losses.dispersion, states)),
     ):
-        yield Case(name, size, _forms(partial(_training_loss, loss, states), device))
+        yield TimedCase(name, size, _forms(partial(_training_loss, loss, states), device))
 
 
 def _training_loss(loss: Callable[[], Tensor], states: Tensor, *, implementation: Form) -> Any:

@@ -32,12 +32,12 @@ from exitserve.report import machine, machine_line, markdown_table, versions, wr
 from exitserve_kernels.testing import error
 
 if TYPE_CHECKING:
-    from results import Run
+    from results import OperationRun
 
 HEADERS = ["operation", "result", "type", "fused", "PyTorch", "Liger", "fused / PyTorch"]
 
 
-class Line(NamedTuple):
+class ErrorLine(NamedTuple):
     """The errors of one result; None for what Liger-Kernel does not compute."""
 
     operation: str
@@ -92,7 +92,7 @@ def main() -> None:
         write_json(options.out, found)
 
 
-def _compared(run: Run, device: torch.device) -> Iterator[Line]:
+def _compared(run: OperationRun, device: torch.device) -> Iterator[ErrorLine]:
     """A line for each result."""
 
     def cast(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _compared(run: Run, device: torch.device) -> Iterator[Line]:
     fused, plain = run.results("triton", cast), run.results("torch", cast)
     rival = run.results("liger", cast) if run.in_liger and liger.versions() else {}
     for name, exact in truth.items():
-        yield Line(
+        yield ErrorLine(
             run.operation,
             name,
             str(run.dtype).removeprefix("torch."),

@@ -1,6 +1,6 @@
 """What Liger-Kernel has that is nearest to our operations, called at its best.
 
-Nothing in it compacts a batch, or sums over pairs of tokens as `simreg` and `dispersion` do.
+Nothing in it sums over pairs of tokens as `simreg` and `dispersion` do.
 Nothing here keeps gradients. Liger-Kernel is imported where it is called: it may be missing, and it
 imports Triton.
 """
@@ -8,7 +8,6 @@ imports Triton.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,26 +71,6 @@ def top_and_log_probability(
         chunk_mem_const=-(-vocabulary // width),
     )
     return found.predicted_tokens, -found.loss
-
-
-@torch.no_grad()
-def log_probability_by_tiles(
-    rows: Tensor, weight: Tensor, tokens: Tensor, norm: FinalNorm | None = None
-) -> Tensor:
-    """log p [B] alone, by Liger's kernel in CuTe that writes no logits either.
-
-    Compute capability 9.0 and bfloat16 only, with `pip install liger-kernel[cutedsl]`; on other
-    GPUs Liger runs PyTorch in its place. Not run here yet. Arguments as above.
-    """
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    # Its check of the tokens waits for the host.
-    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
-    if norm is not None:
-        rows = liger_rms_norm(rows, norm.gain, norm.epsilon, casting_mode="gemma")
-    loss: Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(rows, weight, tokens)
-    return -loss
 
 
 @torch.no_grad()

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import liger
 import torch
+from cases import exit_check
 from torch import Tensor
 from torch.nn import functional
 
 from exitserve_kernels import dispersion, simreg
-from exitserve_kernels.compact_rows import Batch, compact_rows
-from exitserve_kernels.exit_check import CRITERIA, FinalNorm, exit_check
+from exitserve_kernels.exit_check import CRITERIA, FinalNorm
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +26,7 @@ Results = Callable[[Any, Cast], dict[str, Tensor]]
 """Results by name, of a form: `triton`, `torch`, or `liger` for what that has of them."""
 
 
-class Run(NamedTuple):
+class OperationRun(NamedTuple):
     """An operation with inputs of one type."""
 
     operation: str
@@ -36,22 +36,21 @@ class Run(NamedTuple):
     """Whether Liger-Kernel has any, and runs here."""
 
 
-def runs(interpreted: bool) -> Iterator[Run]:
+def runs(interpreted: bool) -> Iterator[OperationRun]:
     """Every operation with every type. Triton's interpreter cannot run Liger-Kernel's norm."""
     operations: list[tuple[str, Results, bool]] = [
         ("exit_check", _exit_check, True),
         ("exit_check, norm", partial(_exit_check, normed=True), not interpreted),
         ("propagate_kv", _propagate_kv, not interpreted),
-        ("compact_rows", _compact_rows, False),
         ("simreg", _simreg, False),
         ("dispersion", _dispersion, False),
     ]
     for name, results, in_liger in operations:
         for dtype in TYPES:
-            yield Run(name, dtype, results, in_liger)
+            yield OperationRun(name, dtype, results, in_liger)
     for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
         name = f"propagate_kv, {str(kept).removeprefix('torch.')}"
-        yield Run(name, torch.bfloat16, partial(_propagate_kv, kept=kept), in_liger=False)
+        yield OperationRun(name, torch.bfloat16, partial(_propagate_kv, kept=kept), in_liger=False)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -62,8 +61,7 @@ def _exit_check(form: Any, cast: Cast, *, normed: bool = False) -> dict[str, Ten
     """33 rows of 256; a head [1000, 256] that gives logits of standard deviation 3."""
     rows, weight = cast(_random(33, 256)), cast(_random(1000, 256, seed=1) * 3 / 16)
     norm = FinalNorm(cast(_random(256, seed=2).abs() + 0.5), 1e-6) if normed else None
-    thresholds = torch.zeros(33, device=rows.device)
-    check: Any = partial(exit_check, rows, weight, thresholds, norm=norm)
+    check: Any = partial(exit_check, rows, weight, norm)
     if form == "liger":
         tokens = check(implementation="torch").token
         _, logarithms = liger.top_and_log_probability(rows, weight, tokens, norm)
@@ -98,23 +96,6 @@ def _propagate_kv(form: Any, cast: Cast, *, kept: torch.dtype | None = None) -> 
         fill(*given, key_norm=key_norm, rotary=rotary, implementation=form)
     keys, values = whole.double().flatten(2, 3)[:, :, slots]
     return {"keys": keys, "values": values}
-
-
-def _compact_rows(form: Any, cast: Cast) -> dict[str, Tensor]:
-    """33 rows of 64, a third of which leave."""
-    states = cast(_random(33, 64))
-    places = torch.arange(34, dtype=torch.int32, device=states.device)
-    batch = Batch(
-        states=states,
-        positions=places[:33].long(),
-        slots=places[:33].long(),
-        starts=places,
-        lengths=places[:33] + 1,
-        blocks=places[:33, None].repeat(1, 5),
-    )
-    left = compact_rows(places[:33] % 3 == 0, batch, implementation=form)
-    others = [part.flatten() for part in (*left.batch[1:], left.rows, left.num_left)]
-    return {"states": left.batch.states, "all the rest": torch.cat(others)}
 
 
 def _simreg(form: Any, cast: Cast) -> dict[str, Tensor]:

@@ -10,13 +10,11 @@ and backward of the losses.
 - `exit_check`: PyTorch is a library's product with the head, softmax and max, all with the norm
   in front. The share of the bandwidth is that of a copy in the same run, for the head's weights.
 - `propagate_kv`: the same steps in PyTorch, written layer by layer.
-- `compact_rows`: indexing, which waits for the host.
 - `simreg`, `dispersion`: all pairs of tokens at once. Lines named "training's" are the whole
   losses of exitserve_training with and without kernels; without, by rows of pairs.
 
 Liger-Kernel, where it is installed (`pip install liger-kernel==0.8.5`), has what is nearest to
-the first two; `liger.py` says what it leaves out. `--liger-tiles` adds its kernel for compute
-capability 9.0 that writes no logits either, and needs `liger-kernel[cutedsl]`.
+the first two; `liger.py` says what it leaves out.
 
 Without a GPU the PyTorch forms alone are timed, with `--small`, which shows that the script runs.
 """
@@ -51,7 +49,6 @@ def main() -> None:
         action="store_true",
         help="only with --small, or where they have just passed (benchmarks/gpu/run.py)",
     )
-    parser.add_argument("--liger-tiles", action="store_true", help="one more rival; see above")
     options = parser.parse_args()
     if not options.skip_tests:
         _refuse_unless_green()
@@ -62,7 +59,7 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     lines = [
         line
-        for case in all_cases(device, options.small, options.liger_tiles)
+        for case in all_cases(device, options.small)
         for line in measured(case, device, bandwidth)
     ]
     found = {

@@ -14,7 +14,7 @@ FUSED = "fused"
 Work = Callable[[], Any]
 
 
-class Case(NamedTuple):
+class TimedCase(NamedTuple):
     """Work of one size, in all its forms."""
 
     operation: str
@@ -25,7 +25,7 @@ class Case(NamedTuple):
     """Bytes of weights that every form reads once; 0: the share of bandwidth says nothing."""
 
 
-class Line(NamedTuple):
+class TimingLine(NamedTuple):
     """What was measured of one form."""
 
     operation: str
@@ -56,7 +56,7 @@ class Line(NamedTuple):
 HEADERS = ["operation", "size", "form", "µs", "fused / it (range)", "peak MiB", "of bandwidth"]
 
 
-def measured(case: Case, device: torch.device, bandwidth: float) -> list[Line]:
+def measured(case: TimedCase, device: torch.device, bandwidth: float) -> list[TimingLine]:
     """One line a form: all forms in turn, round after round; the first round warms up.
 
     Args:
@@ -79,7 +79,7 @@ def measured(case: Case, device: torch.device, bandwidth: float) -> list[Line]:
             share = (statistics.median(shares), min(shares), max(shares))
         peak = _peak_bytes(work) if device.type == "cuda" else None
         of_bandwidth = case.weights / bandwidth / median if case.weights else None
-        lines.append(Line(case.operation, case.size, form, median, share, peak, of_bandwidth))
+        lines.append(TimingLine(case.operation, case.size, form, median, share, peak, of_bandwidth))
     return lines
 
 

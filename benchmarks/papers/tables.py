@@ -152,11 +152,11 @@ def against(study: str, baseline: tuple[str, str], columns: Sequence[Column]) ->
     return markdown_table([*headers, *[header for header, _, _ in columns]], lines)
 
 
-def curves(study: str, group: str, key: str, ylabel: str, only: Sequence[str] = ()) -> Figure:
+def curves(study: str, group: str, key: str, ylabel: str) -> Figure:
     """The means over seeds against depth, a curve a variant."""
     runs = runs_of(study)
     found: dict[str, dict[int, float]] = {}
-    for variant in only or variants(runs):
+    for variant in variants(runs):
         known = next(iter(seeds(runs, variant).values()))[group]
         found[variant] = {
             int(depth): statistics.mean(values(runs, variant, at_depth(group, key, int(depth))))

@@ -73,11 +73,9 @@ class Gambler:
         return math.exp(-self._highest)
 
 
-def p_value(
-    losses: Sequence[float], limit: float, delta: float, planned: int | None = None
-) -> float:
-    """A gambler's p-value after `losses`; arguments as in `Gambler`, by default all are planned."""
-    gambler = Gambler(limit, delta, len(losses) if planned is None else planned)
+def p_value(losses: Sequence[float], limit: float, delta: float) -> float:
+    """A gambler's p-value after all planned `losses`; other arguments as in `Gambler`."""
+    gambler = Gambler(limit, delta, len(losses))
     for loss in losses:
         gambler.sees(loss)
     return gambler.p_value

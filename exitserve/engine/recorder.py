@@ -22,7 +22,6 @@ class Recorder:
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
-        self.involuntary_stays = 0
         self.deferred_tokens = 0
         self.deferred_layers = 0
         self.flushed_tokens = 0
@@ -128,7 +127,6 @@ class Recorder:
             "passed": dict(self.passed),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
-            "involuntary_stays": self.involuntary_stays,
             "deferred_tokens": self.deferred_tokens,
             "deferred_layers": self.deferred_layers,
             "flushed_tokens": self.flushed_tokens,

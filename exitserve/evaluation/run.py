@@ -13,7 +13,7 @@ from exitserve.evaluation.oracle import Seen, measure, report_of, rounded
 from exitserve.evaluation.settings import EvalPlan, TaskPlan
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
-from exitserve.server.local import LocalServer
+from exitserve.server.local_server import LocalServer
 from exitserve.windows import Window
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Every Prometheus metric of the product, and the numbers of `GET /exitserve/stats`.
 
-Most read the worker's cumulative snapshot (`exitserve.engine.recorder.Recorder.snapshot`); those of
-live quality are counted where it is judged, in the API process (`exitserve.server.shadow`).
-A metric is one entry of `METRICS`; its PromQL line goes out with it in `/metrics`.
+Most read the worker's cumulative snapshot (`exitserve.engine.recorder.Recorder.snapshot`). Those
+of live quality are counted in the API process (`exitserve.server.shadow_evaluation`). Each metric
+is an entry of `METRICS`; its help text on `/metrics` includes its PromQL query.
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from typing import Any, Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 Snapshot = Mapping[str, Any]
-"""What `Recorder.snapshot` returns; its layer keys may have become text on the way."""
+"""What `Recorder.snapshot` returns; transport may have turned its layer keys into text."""
 
 Counts = dict[tuple[str, str], int]
-"""Count by metric name and exit layer; the layer is empty where the metric has no such label."""
+"""Count by metric name and exit layer, which is empty for metrics without that label."""
 
 Thresholds = Literal["calibrated", "other"]
-"""Whether the calibration chose a request's thresholds: its promise is what is exported."""
+"""Whether a request has the thresholds of the calibration, to which its promise applies."""
 DropReason = Literal["queue_full", "no_trace", "error"]
-"""Why a drawn request is not judged: others wait, its depths are not known, or judging failed."""
+"""Why a selected request was not compared: a full queue, missing depths, or an error."""
 
 WINDOW_SECONDS = 60.0
 """The length of `last_minute`."""
 
 MIN_SPACING_SECONDS = 0.5
-"""Samples closer than this are merged, so that frequent requests for stats cost no memory."""
+"""Samples closer than this are merged, to bound memory when stats are requested often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One counter or gauge, and what it means."""
+    """One counter or gauge."""
 
     name: str
     help: str
     promql: str
     by: tuple[str, ...] = ()
-    """Labels beside the model's name."""
+    """Labels in addition to the model's name."""
     is_gauge: bool = False
-    """It may fall, and has no sum over time."""
+    """It may decrease, and is not summed over time."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Label names, in the order in which values are given."""
+        """Label names, in the order of their values."""
         return ("model_name", *self.by)
 
     @property
     def documentation(self) -> str:
-        """The help text that `/metrics` carries."""
+        """The help text on `/metrics`."""
         return f"{self.help} PromQL: {self.promql}"
 
     def counter(self, registry: CollectorRegistry) -> Counter:
-        """Registers it as a counter; a registry takes it once."""
+        """Registers it as a counter; possible once for each registry."""
         return Counter(self.name, self.documentation, self.labels, registry=registry)
 
     def gauge(self, registry: CollectorRegistry) -> Gauge:
-        """Registers it as a gauge; a registry takes it once."""
+        """Registers it as a gauge; possible once for each registry."""
         return Gauge(self.name, self.documentation, self.labels, registry=registry)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMetric(Metric):
-    """One that is read off the worker's snapshot."""
+    """A metric that is read from the worker's snapshot."""
 
     read: Callable[[Snapshot], dict[str, int]]
-    """Value by exit layer; by the empty text where the metric has no such label."""
+    """Value by exit layer, or under "" for metrics without that label."""
 
 
 def _by_layer(counts: Mapping[Any, int]) -> dict[str, int]:
@@ -76,10 +76,15 @@ def _by_layer(counts: Mapping[Any, int]) -> dict[str, int]:
 
 
 def _tokens(snapshot: Snapshot) -> dict[str, int]:
-    """Tokens by depth, with a zero wherever tokens can stop: series exist before any traffic."""
+    """Tokens by depth, with zeros where tokens can stop: series exist before any traffic."""
     stops = {str(layer) for layer in (*snapshot["exit_layers"], snapshot["num_layers"])}
     counts = _by_layer(snapshot["tokens_by_depth"])
     return {depth: n for depth, n in counts.items() if n or depth in stops}
+
+
+def _field(name: str) -> Callable[[Snapshot], dict[str, int]]:
+    """Reads one count of the snapshot, for metrics without a layer."""
+    return lambda snapshot: {"": snapshot[name]}
 
 
 def _saved_layers(snapshot: Snapshot) -> int:
@@ -108,7 +113,7 @@ CHECKS = WorkerMetric(
 )
 CHECKS_PASSED = WorkerMetric(
     name="exitserve_checks_passed_total",
-    help="Tokens that passed the check of an exit layer, and so stopped (or were drafted) there.",
+    help="Tokens that passed the check of an exit layer, and stopped (or were drafted) there.",
     promql=(
         "sum by (exit_layer) (rate(exitserve_checks_passed_total[5m]))"
         " / sum by (exit_layer) (rate(exitserve_checks_total[5m]))"
@@ -122,47 +127,47 @@ FROZEN_ROW_TOKENS = WorkerMetric(
     promql=(
         "sum(rate(exitserve_frozen_row_tokens_total[5m])) / sum(rate(exitserve_tokens_total[5m]))"
     ),
-    read=lambda snapshot: {"": snapshot["frozen_tokens"]},
+    read=_field("frozen_tokens"),
 )
 DEFERRED_TOKENS = WorkerMetric(
     name="exitserve_deferred_tokens_total",
-    help="Tokens (mode defer) that were emitted while their deeper layers were still to run.",
+    help="Tokens (mode defer) that were emitted before their deeper layers ran.",
     promql=(
         "sum(rate(exitserve_deferred_tokens_total[5m])) / sum(rate(exitserve_tokens_total[5m]))"
     ),
-    read=lambda snapshot: {"": snapshot["deferred_tokens"]},
+    read=_field("deferred_tokens"),
 )
 DEFERRED_LAYERS = WorkerMetric(
     name="exitserve_deferred_layers_total",
-    help="Layers that tokens ran after they were emitted (mode defer), or as rejected drafts.",
+    help="Layers run for tokens after they were emitted (mode defer), or for rejected drafts.",
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
-    read=lambda snapshot: {"": snapshot["deferred_layers"]},
+    read=_field("deferred_layers"),
 )
 PENDING_TOKENS = WorkerMetric(
     name="exitserve_pending_tokens",
-    help="Tokens that wait at an exit layer for their deeper layers to run.",
+    help="Tokens that are waiting at an exit layer for their deeper layers to run.",
     promql="sum(exitserve_pending_tokens)",
-    read=lambda snapshot: {"": snapshot["pending_tokens"]},
+    read=_field("pending_tokens"),
     is_gauge=True,
 )
 FLUSHED_TOKENS = WorkerMetric(
     name="exitserve_flushed_tokens_total",
-    help="Pending tokens (mode defer) that ran because a block was full, or too many waited.",
+    help="Pending tokens (mode defer) that had to run because a block was full or too many waited.",
     promql=(
         "sum(rate(exitserve_flushed_tokens_total[5m]))"
         " / sum(rate(exitserve_deferred_tokens_total[5m]))"
     ),
-    read=lambda snapshot: {"": snapshot["flushed_tokens"]},
+    read=_field("flushed_tokens"),
 )
 STEPPED_ASIDE = WorkerMetric(
     name="exitserve_stepped_aside_total",
-    help="Times that a request (mode verify) drafted nothing because drafting is slower now.",
+    help="Times a request (mode verify) drafted nothing because drafting would have been slower.",
     promql="sum(rate(exitserve_stepped_aside_total[5m]))",
-    read=lambda snapshot: {"": snapshot["stepped_aside"]},
+    read=_field("stepped_aside"),
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
-    help="Layers that generated tokens did without: the sum of L - depth.",
+    help="Layers that generated tokens skipped: the sum of L - depth.",
     promql="sum(rate(exitserve_depth_saved_layers_total[5m]))",
     read=lambda snapshot: {"": _saved_layers(snapshot)},
 )
@@ -176,22 +181,16 @@ FULL_DEPTH = WorkerMetric(
     ),
     read=lambda snapshot: {"": _full_depth_layers(snapshot)},
 )
-INVOLUNTARY_STAYS = WorkerMetric(
-    name="exitserve_involuntary_stays_total",
-    help="Confident rows that had to go on because of their batch; 0 unless something is wrong.",
-    promql="sum(increase(exitserve_involuntary_stays_total[5m]))",
-    read=lambda snapshot: {"": snapshot["involuntary_stays"]},
-)
 
 SHADOW_TOKENS = Metric(
     name="exitserve_shadow_tokens_total",
-    help="Tokens of answers that full depth judged afterwards (--shadow-rate), by their depth.",
+    help="Tokens compared with full depth afterwards (--shadow-rate), by their depth.",
     promql="sum by (exit_layer) (rate(exitserve_shadow_tokens_total[1h]))",
     by=("exit_layer", "thresholds"),
 )
 SHADOW_AGREED = Metric(
     name="exitserve_shadow_agreed_total",
-    help="Those at which the likeliest token of their depth is full depth's too.",
+    help="Compared tokens whose depth and full depth have the same most likely token.",
     promql=(
         "sum(rate(exitserve_shadow_agreed_total[1h]))"
         " / sum(rate(exitserve_shadow_tokens_total[1h]))"
@@ -200,13 +199,13 @@ SHADOW_AGREED = Metric(
 )
 SHADOW_DROPPED = Metric(
     name="exitserve_shadow_dropped_total",
-    help="Requests that were drawn to be judged and were not, by the reason.",
+    help="Requests that were selected for comparison and not compared, by reason.",
     promql="sum by (reason) (increase(exitserve_shadow_dropped_total[1h]))",
     by=("reason",),
 )
 CALIBRATED_AGREEMENT = Metric(
     name="exitserve_calibrated_agreement",
-    help="The share of tokens that are full depth's, as the checkpoint's calibration promises it.",
+    help="The share of tokens equal to full depth's that the checkpoint's calibration promises.",
     promql="max by (model_name) (exitserve_calibrated_agreement)",
     is_gauge=True,
 )
@@ -223,7 +222,6 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     STEPPED_ASIDE,
     DEPTH_SAVED,
     FULL_DEPTH,
-    INVOLUNTARY_STAYS,
 )
 METRICS: tuple[Metric, ...] = (
     *WORKER_METRICS,
@@ -232,7 +230,7 @@ METRICS: tuple[Metric, ...] = (
     SHADOW_DROPPED,
     CALIBRATED_AGREEMENT,
 )
-"""All of them: tests hold dashboards, alert rules and the documentation against this."""
+"""All metrics: tests compare dashboards, alert rules and documentation with this list."""
 
 
 def read_counts(snapshot: Snapshot) -> Counts:
@@ -246,9 +244,9 @@ def read_counts(snapshot: Snapshot) -> Counts:
 
 
 def advance(last: Counts, current: Counts) -> Counts:
-    """What happened between two readings of the same worker.
+    """The increase between two readings of a worker.
 
-    A reading below the last one means that the worker began anew: all of it is then new.
+    A reading below the last one means that the worker was restarted: then all of it is new.
     """
     restarted = any(current.get(key, 0) < count for key, count in last.items())
     base: Counts = {} if restarted else last
@@ -256,10 +254,10 @@ def advance(last: Counts, current: Counts) -> Counts:
 
 
 class ExitMetrics:
-    """The counters and gauges of one served model that follow its worker."""
+    """The counters and gauges of one served model that are read from its worker."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        """Registers every metric; a registry takes them once."""
+        """Registers the metrics; possible once for each registry."""
         self._model_name = model_name
         self._counters = {
             metric.name: metric.counter(registry)
@@ -272,7 +270,7 @@ class ExitMetrics:
         self._last: Counts = {}
 
     def update(self, snapshot: Snapshot) -> None:
-        """Advances the counters to a worker's cumulative counts, and sets the gauges."""
+        """Raises the counters to a worker's cumulative counts, and sets the gauges."""
         for metric, gauge in self._gauges.items():
             for value in metric.read(snapshot).values():
                 gauge.labels(self._model_name).set(value)
@@ -287,38 +285,40 @@ class ShadowMetrics:
     """The counters of live quality of one served model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, depths: Iterable[int]) -> None:
-        """Registers them, with a zero for each of the `depths` where tokens can stop."""
+        """Registers them, with zeros for the `depths` at which tokens can stop."""
         self._model_name = model_name
         self._tokens = SHADOW_TOKENS.counter(registry)
         self._agreed = SHADOW_AGREED.counter(registry)
         self._dropped = SHADOW_DROPPED.counter(registry)
         for depth in depths:
             for thresholds in get_args(Thresholds):
-                self.judged(depth, thresholds, tokens=0, agreed=0)
+                self.compared(depth, thresholds, tokens=0, agreed=0)
         for reason in get_args(DropReason):
             self.dropped(reason, 0)
 
-    def judged(self, depth: int, thresholds: Thresholds, *, tokens: int, agreed: int) -> None:
-        """Counts tokens that stopped at `depth`, and how many of them full depth agrees with."""
+    def compared(self, depth: int, thresholds: Thresholds, *, tokens: int, agreed: int) -> None:
+        """Counts tokens that stopped at `depth`, and those that agree with full depth."""
         labels = (self._model_name, str(depth), thresholds)
         self._tokens.labels(*labels).inc(tokens)
         self._agreed.labels(*labels).inc(agreed)
 
     def dropped(self, reason: DropReason, requests: int = 1) -> None:
-        """Counts requests that were drawn and are not judged."""
+        """Counts requests that were selected and not compared."""
         self._dropped.labels(self._model_name, reason).inc(requests)
 
 
-def tell_calibrated(registry: CollectorRegistry, model_name: str, agreement: float) -> None:
-    """Exports the agreement that the checkpoint's calibration promises, once."""
+def export_calibrated_agreement(
+    registry: CollectorRegistry, model_name: str, agreement: float
+) -> None:
+    """Exports the agreement that the checkpoint's calibration promises; possible once."""
     CALIBRATED_AGREEMENT.gauge(registry).labels(model_name).set(agreement)
 
 
 class StatsWindow:
-    """Totals since the start, and over the last minute, from snapshots taken now and then."""
+    """Totals since the start and over the last minute, from occasional snapshots."""
 
     def __init__(self) -> None:
-        """Starts without samples: every report is zero until the first."""
+        """Starts without samples: all counts are zero until the first."""
         self._last: Counts = {}
         self._samples: deque[tuple[float, Counts]] = deque()
 
@@ -339,10 +339,9 @@ class StatsWindow:
 
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
-            `mean_depth`, `depth_speedup`, `mean_layers_run` (with those that mode "defer" runs
-            later, and those of rejected drafts), `checks` and `checks_passed`. What is an average
-            is None where no token was
-            generated.
+            `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
+            later, and those of rejected drafts), `checks` and `checks_passed`. Averages are None if
+            no token was generated.
         """
         self._forget(now)
         total = self._total()
@@ -354,7 +353,7 @@ class StatsWindow:
         return dict(self._samples[-1][1]) if self._samples else {}
 
     def _forget(self, now: float) -> None:
-        # The newest sample that is a minute old stays: the last minute is counted from it.
+        # Keep the newest sample that is a minute old: the last minute starts there.
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
             self._samples.popleft()
 

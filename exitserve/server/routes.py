@@ -1,6 +1,6 @@
-"""Our endpoint plugin: checks of the exit fields, response fields, `/exitserve/stats`, metrics.
+"""The endpoint plugin: request fields, response fields, `/exitserve/stats` and metrics.
 
-The two completion routes wrap vLLM's own handlers, so everything else about them stays vLLM's.
+The two completion routes wrap vLLM's handlers, which do everything else.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
 from exitserve.errors import ExitServeError
-from exitserve.server.metrics import ExitMetrics, ShadowMetrics, StatsWindow, tell_calibrated
-from exitserve.server.refusals import NO_POOLING, POOLING_ROUTES
-from exitserve.server.shadow import Shadow
-from exitserve.server.traces import Depths, ExitFields, Trace
+from exitserve.server.metrics import (
+    ExitMetrics,
+    ShadowMetrics,
+    StatsWindow,
+    export_calibrated_agreement,
+)
+from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
+from exitserve.server.shadow_evaluation import ShadowEvaluation
+from exitserve.server.unsupported_features import NO_POOLING, POOLING_ROUTES
 
 POLL_SECONDS = 2.0
-"""How often the counts are sampled while requests are being served, for the last minute's sums."""
+"""How often counts are sampled while requests are served, for the sums of the last minute."""
 
 
 class ExitServer:
-    """What our routes need of the running server."""
+    """The state of the running server that our routes use."""
 
     def __init__(self, engine_client: Any, model_name: str, shadow_rate: float) -> None:
         self.engine = engine_client
@@ -53,11 +58,11 @@ class ExitServer:
         self.metrics = ExitMetrics(get_prometheus_registry(), model_name)
         self.open_requests = 0
         self.unsampled = False
-        """Whether a request ended since the last sample."""
+        """Whether a request has ended since the last sample."""
         self._poller: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Attaches to the worker and begins to follow its counts."""
+        """Attaches to the worker and starts to read its counts."""
         RowsProcessor.rules = self.rules
         await self.engine.collective_rpc("exit_attach")
         await self.snapshot()
@@ -65,18 +70,20 @@ class ExitServer:
         self._follow_quality()
 
     def _follow_quality(self) -> None:
-        """Exports what quality was promised, and has a share of the answers judged."""
+        """Exports the promised agreement, and starts to compare a share of the answers."""
         registry = get_prometheus_registry()
         calibration = self.rules.calibration
         if calibration is not None and calibration.chosen.agreement is not None:
-            tell_calibrated(registry, self._model_name, calibration.chosen.agreement)
+            export_calibrated_agreement(registry, self._model_name, calibration.chosen.agreement)
         if self._shadow_rate:
             depths = (*self.rules.exit_layers, self.rules.num_layers)
             counts = ShadowMetrics(registry, self._model_name, depths)
-            Shadow(self.engine, self.rules, self._shadow_rate, counts, self.take_traces).start()
+            ShadowEvaluation(
+                self.engine, self.rules, self._shadow_rate, counts, self.take_traces
+            ).start()
 
     async def snapshot(self) -> dict[str, Any]:
-        """Asks the worker for its counts and brings the metrics up to date."""
+        """Reads the worker's counts and updates the metrics."""
         snapshot: dict[str, Any] = (await self.engine.collective_rpc("exit_stats"))[0]
         self.metrics.update(snapshot)
         self.window.add(time.monotonic(), snapshot)
@@ -86,16 +93,16 @@ class ExitServer:
         while not self.engine.errored:
             await asyncio.sleep(POLL_SECONDS)
             # vLLM's worker polls its queue without sleeping for a second after each message, so
-            # asking an idle server for its counts would keep a core busy for nothing.
+            # reading the counts of an idle server would keep a core busy.
             if not (self.open_requests or self.unsampled):
                 continue
             self.unsampled = False
-            # A dying engine ends the poll at the next turn; it must not end the server's loop.
+            # If the engine dies, the loop ends at the next turn; the server's event loop goes on.
             with suppress(Exception):
                 await self.snapshot()
 
     async def take_traces(self, key: str) -> dict[str, Depths]:
-        """What the worker recorded under `key` since the last call."""
+        """Removes and returns the depths that the worker recorded under `key`."""
         traces: dict[str, Depths] = (
             await self.engine.collective_rpc("exit_take_traces", args=(key,))
         )[0]
@@ -123,12 +130,12 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
         traced = check_fields(server, await raw_request.json(), request)
     except ExitServeError as error:
         return _bad_request(str(error))
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     if traced:
         key = uuid.uuid4().hex
         request.vllm_xargs["exit_trace"] = [key]
         keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
-        trace = Trace(
+        trace = RequestTrace(
             lambda: server.take_traces(key),
             samples=request.n or 1,
             chat=chat,
@@ -138,7 +145,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     response = await handler(request, raw_request)
     streamed = isinstance(response, StreamingResponse)
     if not streamed and not (isinstance(response, JSONResponse) and response.status_code == 200):
-        return response  # an error, or nobody there to answer
+        return response  # an error, or the client has disconnected
     labelled = _has_logprobs(request) and _may_exit(server, request)
     if trace is None and not labelled:
         return response
@@ -146,7 +153,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     if streamed:
         response.body_iterator = fields.stream(aiter(response.body_iterator))
         return response
-    # What vLLM's handler says in headers stays; those of the body are made anew.
+    # Keep the headers of vLLM's handler, except those of the body.
     of_body = ("content-length", "content-type")
     headers = {name: text for name, text in response.headers.items() if name not in of_body}
     body = await fields.response(json.loads(bytes(response.body)))
@@ -154,14 +161,14 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
 
 
 def _has_logprobs(request: Any) -> bool:
-    # Completions give a number, of which 0 asks for the chosen token's; chat gives true or false.
+    # A number in completions, where 0 asks for the chosen token's; true or false in chat.
     return request.logprobs is not None and request.logprobs is not False
 
 
 def _may_exit(server: ExitServer, request: Any) -> bool:
     """Whether tokens of the request may come from an exit layer.
 
-    Asked after vLLM's handler, which turns tool choices and response formats into grammars.
+    Called after vLLM's handler, which turns tool choices and response formats into grammars.
     """
     limit = getattr(request, "max_completion_tokens", None) or request.max_tokens
     first_token_only = limit is not None and limit <= 1
@@ -173,17 +180,17 @@ def _may_exit(server: ExitServer, request: Any) -> bool:
 
 
 def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool:
-    """Checks the exit fields of a request body as sent; returns whether it asks for a trace.
+    """Checks the exit fields of a request; returns whether it asks for a trace.
 
-    The body is read as sent because vLLM's own parsing turns booleans into numbers.
+    Reads the raw body, because vLLM's parsing turns booleans into numbers.
 
     Raises:
-        ExitServeError: a field is bad, stands in the wrong place, or cannot be served.
+        ExitServeError: a field is invalid, in the wrong place, or cannot be served.
     """
     misplaced = sorted(name for name in body if name.startswith("exit_"))
     if misplaced:
         raise ExitServeError(
-            f"{misplaced[0]} must stand inside vllm_xargs: "
+            f"{misplaced[0]} must be inside vllm_xargs: "
             f'{{"vllm_xargs": {{"{misplaced[0]}": {json.dumps(body[misplaced[0]])}}}}}.'
         )
     fields = body.get("vllm_xargs") or {}
@@ -198,10 +205,10 @@ def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool
 
 
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
-    """Raises `ExitServeError` for exit fields that would do nothing, or harm, beside others."""
+    """Raises `ExitServeError` for combinations in which exit fields would fail or do nothing."""
     if fields.get("exit_trace") and getattr(request, "echo", False):
-        # A trace counts tokens by their ids, and with ids vLLM leaves the echoed text out.
-        raise ExitServeError("exit_trace does not go with echo; drop one of them.")
+        # A trace counts token ids, and when vLLM returns these it leaves the echoed text out.
+        raise ExitServeError("exit_trace cannot be combined with echo; drop one of them.")
     if not getattr(request, "use_beam_search", False):
         return
     given = ["exit_trace"] if fields.get("exit_trace") else []
@@ -210,7 +217,8 @@ def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool)
         given += [name for name in choices if name in fields]
     if given:
         raise ExitServeError(
-            f"{given[0]} does not go with beam search, which runs at full depth; drop one of them."
+            f"{given[0]} cannot be combined with beam search, which runs at full depth; drop one "
+            "of them."
         )
 
 
@@ -219,13 +227,13 @@ def _bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
     return JSONResponse({"error": error}, status_code=400)
 
 
-async def refuse_pooling() -> JSONResponse:
-    """The routes of pooling models: a clear answer where vLLM has no route at all."""
+async def reject_pooling() -> JSONResponse:
+    """The routes of pooling models, which vLLM does not register for text generation."""
     return _bad_request(NO_POOLING, param="model")
 
 
 async def stats(raw_request: Request) -> JSONResponse:
-    """`GET /exitserve/stats`: tokens by exit layer and depth speedup, since start and lately."""
+    """`GET /exitserve/stats`: counts since the start and over the last minute."""
     server = _server(raw_request)
     await server.snapshot()
     rules = server.rules
@@ -253,10 +261,10 @@ def _finite(value: float) -> float | None:
 
 
 class JsonRoute(APIRoute):
-    """A route that says in one line when its body is no JSON."""
+    """A route with a one-line error for a body that is not JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wraps FastAPI's handler, whose own message for this is a list of errors."""
+        """Wraps FastAPI's handler, whose error for this is a list."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
@@ -270,7 +278,7 @@ class JsonRoute(APIRoute):
 
 
 class Traffic:
-    """ASGI middleware: notes requests in progress, and brings /metrics up to date when read."""
+    """ASGI middleware: counts requests in progress, and updates /metrics when it is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -282,7 +290,7 @@ class Traffic:
             await self._app(scope, receive, send)
             return
         if scope["path"].startswith("/metrics"):
-            # With a dead engine the page shows the last counts.
+            # If the engine is dead, the page shows the last counts.
             with suppress(Exception):
                 await server.snapshot()
         serving = scope["method"] == "POST"
@@ -301,7 +309,7 @@ class ExitServePlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Puts our routes on the app; those of an existing path replace vLLM's."""
+        """Adds our routes to the app; for existing paths they replace vLLM's."""
         app.add_middleware(Traffic)
         for path, endpoint in (
             ("/v1/completions", create_completion),
@@ -316,11 +324,11 @@ class ExitServePlugin:
                 response_model=None,
             )
         for path in POOLING_ROUTES:
-            app.post(path, include_in_schema=False)(refuse_pooling)
+            app.post(path, include_in_schema=False)(reject_pooling)
         app.get("/exitserve/stats")(stats)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Called once the engine is up."""
+        """Called when the engine is ready."""
         names = args.served_model_name or [args.model]
         rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
         state.exitserve = ExitServer(engine_client, names[0], rate)

@@ -1,5 +1,5 @@
-"""Operations that multi-exit models need beyond a plain decoder's, each with two forms.
+"""Operations that multi-exit models need beyond a plain decoder's, in two forms each.
 
-One folder an operation: `exitserve_kernels.exit_check` and so on. `reference` is PyTorch, and the
-truth; `fused` is Triton, imported where it runs. `dispatch` chooses between them.
+One folder for each operation: `reference` is PyTorch and the reference; `fused` is Triton, imported
+only where it runs. `dispatch` chooses between them.
 """

@@ -1,9 +1,9 @@
-"""Compiles every fused kernel for GPUs that are not here, and tells what each needs.
+"""Compiles every fused kernel for GPUs that need not be present, and reports what each needs.
 
     python -m exitserve_kernels.ahead_of_time [--arch 90]
 
-Prints JSON: registers a thread, bytes of stack (what does not fit into registers spills there)
-and of shared memory, by kernel and target. Needs Triton, and no GPU.
+Prints JSON: registers per thread, bytes of stack (for registers that spill) and of shared memory,
+by kernel and target. Needs Triton, but no GPU.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ ARCHITECTURES = (80, 90, 100)
 
 OPERATIONS = (
     "exit_check",
-    "compact_rows",
     "propagate_kv",
     "simreg",
     "dispersion",
 )
-"""Folders with a `fused` module; each has its `VARIANTS`."""
+"""Folders with a `fused` module, which has `VARIANTS`."""
 
 
 class Variant(NamedTuple):
-    """One kernel with the constants it is launched with."""
+    """A kernel with the constants of a launch."""
 
     name: str
     kernel: Any
     arguments: dict[str, str]
-    """Triton's type of each argument that is no constant: `*bf16`, `i32`, `fp32`.
+    """Triton's type of each argument that is not a constant: `*bf16`, `i32`, `fp32`.
 
     `i32:16` is a multiple of 16, as sizes and strides usually are; pointers always are.
     """
@@ -46,13 +45,13 @@ class Variant(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     spills: int = 0
-    """Bytes of stack a thread that are accepted."""
+    """Bytes of stack per thread that are accepted."""
     least_arch: int = 80
-    """What it needs of a GPU: 8-bit floats of kind e4m3 came with 89."""
+    """The least compute capability: e4m3 floats need 89."""
 
 
 class Needs(NamedTuple):
-    """What a compiled kernel takes of a GPU."""
+    """What a compiled kernel uses."""
 
     registers: int
     stack: int
@@ -60,7 +59,7 @@ class Needs(NamedTuple):
 
 
 def variants() -> Iterator[Variant]:
-    """Those of every operation."""
+    """The variants of all operations."""
     for operation in OPERATIONS:
         yield from import_module(f"exitserve_kernels.{operation}.fused").VARIANTS
 
@@ -69,7 +68,7 @@ def compile_for(variant: Variant, arch: int) -> Needs:
     """Compiles a kernel for a compute capability.
 
     Args:
-        variant: which.
+        variant: the kernel.
         arch: 80, 90 or 100.
 
     Raises:
@@ -97,15 +96,15 @@ def compile_for(variant: Variant, arch: int) -> Needs:
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-        told = subprocess.run(
+        usage = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", told)}
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     return Needs(found["REG"], found["STACK"], int(compiled.metadata.shared))
 
 
 def main() -> None:
-    """Compiles all, and fails if one spills more than it may."""
+    """Compiles all kernels, and fails if one spills more than is accepted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="default: all")
     chosen = parser.parse_args().arch

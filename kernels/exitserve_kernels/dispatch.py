@@ -1,4 +1,4 @@
-"""Which form of an operation runs: Triton on a GPU, PyTorch elsewhere, or what is asked for."""
+"""Chooses the form of an operation: Triton on a GPU, PyTorch elsewhere, unless asked otherwise."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def choose(operation: str, device: torch.device, asked: Asked = "auto") -> Form:
 
     Args:
         operation: its name, for the log.
-        device: where its tensors are.
-        asked: by the caller; `auto` leaves it to the environment, then to the device.
+        device: of its tensors.
+        asked: the caller's choice; `auto` uses the environment's, then the device's.
 
     Raises:
-        ValueError: neither form is asked for, or Triton cannot run on this device.
+        ValueError: the choice is unknown, or Triton cannot run on this device.
     """
     if asked == "auto":
         asked = _of_environment()
@@ -43,17 +43,17 @@ def choose(operation: str, device: torch.device, asked: Asked = "auto") -> Form:
             f"{operation} cannot run in Triton on {device.type}: it needs a CUDA device and the "
             f"package triton (or TRITON_INTERPRET=1, for tests); use {VARIABLE}=torch."
         )
-    _tell(operation, device.type, form)
+    _log_choice(operation, device.type, form)
     return form
 
 
 def chosen() -> dict[str, Form]:
-    """The form in which each operation of this process ran last."""
+    """The form in which each operation last ran in this process."""
     return dict(_chosen)
 
 
 def can_run_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device: on GPUs, and anywhere in its interpreter."""
+    """Whether Triton kernels run on a device: on GPUs, and in the interpreter on any device."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or interpreted) and _has_triton()
 
@@ -78,7 +78,7 @@ def _has_triton() -> bool:
     return True
 
 
-def _tell(operation: str, device: str, form: Form) -> None:
+def _log_choice(operation: str, device: str, form: Form) -> None:
     if _chosen.get(operation) != form:
         _chosen[operation] = form
         _log.info("%s on %s: %s", operation, device, form)

@@ -1,4 +1,4 @@
-"""What tests of kernels share: poisoned allocations, and how far a result may be from the truth."""
+"""Helpers of the kernels' tests: poisoned allocations, and errors against the reference."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fills what `torch.empty` gives with NaN (integers: with their greatest value).
+    """Fills tensors of `torch.empty` with NaN (integers: with the greatest value).
 
-    A kernel that reads what nobody wrote then shows it. (PyTorch's own switch,
-    `torch.utils.deterministic.fill_uninitialized_memory`, which needs deterministic algorithms.)
+    So a kernel that reads uninitialised memory is found. Uses PyTorch's
+    `torch.utils.deterministic.fill_uninitialized_memory`, which needs deterministic algorithms.
     """
     switches: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
@@ -29,24 +30,38 @@ def poisoned_allocations() -> Iterator[None]:
         switches.fill_uninitialized_memory = fill
 
 
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Records the bytes of the largest tensor that any operation returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.nbytes = max(self.nbytes, tensor.nbytes)
+        return result
+
+
 def error(result: Tensor, truth: Tensor) -> float:
-    """Root-mean-square error relative to the truth's root mean square, both in float64."""
+    """Root-mean-square error relative to the root mean square of `truth`, in float64."""
     result, truth = result.double(), truth.double()
     scale = truth.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     return float((result - truth).square().mean().sqrt() / scale)
 
 
 def assert_no_worse(result: Tensor, plain: Tensor, truth: Tensor, times: float = 2.0) -> None:
-    """Asserts that a result errs at most `times` as much as plain PyTorch in the same type.
+    """Asserts that a result's error is at most `times` that of PyTorch in the same type.
 
     Args:
-        result: the kernel's.
-        plain: PyTorch's, from the same inputs in the same type.
-        truth: the reference's, in float64 or float32.
-        times: what is allowed; a float32 rounding error is allowed in any case.
+        result: of the kernel.
+        plain: of PyTorch, from the same inputs in the same type.
+        truth: of the reference, in float64 or float32.
+        times: the limit; a float32 rounding error is always allowed.
 
     Raises:
-        AssertionError: it errs more, or has NaN or infinity elsewhere than the truth.
+        AssertionError: the error is larger, or NaN or infinity are in other places.
     """
     assert result.shape == truth.shape, (result.shape, truth.shape)
     finite = truth.isfinite()

@@ -209,7 +209,7 @@ def test_panels_are_described_and_templated(path):
 
 def test_alerts_say_what_is_wrong():
     alerts = [rule for g in load_rules()["groups"] for rule in g["rules"] if "alert" in rule]
-    assert {"InvoluntaryStays", "ExitsNeverFire"} <= {alert["alert"] for alert in alerts}
+    assert "ExitsNeverFire" in {alert["alert"] for alert in alerts}
     assert all(alert["annotations"]["summary"] for alert in alerts)
     assert all(alert["labels"]["severity"] in ("warning", "critical") for alert in alerts)
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.server.local import LocalServer, free_port, stop
+from exitserve.server.local_server import LocalServer, free_port, stop
 
 NAME = "exit-py"
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.server.local import LocalServer
+from exitserve.server.local_server import LocalServer
 
 NAME = "exit-py"
 CODE = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n"

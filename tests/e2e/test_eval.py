@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from exitserve.cli import main
-from exitserve.server.local import LocalServer
+from exitserve.server.local_server import LocalServer
 
 pytest.importorskip("lm_eval", reason="tasks are lm-eval's (requirements/cpu.txt)")
 

@@ -20,8 +20,8 @@ from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.server.local import LocalServer
-from exitserve.server.shadow import CAPACITY
+from exitserve.server.local_server import LocalServer
+from exitserve.server.shadow_evaluation import CAPACITY
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -67,8 +67,8 @@ def judging(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with LocalServer(calibrated, *options, "--shadow-rate", "1", log=log) as running:
         yield running
     text = log.read_text()
-    assert "could not be judged" not in text
-    assert "server/shadow.py" not in text, "a traceback, while it ran or stopped"
+    assert "could not be compared" not in text
+    assert "server/shadow_evaluation.py" not in text, "a traceback, while it ran or stopped"
 
 
 @pytest.fixture(scope="module")

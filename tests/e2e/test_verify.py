@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
-from exitserve.server.local import LocalServer
+from exitserve.server.local_server import LocalServer
 
 NAME = "exit-py"
 PROMPTS = (

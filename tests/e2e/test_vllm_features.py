@@ -159,7 +159,7 @@ def test_echo(client) -> None:
     request["echo"] = True
     echoed = client.completions.create(**request, extra_body={"vllm_xargs": fields})
     assert echoed.choices[0].text == PROMPT + text
-    with pytest.raises(BadRequestError, match="exit_trace does not go with echo"):
+    with pytest.raises(BadRequestError, match="exit_trace cannot be combined with echo"):
         client.completions.create(
             **request, extra_body={"vllm_xargs": fields | {"exit_trace": True}}
         )

@@ -82,4 +82,3 @@ def test_counts_reconcile(harness, jobs) -> None:
     exited = sum(depth < 12 for depth in depths)
     assert after["frozen_tokens"] - before["frozen_tokens"] == exited
     assert sum(after["passed"].values()) - sum(before["passed"].values()) == exited
-    assert after["involuntary_stays"] == 0

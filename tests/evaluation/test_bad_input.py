@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from exitserve.cli import main
-from exitserve.server.local import free_port
+from exitserve.server.local_server import free_port
 
 TASKS = Path(__file__).parent / "tasks"
 OWN = ("--task-path", str(TASKS))

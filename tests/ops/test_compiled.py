@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from exitserve_kernels.compact_rows import Batch, compact_rows
 from exitserve_kernels.dispatch import Form
-from exitserve_kernels.exit_check import FinalNorm, exit_check
+from exitserve_kernels.exit_check import FinalNorm, Head, finish, summarise_slice
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 
@@ -20,7 +19,8 @@ def test_exit_check(device: torch.device, form: Form) -> None:
     norm = FinalNorm(torch.ones(32, device=device), 1e-6)
 
     def check(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return exit_check(states * 2.0, weight, thresholds, norm=norm, implementation=form)
+        summary = summarise_slice(states * 2.0, Head(weight), norm=norm, implementation=form)
+        return finish(summary[:, None], thresholds, vocab_size=300, implementation=form)
 
     states = torch.randn(4, 32, device=device)
     for one, other in zip(torch.compile(check, fullgraph=True)(states), check(states), strict=True):
@@ -54,24 +54,3 @@ def test_propagate_kv(device: torch.device, form: Form) -> None:
     for one, other in zip(*filled, strict=True):
         assert one.count_nonzero()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: only the kernel compiles whole"
-)
-def test_compact_rows(device: torch.device) -> None:
-    batch = Batch(
-        states=torch.randn(4, 8, device=device),
-        positions=torch.arange(4, device=device),
-        slots=torch.arange(4, device=device),
-        starts=torch.arange(5, dtype=torch.int32, device=device),
-        lengths=torch.ones(4, dtype=torch.int32, device=device),
-        blocks=torch.zeros(4, 2, dtype=torch.int32, device=device),
-    )
-
-    def compact(exits: torch.Tensor) -> torch.Tensor:
-        return compact_rows(exits, batch, implementation="triton").batch.states
-
-    exits = torch.tensor([True, False, False, True], device=device)
-    compiled = torch.compile(compact, fullgraph=True)(exits)
-    assert torch.equal(compiled, compact(exits))

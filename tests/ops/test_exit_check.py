@@ -9,13 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from exitserve_kernels.dispatch import Asked
 from exitserve_kernels.exit_check import (
     CRITERIA,
+    Criterion,
     ExitCheck,
     FinalNorm,
     Head,
     check_logits,
-    exit_check,
     finish,
     join,
     summarise_slice,
@@ -24,6 +25,29 @@ from exitserve_kernels.testing import assert_no_worse, poisoned_allocations
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 16, 32), (3, 40, 129), (17, 64, 300), (33, 100, 517), (130, 32, 64)]
+
+
+def exit_check(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    thresholds: torch.Tensor,
+    *,
+    norm: FinalNorm | None = None,
+    criterion: Criterion = "max_prob",
+    end_thresholds: torch.Tensor | None = None,
+    implementation: Asked = "auto",
+    **head: Any,
+) -> ExitCheck:
+    """Both steps of a check, as the engine runs them on one rank; `head` is fields of `Head`."""
+    whole = Head(weight, **head)
+    return finish(
+        summarise_slice(states, whole, norm=norm, implementation=implementation)[:, None],
+        thresholds,
+        criterion=criterion,
+        vocab_size=whole.columns,
+        end_thresholds=end_thresholds,
+        implementation=implementation,
+    )
 
 
 def inputs(
@@ -245,7 +269,7 @@ def test_logits_are_kept_where_a_sampler_wants_them(
     plain = torch.empty(5, 250, dtype=dtype, device=device)
     summarise_slice(states, head, logits=plain, implementation="torch")
     assert_no_worse(wide[:, :250], plain, exact[:, :250])
-    # What is judged is what is kept.
+    # The check reads the logits that are kept.
     assert torch.equal(own[:, 0], wide[:, :250].float().amax(1))
     with pytest.raises(ValueError, match=r"logits has shape \(5, 260\)"):
         summarise_slice(states, head, logits=wide[:, :260], implementation=form)
@@ -320,15 +344,15 @@ def test_runs_in_a_cuda_graph(device: torch.device) -> None:
         ({"vocab_size": 0}, "vocab_size 0 is not in 1..100"),
         ({"soft_cap": -1.0}, "soft_cap -1.0 must be above 0"),
         ({"bias": torch.zeros(3)}, r"bias has shape \(3,\); expected \[100\]"),
-        ({"thresholds": torch.zeros(3)}, r"thresholds has shape \(3,\); expected one a row"),
-        ({"weight": torch.zeros(100, 7)}, r"rows \(2, 8\) and weight \(100, 7\) do not go"),
+        ({"thresholds": torch.zeros(3)}, r"thresholds has shape \(3,\); expected one for each row"),
+        ({"weight": torch.zeros(100, 7)}, r"rows \(2, 8\) and weight \(100, 7\) do not match"),
         ({"weight": torch.zeros(100, 8).double()}, "expected the same type"),
         ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
-        "rows": torch.zeros(2, 8),
+        "states": torch.zeros(2, 8),
         "weight": torch.zeros(100, 8),
         "thresholds": torch.zeros(2),
         **change,

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve_kernels import in_triton
 from exitserve_kernels.dispatch import VARIABLE
 from exitserve_kernels.simreg import log_sums
-from exitserve_kernels.testing import assert_no_worse, poisoned_allocations
+from exitserve_kernels.testing import LargestTensor, assert_no_worse, poisoned_allocations
 from exitserve_training.losses import similarity
 from exitserve_training.losses.similarity import simreg
 
@@ -249,19 +248,6 @@ def test_autocast_changes_nothing(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that any operation returned."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.nbytes = max(self.nbytes, tensor.nbytes)
-        return result
-
-
 def test_pairs_exist_for_a_few_rows_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +255,7 @@ def test_pairs_exist_for_a_few_rows_at_a_time(
     expected = computed(vectors, labels, "triton", upstream(labels))
     # No multiple of the tiles: rows beyond a block are the next one's.
     monkeypatch.setattr(in_triton, "ROWS", 50)
-    with poisoned_allocations(), Largest() as largest:
+    with poisoned_allocations(), LargestTensor() as largest:
         found = computed(vectors, labels, "triton", upstream(labels))
     assert largest.nbytes == 50 * 200 * 4
     # PyTorch's product of fewer rows may add in another order.
@@ -362,7 +348,7 @@ def test_the_whole_loss_where_its_formula_degenerates(
         ({"labels": torch.zeros(2, 3, dtype=torch.int64)}, r"vectors \(2, 8, 4\) and labels \(2"),
         ({"vectors": torch.zeros(2, 8)}, r"expected \[B, T, D\] and \[B, T\]"),
         ({"vectors": torch.zeros(2, 8, 4).long()}, "expected a floating-point type"),
-        ({"labels": torch.zeros(2, 8)}, "labels are torch.float32; expected torch.int64"),
+        ({"labels": torch.zeros(2, 8)}, r"labels\.dtype is torch.float32; expected torch.int64"),
         ({"temperature": 0.0}, "temperature 0.0 must be a finite number above 0"),
         ({"temperature": math.nan}, "temperature nan must be"),
         ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),

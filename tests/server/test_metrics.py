@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from exitserve.engine.recorder import Recorder
-from exitserve.server.metrics import METRICS, ExitMetrics, ShadowMetrics, tell_calibrated
+from exitserve.server.metrics import (
+    METRICS,
+    ExitMetrics,
+    ShadowMetrics,
+    export_calibrated_agreement,
+)
 
 LAYERS = 6
 EXITS = (2, 4)
@@ -81,11 +86,11 @@ def test_the_same_snapshot_twice_counts_once() -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
     metrics = ExitMetrics(registry, MODEL)
     recorder.generated(2)
-    recorder.involuntary_stays = 3
+    recorder.froze(3)
     for _ in range(2):
         metrics.update(recorder.snapshot())
     assert samples(registry)["exitserve_tokens_total", "2"] == 1
-    assert samples(registry)["exitserve_involuntary_stays_total", ""] == 3
+    assert samples(registry)["exitserve_frozen_row_tokens_total", ""] == 3
 
 
 def test_a_restarted_worker_is_counted_on_top() -> None:
@@ -124,7 +129,7 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     registry = CollectorRegistry()
     ExitMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
     ShadowMetrics(registry, MODEL, (*EXITS, LAYERS))
-    tell_calibrated(registry, MODEL, 0.0)
+    export_calibrated_agreement(registry, MODEL, 0.0)
     text = generate_latest(registry).decode()
     assert f"# HELP {metric.name} {metric.documentation}" in text
     assert metric.name in metric.promql

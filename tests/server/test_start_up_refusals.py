@@ -66,7 +66,7 @@ FLAGS = [
     (
         "--shadow-rate 0.1 --mode verify --exit-threshold 0.5",
         "--shadow-rate",
-        "judges every token already",
+        "already verifies every token",
     ),
     ("--shadow-rate 0.1 --max-logprobs 0", "--shadow-rate", "needs log-probabilities"),
     ("--shadow-rate 0.1 --logprobs-mode processed_logits", "--shadow-rate", "processed_logits"),
@@ -78,7 +78,7 @@ ONLY_WITH_EXITS = ["LoRA", "speculative", "pipeline", "KV transfer", "micro-batc
 def serve(monkeypatch, capsys, bundled: Path) -> Any:
     """`exitserve serve` up to the point where the engine would start."""
     # Both change the environment for the whole test process.
-    monkeypatch.setattr("exitserve.server.launch.prepare_environment", lambda: None)
+    monkeypatch.setattr("exitserve.server.command.prepare_environment", lambda: None)
     monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
 
     async def run_server(args: Any) -> None:

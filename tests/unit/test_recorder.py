@@ -25,7 +25,6 @@ def test_counts() -> None:
         "passed": {2: 3, 4: 0},
         "head_passes": 2,
         "frozen_tokens": 2,
-        "involuntary_stays": 0,
         "deferred_tokens": 1,
         "deferred_layers": 4 + 2 + 2 * 6,
         "flushed_tokens": 3,

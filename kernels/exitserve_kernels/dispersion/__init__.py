@@ -1,6 +1,6 @@
 """The dispersion loss's sum over pairs: how close in angle the tokens of a sequence are.
 
-The fused form never writes the angles of all pairs. README.md beside this file has the formulas.
+The fused form never stores the angles of all pairs. The formulas are in README.md in this folder.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ from torch import Tensor
 
 from exitserve_kernels.dispatch import Asked, choose
 from exitserve_kernels.dispersion import reference
+from exitserve_kernels.pairs import check_pairs
 
 
 def log_sum(
     units: Tensor, mask: Tensor, temperature: float, implementation: Asked = "auto"
 ) -> Tensor:
-    """Eq. 2 (dispersion loss) of each sequence as printed, [B] float32.
+    """Eq. 2 (dispersion loss) of each sequence, as in the paper, [B] float32.
 
         log sum over i != j of exp(-d_ij / temperature),   d_ij = arccos(<u_i, u_j>) / pi
 
-    Pairs of counted tokens, each pair twice, as (i, j) and (j, i); -inf where there is none, and
-    no gradient then. Cosines are cut to 1e-6 from -1 and 1; pairs beyond give no gradient. NaN
-    in a counted vector makes its sequence NaN. Differentiable once, in the vectors.
+    Sums over pairs of counted tokens, each pair twice, as (i, j) and (j, i); -inf, with no
+    gradient, if there is no pair. Cosines are clamped to [-1 + 1e-6, 1 - 1e-6]; clamped pairs
+    give no gradient. NaN in a counted vector makes its sequence NaN. Differentiable once, in the
+    vectors.
 
     Args:
         units: u, [B, T, D], of length 1 (or 0). float32, bfloat16 or float16; products and sums
-            are float32. (float64 in PyTorch, throughout.)
+            are float32. (The PyTorch form also takes float64 and computes in it.)
         mask: bool [B, T]: which tokens count.
         temperature: tau, above 0.
         implementation: `auto`, `triton` or `torch`.
 
     Raises:
-        ValueError: shapes or types do not go together, or the temperature is not above 0.
+        ValueError: shapes or types do not match, or the temperature is not above 0.
     """
-    reference.check(units, mask, temperature)
+    check_pairs(units, mask, temperature, ("units", "mask"), torch.bool)
     if choose("dispersion", units.device, implementation) == "torch" or not units.numel():
         return reference.log_sum(units, mask, temperature)
     if units.dtype == torch.float64:
-        raise ValueError("units are torch.float64, which needs implementation='torch'.")
+        raise ValueError("units.dtype is torch.float64, which needs implementation='torch'.")
     from exitserve_kernels.dispersion import fused
 
     return fused.log_sum(units, mask, temperature)

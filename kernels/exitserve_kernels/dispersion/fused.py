@@ -1,8 +1,8 @@
 """The dispersion loss's log-sum-exp in Triton: tiles of cosines that live in registers.
 
-`_sums` is one program a tile of tokens: it goes over the tiles of later tokens with a running
-sum, so that each pair is met once. `_coefficients` computes tiles again in backward, a few rows
-at a time. No atomics: the same input gives the same bits.
+In `_sums` each program has a tile of tokens and goes over the tiles of later tokens with a running
+sum, so that each pair is computed once. `_coefficients` computes the tiles again in backward, a few
+rows at a time. No atomics: the same input gives the same bits.
 
 Shapes: B sequences, T tokens, D components.
 """
@@ -20,18 +20,24 @@ from torch.autograd.function import once_differentiable
 
 from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.dispersion.reference import MARGIN
-from exitserve_kernels.in_triton import arccos, inner_products, sums_over_pairs, taken_in
+from exitserve_kernels.in_triton import (
+    add_scores,
+    arccos,
+    inner_products,
+    sums_over_pairs,
+    tile_of_rows,
+)
 
 BLOCK = 64
-"""Tokens a side of a tile. float32 products, which take the most registers, spill none of them
-on any target with these sizes."""
+"""Rows and columns of a tile. With these sizes float32 products, which need the most registers,
+spill on no target."""
 LAUNCH: dict[str, int] = {"BLOCK": BLOCK, "BLOCK_D": 32, "num_warps": 8}
-"""The same of both kernels: cosines in backward are then the same bits as in forward."""
+"""The same for both kernels, so that cosines have the same bits in backward as in forward."""
 
 
 @triton.jit
 def _cut(cosines, MARGIN: tl.constexpr):
-    """Cosines no closer than the margin to -1 and 1; NaN stays."""
+    """Cosines clamped to [-1 + MARGIN, 1 - MARGIN]; NaN stays NaN."""
     cosines = tl.where(cosines > 1.0 - MARGIN, 1.0 - MARGIN, cosines)
     return tl.where(cosines < -1.0 + MARGIN, -1.0 + MARGIN, cosines)
 
@@ -67,8 +73,8 @@ def _sums(
         logits = arccos(_cut(cosines, MARGIN)) * scale
         chosen = row_counts[:, None] & column_counts[None, :] & (row[:, None] < column[None, :])
         logits = tl.where(chosen, logits, float("-inf"))
-        top, total = taken_in(top, total, logits)
-    # Nothing chosen: -inf + log 0 is -inf.
+        top, total = add_scores(top, total, logits)
+    # Without any pair: -inf + log 0 is -inf.
     tl.store(sums + sequence * tokens + row, top + tl.log(total), mask=row < tokens)
 
 
@@ -91,13 +97,8 @@ def _coefficients(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles = tl.cdiv(tokens, BLOCK)
-    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    row_tile = tl.program_id(0) // tiles
-    row_tiles = tl.cdiv(rows, BLOCK)
-    sequence = (row_tile // row_tiles).to(tl.int64)
-    place = row_tile % row_tiles * BLOCK + tl.arange(0, BLOCK)
-    # A row beyond the last is a token as well, but is not stored.
+    sequence, place, column = tile_of_rows(rows, tokens, BLOCK)
+    # Rows beyond the last are tokens too, and are not stored.
     row = first + place
     units += sequence * batch_stride
     mask += sequence * tokens
@@ -117,7 +118,7 @@ def _coefficients(
 
 
 class _LogSum(torch.autograd.Function):
-    """`reference.log_sum`, and its gradient from tiles computed again."""
+    """`reference.log_sum`; its gradient recomputes the tiles."""
 
     @staticmethod
     def forward(ctx: Any, units: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -135,7 +136,7 @@ class _LogSum(torch.autograd.Function):
             MARGIN=MARGIN,
             **LAUNCH,
         )
-        # Over pairs i < j; the gradient of the log is the same, and without this log's rounding.
+        # Over pairs i < j: the gradient is the same, and without the rounding of log 2.
         total = sums.logsumexp(1)
         ctx.save_for_backward(units, mask, total)
         return total + math.log(2.0)
@@ -189,7 +190,7 @@ def _variant(name: str, kernel: Any, kind: str, *extra: str) -> Variant:
             "scale": "fp32",
         },
         {
-            # Triton makes a constant of a stride of 1.
+            # Triton turns a stride of 1 into a constant.
             "step": 1,
             "MARGIN": MARGIN,
             "BLOCK": LAUNCH["BLOCK"],

@@ -1,8 +1,9 @@
 """The exit check in Triton: tiles of logits that live in registers, then a join over tiles.
 
-`_tiles` computes a [rows, tokens] tile of the logits a program and keeps six numbers a row.
-`_join` is one program a row over all tiles (or over the ranks of tensor parallelism), and with
-`FINISH` also says the confidence and who exits. No atomics: the same input gives the same bits.
+In `_tiles` each program computes a [rows, tokens] tile of the logits and keeps six numbers a row.
+In `_join` each program joins one row's tiles (or ranks of tensor parallelism), and with `FINISH`
+also computes the confidence and whether the row exits. No atomics: the same input gives the same
+bits.
 
 Shapes: B rows, D hidden, V vocabulary, S slices (tiles or ranks).
 """
@@ -24,7 +25,7 @@ WIDTH = len(FIELDS)
 TILE_V = 128
 TILE_D = 64
 SLICES = 256
-"""Tiles that `_join` takes in at a time."""
+"""Tiles that `_join` reads at a time."""
 CRITERIA = {"max_prob": 0, "margin": 1, "entropy": 2}
 
 
@@ -60,7 +61,7 @@ def _tiles(
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # Programs with the same tokens follow each other: their weights are then in the cache.
+    # Programs with the same tokens run one after another, so their weights are in the cache.
     row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     tile = tl.program_id(1)
     token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -162,7 +163,7 @@ def _join(
     winners_of = tl.zeros([BLOCK_S], dtype=tl.int32)
     second_of = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
     end_of = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
-    # Any token is below 2^24; where no slice has the top (NaN), the last slice's is told.
+    # Tokens are below 2^24. Where no slice has the top (NaN), the last slice's token is used.
     token_of = tl.full([BLOCK_S], 16777216.0, dtype=tl.float32)
     for start in range(0, num_slices, BLOCK_S):
         inside = start + lane < num_slices
@@ -210,7 +211,7 @@ def _join(
             of_end = tl.load(end_thresholds + row).to(tl.float32)
             threshold = tl.where(end == best, of_end, threshold)
         tl.store(confidence + row, sure)
-        # A comparison with NaN is false: such a row stays.
+        # A comparison with NaN is false: such a row does not exit.
         tl.store(exits + row, sure > threshold)
 
 
@@ -221,7 +222,7 @@ def summarise(
     first_token: int,
     kept: Tensor | None,
 ) -> Tensor:
-    """`reference.summarise`; at least one row. `kept` [B, columns] takes the logits."""
+    """`reference.summarise`; at least one row. `kept` [B, columns] receives the logits."""
     num_rows, width = rows.shape
     columns = head.columns
     block_b = block_of_rows(num_rows)
@@ -265,12 +266,12 @@ def summarise(
 
 
 def block_of_rows(num_rows: int) -> int:
-    """Rows of a tile: few where there are few, so that the weights' bytes are all that counts."""
+    """Rows of a tile: no more than needed, so that small batches cost only the weights' bytes."""
     return max(16, min(128, triton.next_power_of_2(num_rows)))
 
 
 def warps_of(block_b: int) -> int:
-    """Warps of a program with so many rows."""
+    """Warps of a program with `block_b` rows."""
     return 4 if block_b < 64 else 8
 
 
@@ -287,7 +288,7 @@ def finish(
     vocab_size: int,
     end_thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole summary [B, 6], the confidence [B] and who exits [B]; at least one row."""
+    """The joined summary [B, 6], confidence [B] and exits [B]; at least one row."""
     return _joined(summaries, thresholds, criterion, vocab_size, end_thresholds)
 
 
@@ -323,7 +324,7 @@ def _joined(
 
 
 def _tiles_variant(block_b: int, kind: str) -> Variant:
-    """Every option on: the greatest need for registers."""
+    """All options on: the most registers."""
     pointers = dict.fromkeys(("rows", "gain", "weight", "bias", "kept"), f"*{kind}")
     numbers = dict.fromkeys(("num_rows", "columns", "first_token"), "i32")
     strides = dict.fromkeys(("width", "row_stride", "weight_stride", "kept_stride"), "i32:16")
@@ -341,7 +342,7 @@ def _tiles_variant(block_b: int, kind: str) -> Variant:
         {
             **dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_CAP", "HAS_ENDS"), True),
             **dict.fromkeys(("ROUNDED", "KEEP"), True),
-            # Triton makes a constant of a stride of 1.
+            # Triton turns a stride of 1 into a constant.
             "row_step": 1,
             "weight_step": 1,
             "BLOCK_B": block_b,

@@ -1,4 +1,4 @@
-"""The exit check in PyTorch: the truth in float32, and the form that runs without a GPU.
+"""The exit check in PyTorch: the reference in float32, and the form that runs without a GPU.
 
 Shapes: B rows, D hidden, V vocabulary, R slices.
 """
@@ -14,35 +14,42 @@ from torch.nn import functional
 
 
 class Fields(NamedTuple):
-    """What a summary [B, 6] holds of each row's logits x, all [B] float32."""
+    """The fields of a summary [B, 6] of each row's logits x, all [B] float32."""
 
     top: Tensor
-    """m, the greatest."""
+    """m, the greatest logit."""
     total: Tensor
-    """Sum of exp(x - m)."""
+    """The sum of exp(x - m)."""
     token: Tensor | None
-    """The first that has m (exact up to 2^24)."""
+    """The first token whose logit is m (exact up to 2^24)."""
     second: Tensor | None
     """The second greatest logit."""
     weighted: Tensor | None
-    """Sum of (x - m) exp(x - m)."""
+    """The sum of (x - m) exp(x - m)."""
     end: Tensor | None
-    """The greatest logit of a token that ends the text."""
+    """The greatest logit of an end-of-sequence token."""
 
 
 FIELDS = Fields._fields
 
 
 class Head(NamedTuple):
-    """An LM head, or a slice of one; see `exit_check`."""
+    """An LM head, or a slice of one."""
 
     weight: Tensor
+    """[V, D]. Rows beyond `vocab_size` are padding."""
     bias: Tensor | None = None
+    """[V]."""
     soft_cap: float | None = None
+    """Logits become cap * tanh(logits / cap), before `scale`, as in vLLM."""
     scale: float = 1.0
+    """Multiplies the logits."""
     vocab_size: int | None = None
+    """Rows of the weight that are vocabulary; all by default."""
     ends: Tensor | None = None
+    """[V] bool: end-of-sequence tokens."""
     rounded: bool = False
+    """Round logits to the rows' type first, as a head that writes its logits does."""
 
     @property
     def columns(self) -> int:
@@ -51,11 +58,11 @@ class Head(NamedTuple):
 
 
 def check_shapes(rows: Tensor, head: Head, gain: Tensor | None) -> None:
-    """Raises `ValueError` for what cannot be multiplied."""
+    """Raises `ValueError` if shapes or types do not match."""
     weight = head.weight
     if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"rows {tuple(rows.shape)} and weight {tuple(weight.shape)} do not go together; "
+            f"rows {tuple(rows.shape)} and weight {tuple(weight.shape)} do not match; "
             f"expected [B, D] and [V, D]."
         )
     if rows.dtype != weight.dtype:
@@ -85,31 +92,30 @@ def summarise(
 ) -> Tensor:
     """The summary [B, 6] of one slice; matrix product in the rows' type, the rest in float32.
 
-    `kept` [B, columns] takes the logits.
+    `kept` [B, columns] receives the logits.
     """
     if norm is not None:
         gain, epsilon = norm
         wide = rows.float()
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
         rows = (wide * gain.float()).to(rows.dtype)
-    logits = functional.linear(rows, head.weight[: head.columns])
-    own = logits.float()
+    scores = functional.linear(rows, head.weight[: head.columns]).float()
     if head.bias is not None:
-        own = own + head.bias[: head.columns].float()
+        scores = scores + head.bias[: head.columns].float()
     if head.soft_cap is not None:
-        own = torch.tanh(own / head.soft_cap) * head.soft_cap
-    own = own * head.scale
+        scores = torch.tanh(scores / head.soft_cap) * head.soft_cap
+    scores = scores * head.scale
     if head.rounded:
-        own = own.to(rows.dtype).float()
+        scores = scores.to(rows.dtype).float()
     if kept is not None:
-        kept.copy_(own)
-    return of_logits(own, None if head.ends is None else head.ends[: head.columns], first_token)
+        kept.copy_(scores)
+    return of_logits(scores, None if head.ends is None else head.ends[: head.columns], first_token)
 
 
 def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) -> Tensor:
     """The summary [B, 6] of float32 logits [B, V]; `ends` is a mask [V]."""
     top = logits.amax(dim=-1)
-    # argmax gives any one of equals; the first is what every rank and every tile can agree on.
+    # argmax may return any token of a tie; the first is the same on every rank and in every tile.
     places = torch.arange(logits.shape[1], device=logits.device)
     token = places.where(logits == top[:, None], logits.shape[1] - 1).amin(dim=-1)
     others = logits.masked_fill(places == token[:, None], -math.inf)
@@ -134,13 +140,13 @@ def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) 
 
 
 def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
-    """`of_logits` where they are written already [B, V], in any type: the fast form on a CPU.
+    """The fields for logits [B, V] of any type that exist already: the fast form on a CPU.
 
-    Only what `criterion` needs is computed, with as few calls and as little fresh memory as can
-    be; the token is not looked for. `ends` are columns [K].
+    Computes only what `criterion` needs, with few calls and little new memory; no token. `ends`
+    are columns [K].
     """
     top = logits.amax(dim=-1)
-    # One copy, worked on in place: fresh megabytes cost more than the arithmetic on them.
+    # One copy, modified in place: new memory costs more here than the arithmetic.
     scores = logits.to(torch.float32, copy=True).sub_(top[:, None])
     second = weighted = end = None
     if criterion == "margin":
@@ -159,7 +165,7 @@ def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
 
 
 def stacked(fields: Fields) -> Tensor:
-    """The summary [B, 6]: fields that are not there are NaN."""
+    """The summary [B, 6]; fields that are None become NaN."""
     unknown = torch.full_like(fields.total, math.nan)
     return torch.stack([unknown if one is None else one.float() for one in fields], dim=-1)
 
@@ -173,7 +179,7 @@ def join(summaries: Tensor) -> Tensor:
     winner = (top == best[:, None]).int().argmax(dim=-1, keepdim=True)
     lag = top - best[:, None]
     share = lag.exp()
-    # A slice whose logits are all -inf adds nothing; its own sums are of exp(-inf - -inf).
+    # A slice whose logits are all -inf adds nothing; its sums are of exp(-inf - -inf), NaN.
     empty = top == -math.inf
     lag, total, weighted = (one.masked_fill(empty, 0.0) for one in (lag, total, weighted))
     runners_up = torch.cat([top.scatter(1, winner, -math.inf), second], dim=-1)
@@ -197,7 +203,7 @@ def decided(
     vocab_size: int,
     end_thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The confidence [B] and who exits [B]: above the threshold that applies to the row's top."""
+    """The confidence [B], and whether it is above the threshold for the row's top token [B]."""
     top, total, _, second, weighted, end = fields
     if criterion == "max_prob":
         confidence = total.reciprocal()
@@ -209,6 +215,6 @@ def decided(
         entropy = torch.log(total) - weighted / total
         confidence = 1.0 - entropy / math.log(max(vocab_size, 2))
     if end_thresholds is not None:
-        assert end is not None, "end_thresholds need tokens that end the text"
+        assert end is not None, "end_thresholds need end-of-sequence tokens"
         thresholds = torch.where(end == top, end_thresholds, thresholds)
     return confidence, confidence > thresholds

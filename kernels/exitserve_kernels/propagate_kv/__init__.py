@@ -1,9 +1,9 @@
-"""K/V propagation: frozen rows fill the cache of every layer that they do not run.
+"""K/V propagation: frozen rows fill the cache of every layer that they skip.
 
-A library's GEMM makes all keys and values from one normalised state (`normalised`, then the
-stacked weights of the layers); `fill` then does the rest in one pass over them: key norm, rotary
-embedding, and the write into each layer's paged cache. A cache that only its owner can write,
-such as one packed for a CPU's attention, takes part as a `KVStore`.
+One GEMM of a library computes all keys and values from the normalised state (`normalised`, then
+the stacked weights of the layers). `fill` does the rest in one pass: key norm, rotary embedding,
+and the write into each layer's paged cache. Caches with a layout of their own, such as one packed
+for a CPU's attention, implement `KVStore`.
 
 Shapes: N rows, S layers filled, H kv heads, P head size, R rotated part of it.
 """
@@ -26,7 +26,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KVStore(Protocol):
-    """Where keys and values of S layers go."""
+    """Takes the keys and values of S layers."""
 
     layers: int
     """S."""
@@ -36,19 +36,19 @@ class KVStore(Protocol):
     """P."""
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes [N, S, H, P] of each at slots [N], or [S, N] where layers have their own."""
+        """Writes keys and values [N, S, H, P] at slots [N], or [S, N] if layers differ."""
 
 
 class KeyNorm(NamedTuple):
     """A root-mean-square norm of the keys."""
 
     gains: Tensor
-    """[S, P], each head by itself; or [S, H * P], all heads of a token together."""
+    """[S, P] to norm each head, or [S, H * P] to norm all heads of a token together."""
     epsilon: float
 
 
 class Rotary:
-    """A rotary embedding, as vLLM keeps it."""
+    """A rotary embedding in vLLM's layout."""
 
     def __init__(self, tables: Sequence[Tensor], *, interleaved: bool = False) -> None:
         """Takes the angles.
@@ -56,7 +56,7 @@ class Rotary:
         Args:
             tables: for each of S layers [positions, R]: cosines, then sines; contiguous, of one
                 type and width. Layers may share one.
-            interleaved: pairs are neighbours (GPT-J); else they are half of R apart (NeoX).
+            interleaved: pairs are neighbours (GPT-J); otherwise R / 2 apart (NeoX).
 
         Raises:
             ValueError: there is no table, or tables differ.
@@ -64,7 +64,7 @@ class Rotary:
         kinds = {(table.dtype, *table.shape[1:]) for table in tables}
         if len(kinds) != 1 or not all(table.is_contiguous() for table in tables):
             raise ValueError(
-                f"rotary tables must be contiguous, of one type and width; they are {kinds}."
+                f"rotary tables must be contiguous, of one type and width, not {kinds}."
             )
         self.tables, self.interleaved = list(tables), interleaved
         self.addresses = _addresses(self.tables)
@@ -83,7 +83,7 @@ class Rotary:
 
 
 class Caches:
-    """The paged caches of S layers, which all have the same shape and strides."""
+    """The paged caches of S layers, all of the same shape and strides."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Caches:
         """Takes views of the caches.
 
         Args:
-            keys: for each layer [blocks, block size, H, P], with any strides. Of vLLM's caches
-                [blocks, H, block size, 2 * P] (its FlashAttention and Triton backends) it is
+            keys: for each layer [blocks, block size, H, P], with any strides. For vLLM's caches
+                [blocks, H, block size, 2 * P] (FlashAttention and Triton backends):
                 `cache.transpose(1, 2).split(P, dim=-1)[0]`.
             values: the same for values.
             key_scales: [S] float32; keys are divided by them, for caches of 8 bits.
@@ -107,8 +107,8 @@ class Caches:
         """
         if not keys or len(keys) != len(values):
             raise ValueError(
-                f"{len(keys)} key caches and {len(values)} value caches were given; expected as "
-                f"many, and at least one."
+                f"{len(keys)} key caches and {len(values)} value caches were given; expected "
+                f"equal numbers, at least 1."
             )
         first = keys[0]
         for name, caches in (("key", keys), ("value", values)):
@@ -133,7 +133,7 @@ class Caches:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Where tensors lie, on their own device: made once, so that a CUDA graph may read it."""
+    """The tensors' addresses, on their device; created once, so that CUDA graphs may read them."""
     found = [tensor.data_ptr() for tensor in tensors]
     return torch.tensor(found, dtype=torch.int64, device=tensors[0].device)
 
@@ -151,20 +151,20 @@ def fill(
     """Writes keys and values of N rows into the caches of S layers.
 
     Args:
-        projected: [N, S, 2, H * P], keys first, as the stacked weights make them.
+        projected: [N, S, 2, H * P], keys first: the output of the stacked weights.
         positions: [N] int64, of each row's token in its text.
-        slots: [N] int64, block * block size + place in it, or [S, N] where layers keep a row in
-            different blocks; negative: the row writes nothing.
-        caches: where to write; elements elsewhere do not change. The fused form is for `Caches`.
-        key_norm: before the rotation.
+        slots: [N] int64, block * block size + offset, or [S, N] if layers keep a row in different
+            blocks; a row with a negative slot writes nothing.
+        caches: where to write; other elements do not change. Only `Caches` has a fused form.
+        key_norm: applied before the rotation.
         rotary: of the keys.
         implementation: `auto`, `triton` or `torch`.
 
     Raises:
-        ValueError: shapes do not go together.
+        ValueError: shapes do not match.
     """
     _check(projected, positions, slots, caches, key_norm, rotary)
-    # A store that only its owner can write leaves no choice.
+    # Other stores can only be written by their own code.
     asked = implementation if isinstance(caches, Caches) else "torch"
     form = choose("propagate_kv", projected.device, asked)
     if form == "triton" and isinstance(caches, Caches) and len(projected):

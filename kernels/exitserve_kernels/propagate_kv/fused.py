@@ -1,4 +1,4 @@
-"""K/V propagation in Triton: one program a row and layer, from projections to the paged cache.
+"""K/V propagation in Triton: a program for each row and layer, from projection to paged cache.
 
 Shapes: N rows, S layers, H kv heads, P head size, R rotated part of it.
 """
@@ -64,13 +64,13 @@ def _fill(
         head = tl.arange(0, BLOCK_H)[:, None]
         dim = tl.arange(0, BLOCK_P)[None, :]
         inside = (head < HEADS) & (dim < SIZE)
-        own = projected + row * row_stride + layer * layer_stride
+        source = projected + row * row_stride + layer * layer_stride
         at = head * SIZE + dim
-        key = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(own + HEADS * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(source + HEADS * SIZE + at, mask=inside, other=0.0).to(tl.float32)
 
         scale = tl.full([BLOCK_H, 1], 1.0, dtype=tl.float32)
-        if NORM == 1:  # each head by itself
+        if NORM == 1:  # each head
             scale = 1.0 / tl.sqrt(tl.sum(key * key, axis=1)[:, None] / SIZE + epsilon)
         elif NORM == 2:  # all heads together
             whole = tl.sum(tl.sum(key * key, axis=1), axis=0)
@@ -89,8 +89,8 @@ def _fill(
                 first = dim < half
                 partner, angle = tl.where(first, dim + half, dim - half), dim % half
             partner_in = inside & turned
-            # The other one of each pair is read again: it lies in the cache.
-            other = tl.load(own + head * SIZE + partner, mask=partner_in, other=0.0)
+            # The other element of each pair is read again, from the cache.
+            other = tl.load(source + head * SIZE + partner, mask=partner_in, other=0.0)
             other = other.to(tl.float32)
             if NORM != 0:
                 gain_at = gains + layer * gain_stride
@@ -106,7 +106,7 @@ def _fill(
         if SCALED:
             key = key / tl.load(key_scales + layer)
             value = value / tl.load(value_scales + layer)
-            # NaN stays NaN.
+            # Keep NaN.
             key = tl.where(key == key, tl.minimum(tl.maximum(key, -greatest), greatest), key)
             value = tl.where(
                 value == value, tl.minimum(tl.maximum(value, -greatest), greatest), value
@@ -171,7 +171,7 @@ def fill(
 
 
 def _variant(cache: Any, name: str) -> Variant:
-    """A Qwen3-like layer: 8 kv heads of 128, key norm, rotary; every option on."""
+    """A layer like Qwen3's: 8 kv heads of 128, key norm, rotary; all options on."""
     return Variant(
         f"propagate_kv, {name} cache",
         _fill,

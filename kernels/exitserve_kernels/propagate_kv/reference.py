@@ -1,4 +1,4 @@
-"""K/V propagation in PyTorch: the truth in float32 (or float64), and the form without a GPU.
+"""K/V propagation in PyTorch: the reference in float32 (or float64), and the CPU form.
 
 Shapes: N rows, D hidden, S layers, H kv heads, P head size, R rotated part of it.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def normalised(states: Tensor, epsilon: float, *, centred: bool = False) -> Tensor:
-    """States [N, D] at unit root mean square, without gain: what every layer's weights take.
+    """States [N, D] scaled to unit root mean square, without gain: the input of all layers.
 
     The gain of each layer's input norm is folded into its K/V weights, so that one normalised
     state serves all. `centred` subtracts the mean first (layer norm). In float32, rounded once.
@@ -27,9 +27,9 @@ def normalised(states: Tensor, epsilon: float, *, centred: bool = False) -> Tens
 def keys_and_values(
     projected: Tensor, positions: Tensor, heads: int, key_norm: Any | None, rotary: Any | None
 ) -> tuple[Tensor, Tensor]:
-    """What the caches are to hold: [N, S, H, P] each, keys in float32 (or float64).
+    """The caches' new content: keys and values [N, S, H, P], keys in float32 (or float64).
 
-    All layers at once: on a CPU a call costs more than its arithmetic.
+    All layers at once, because on a CPU a call costs more than its arithmetic.
     """
     size = projected.shape[3] // heads
     keys, values = projected.reshape(*projected.shape[:3], heads, size).unbind(dim=2)
@@ -68,12 +68,12 @@ def rotated(keys: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def write(keys: Tensor, values: Tensor, slots: Tensor, caches: Any) -> None:
-    """Puts keys and values [N, S, H, P] into paged `Caches`; slots are [N] or [S, N]."""
+    """Writes keys and values [N, S, H, P] into paged `Caches`; slots are [N] or [S, N]."""
     block_size = caches.keys[0].shape[1]
     for layer in range(caches.layers):
-        own = slots if slots.dim() == 1 else slots[layer]
-        written = own >= 0
-        block, place = own[written] // block_size, own[written] % block_size
+        of_layer = slots if slots.dim() == 1 else slots[layer]
+        written = of_layer >= 0
+        block, place = of_layer[written] // block_size, of_layer[written] % block_size
         for cache, new, scales in (
             (caches.keys[layer], keys[:, layer], caches.key_scales),
             (caches.values[layer], values[:, layer], caches.value_scales),
@@ -85,7 +85,7 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, caches: Any) -> None:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 in a cache's type; what is too large for 8 bits becomes its greatest number."""
+    """Converts float32 to a cache's type; 8-bit types are clamped to their range."""
     if dtype.itemsize == 1:
         greatest = torch.finfo(dtype).max
         x = x.clamp(-greatest, greatest)

@@ -1,8 +1,8 @@
 """SimReg's log-sum-exps in Triton: tiles of similarities that live in registers.
 
-`_sums` is one program a tile of tokens: it goes over all tiles of their sequence with a running
-greatest score and a running sum. `_coefficients` computes the tiles again in backward, a few
-rows at a time. No atomics: the same input gives the same bits.
+In `_sums` each program has a tile of tokens and goes over all tiles of their sequence with a
+running maximum and a running sum. `_coefficients` computes the tiles again in backward, a few rows
+at a time. No atomics: the same input gives the same bits.
 
 Shapes: B sequences, T tokens, D components.
 """
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from exitserve_kernels.ahead_of_time import Variant
-from exitserve_kernels.in_triton import inner_products, sums_over_pairs, taken_in
+from exitserve_kernels.in_triton import add_scores, inner_products, sums_over_pairs, tile_of_rows
 
 BLOCK = 64
-"""Tokens a side of a tile. float32 products, which take the most registers, spill none of them
-on any target with these sizes."""
+"""Rows and columns of a tile. With these sizes float32 products, which need the most registers,
+spill on no target."""
 BLOCK_D = 16
-"""The same of both kernels: scores in backward are then the same bits as in forward. Were they
-rounded otherwise, a token's shares exp(s - log sum) would not sum to 1, and at temperature 0.05
-the gradient would err 2.5 times as much."""
+"""The same for both kernels, so that scores have the same bits in backward as in forward. With
+other rounding a token's shares exp(s - log sum) would not sum to 1, and at temperature 0.05 the
+gradient's error would be 2.5 times as large."""
 SUMS_WARPS = 4
 COEFFICIENTS_WARPS = 8
 
@@ -64,18 +64,18 @@ def _sums(
         both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
         same = of_row[:, None] == of_column[None, :]
         other = tl.where(both & (same == 0), scores, float("-inf"))
-        top_other, sum_other = taken_in(top_other, sum_other, other)
+        top_other, sum_other = add_scores(top_other, sum_other, other)
         alike = tl.where(both & same, scores, float("-inf"))
-        top_same, sum_same = taken_in(top_same, sum_same, alike)
+        top_same, sum_same = add_scores(top_same, sum_same, alike)
     at = sequence * tokens + row
-    # Nothing chosen: -inf + log 0 is -inf.
+    # Without any pair: -inf + log 0 is -inf.
     tl.store(negatives + at, top_other + tl.log(sum_other), mask=row < tokens)
     tl.store(positives + at, top_same + tl.log(sum_same), mask=row < tokens)
 
 
 @triton.jit
 def _of_kind(same, negatives, positives, at, inside):
-    """A token's number for each of its pairs: one for its negative ones, one for its positive."""
+    """For each pair of a token, its number for positive or for negative pairs."""
     negative = tl.load(negatives + at, mask=inside, other=0.0)
     return tl.where(same, tl.load(positives + at, mask=inside, other=0.0), negative)
 
@@ -100,13 +100,8 @@ def _coefficients(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles = tl.cdiv(tokens, BLOCK)
-    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    row_tile = tl.program_id(0) // tiles
-    row_tiles = tl.cdiv(rows, BLOCK)
-    sequence = (row_tile // row_tiles).to(tl.int64)
-    place = row_tile % row_tiles * BLOCK + tl.arange(0, BLOCK)
-    # A row beyond the last is a token as well, but is not stored.
+    sequence, place, column = tile_of_rows(rows, tokens, BLOCK)
+    # Rows beyond the last are tokens too, and are not stored.
     row = first + place
     vectors += sequence * batch_stride
     row_at = sequence * tokens + row
@@ -117,14 +112,14 @@ def _coefficients(
     scores = scores / temperature
     same = of_row[:, None] == of_column[None, :]
 
-    # What the pair adds as (i, j) and as (j, i).
+    # The pair's share as (i, j) and as (j, i).
     at, inside = row_at[:, None], (row < tokens)[:, None]
     total = _of_kind(same, negatives, positives, at, inside)
     found = _of_kind(same, of_negatives, of_positives, at, inside) * tl.exp(scores - total)
     at, inside = column_at[None, :], (column < tokens)[None, :]
     total = _of_kind(same, negatives, positives, at, inside)
     found += _of_kind(same, of_negatives, of_positives, at, inside) * tl.exp(scores - total)
-    # Chosen last: the sums of tokens that do not count are -inf, their gradients may be NaN.
+    # Masked last: sums of tokens that do not count are -inf, and their gradients may be NaN.
     both = (of_row >= 0)[:, None] & (of_column >= 0)[None, :]
     found = tl.where(both, found / temperature, 0.0)
     out_at = out + (sequence * rows + place)[:, None] * tokens + column[None, :]
@@ -132,7 +127,7 @@ def _coefficients(
 
 
 class _LogSums(torch.autograd.Function):
-    """`reference.log_sums`, and its gradient from tiles computed again."""
+    """`reference.log_sums`; its gradient recomputes the tiles."""
 
     @staticmethod
     def forward(
@@ -210,7 +205,7 @@ def _variant(name: str, kernel: Any, kind: str, warps: int, *extra: str) -> Vari
             **dict.fromkeys(sizes, "i32:16"),
             "temperature": "fp32",
         },
-        # Triton makes a constant of a stride of 1.
+        # Triton turns a stride of 1 into a constant.
         {"step": 1, "BLOCK": BLOCK, "BLOCK_D": BLOCK_D},
         num_warps=warps,
     )

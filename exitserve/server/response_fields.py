@@ -1,7 +1,7 @@
 """Response fields: `exit_layers` per choice, `exit_metrics` and `logprobs_from` per response.
 
 vLLM names the requests behind one HTTP call `cmpl-X-{prompt}-{random}` or `chatcmpl-X-{random}`,
-with `{sample}_` in front when n > 1. From that follows which choice a trace belongs to.
+with `{sample}_` in front if n > 1. These names tell which choice a trace belongs to.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _SAMPLE = re.compile(r"^(\d+)_(?:cmpl|chatcmpl)-")
 _PROMPT = re.compile(r"-(\d+)-[0-9a-f]{8}$")
 
 Depths = dict[int, int]
-"""Index of a generated token to the depth it stopped at."""
+"""Index of a generated token to the depth at which it stopped."""
 
 
 def choice_index(request_id: str, samples: int, *, chat: bool) -> int:
-    """The choice that the engine's request `request_id` fills; `samples` is n."""
+    """The index of the choice that an engine request generates; `samples` is n."""
     sample = _SAMPLE.match(request_id)
     prompt = None if chat else _PROMPT.search(request_id)
     return (int(prompt[1]) if prompt else 0) * samples + (int(sample[1]) if sample else 0)
 
 
 def exit_metrics(layers: list[list[int]], num_layers: int) -> dict[str, Any]:
-    """Totals over the choices of one response; null depths where nothing was generated."""
+    """Totals over the choices of one response; averages are None without tokens."""
     depths = [depth for choice in layers for depth in choice]
     total = sum(depths)
     return {
@@ -36,7 +36,7 @@ def exit_metrics(layers: list[list[int]], num_layers: int) -> dict[str, Any]:
     }
 
 
-class Trace:
+class RequestTrace:
     """The depths of one HTTP request's tokens, collected while its response is built."""
 
     def __init__(
@@ -51,12 +51,12 @@ class Trace:
         """Starts without depths.
 
         Args:
-            take: asks the worker for what it recorded since the last call.
+            take: returns the depths that the worker recorded since the last call.
             samples: n of the request.
-            chat: a chat completion (choices are numbered by sample alone).
+            chat: a chat completion, whose choices are numbered by sample only.
             num_layers: L.
-            keep_token_ids: the client asked for token ids itself; else they are taken out again
-                (they are requested in any case, to know how many tokens a choice has).
+            keep_token_ids: the client asked for token ids. They are always requested, to count the
+                tokens of a choice, and otherwise removed from the response.
         """
         self._take = take
         self._samples = samples
@@ -67,7 +67,7 @@ class Trace:
         self._counts: dict[int, int | None] = {}
 
     def count(self, body: dict[str, Any]) -> None:
-        """Counts the tokens of a response or chunk, and takes their ids out again."""
+        """Counts the tokens of a response or chunk, and removes ids that were not asked for."""
         for choice in body["choices"]:
             count = self._counts.setdefault(choice["index"], None)
             if choice.get("token_ids") is not None:
@@ -79,7 +79,7 @@ class Trace:
             body.pop("prompt_token_ids", None)
 
     async def put_layers(self, choices: list[dict[str, Any]]) -> None:
-        """Puts `exit_layers` into choices that are finished."""
+        """Adds `exit_layers` to finished choices."""
         for request_id, depths in (await self._take()).items():
             index = choice_index(request_id, self._samples, chat=self._chat)
             self._depths.setdefault(index, {}).update(depths)
@@ -91,8 +91,8 @@ class Trace:
         return exit_metrics([self._layers(i) for i in sorted(self._counts)], self._num_layers)
 
     def _layers(self, index: int) -> list[int]:
-        # The engine may run past a stop string before it is told to stop: cut to what was sent.
-        # Where vLLM hides the token ids (reasoning that is left out), all that ran is told.
+        # The engine may run past a stop string before it is stopped: cut to the tokens sent. If
+        # vLLM hides token ids (of reasoning that it leaves out), all depths are returned.
         depths = self._depths.get(index, {})
         return [depths[token] for token in sorted(depths)][: self._counts.get(index)]
 
@@ -100,36 +100,38 @@ class Trace:
 class ExitFields:
     """Adds our fields to the response of one HTTP request, whole or streamed."""
 
-    def __init__(self, trace: Trace | None = None, *, logprobs_from_exits: bool = False) -> None:
-        """Decides what is added.
+    def __init__(
+        self, trace: RequestTrace | None = None, *, logprobs_from_exits: bool = False
+    ) -> None:
+        """Sets which fields are added.
 
         Args:
-            trace: `exit_layers` in each choice and `exit_metrics`; None if not asked for.
-            logprobs_from_exits: the response carries log-probabilities of tokens that may have
-                exited, and says so in `logprobs_from`.
+            trace: for `exit_layers` in each choice and `exit_metrics`; None if not asked for.
+            logprobs_from_exits: the response has log-probabilities of tokens that may have exited;
+                `logprobs_from` says so.
         """
         self._trace = trace
         self._logprobs_from_exits = logprobs_from_exits
 
     async def response(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Decorates a whole (not streamed) response."""
+        """Adds the fields to a response that is not streamed."""
         if self._trace is not None:
             self._trace.count(body)
             await self._trace.put_layers(body["choices"])
         return body | self._totals()
 
     async def stream(self, events: AsyncIterator[Any]) -> AsyncIterator[str]:
-        """Decorates a stream of server-sent events.
+        """Adds the fields to a stream of server-sent events.
 
-        A chunk that finishes a choice carries the choice's `exit_layers`. Such a chunk is held
-        back until the next event, so that the last one, and a usage chunk after it, can carry
-        the fields of the whole response.
+        A chunk that finishes a choice gets the choice's `exit_layers`. It is held back until the
+        next event, so that the last such chunk, and a usage chunk after it, can get the fields of
+        the whole response.
         """
         held: dict[str, Any] | None = None
         async for event in events:
             text = event.decode() if isinstance(event, bytes) else str(event)
             chunk = _parse(text)
-            if text.startswith(":"):  # a keep-alive, anywhere between chunks
+            if text.startswith(":"):  # a keep-alive between chunks
                 yield text
                 continue
             if chunk is None or "choices" not in chunk:  # errors, [DONE]
@@ -140,11 +142,11 @@ class ExitFields:
                 continue
             if self._trace is not None:
                 self._trace.count(chunk)
-            closing = not chunk["choices"]
+            is_usage = not chunk["choices"]
             if held is not None:
-                yield _event(held | self._totals() if closing else held)
+                yield _event(held | self._totals() if is_usage else held)
                 held = None
-                if closing:
+                if is_usage:
                     chunk |= self._totals()
             finished = [c for c in chunk["choices"] if c.get("finish_reason") is not None]
             if finished:

@@ -1,4 +1,4 @@
-"""`exitserve serve`: vLLM's own API server, started with our parts."""
+"""The `serve` command: starts vLLM's API server with exitserve's engine, routes and metrics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
 from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS
-from exitserve.server.refusals import check_shadow_rate, refuse, refuse_checkpoint
+from exitserve.server.unsupported_features import (
+    check_shadow_rate,
+    reject_unsupported,
+    reject_unsupported_quantisation,
+)
 
 DESCRIPTION = """\
 Serve a multi-exit checkpoint on vLLM's OpenAI-compatible server.
 
-Every flag of `vllm serve` may follow; a few that matter here:
+All flags of `vllm serve` work too, for example:
   --port 8000   --max-model-len 4096   --dtype float32   --enforce-eager
 
-Requests choose their own exits in vllm_xargs:
+Requests choose their exits in vllm_xargs:
   {"exit_threshold": 0.8}   exit where the confidence is above 0.8 (1: full depth)
-  {"exit_target": 0.98}     ... above thresholds that keep 98 % of tokens those of full depth
-  {"exit_mode": "defer"}    ... and compute its deeper keys and values exactly, a little later
-  {"exit_layer": 6}         every token exits at layer 6
-  {"exit_trace": true}      tell the depth of each token in the response
+  {"exit_target": 0.98}     exit at calibrated thresholds that keep 98 % of full depth's tokens
+  {"exit_mode": "defer"}    compute the deeper keys and values of exited tokens exactly, later
+  {"exit_layer": 6}         exit at layer 6, every token
+  {"exit_trace": true}      return the depth of each token
 """
 
 
@@ -52,27 +56,27 @@ def add_serve(subparsers: Any) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="share of requests whose answers full depth judges afterwards, for the metrics of "
-        "live quality: 0.01 is one in a hundred (default 0: none)",
+        help="share of requests whose answers are compared with full depth afterwards, for the "
+        "metrics of live quality: 0.01 is one in a hundred (default 0: none)",
     )
     parser.set_defaults(run=serve, takes_rest=True)
 
 
 def _add_default(parser: argparse.ArgumentParser) -> None:
-    """What a request gets that asks for nothing."""
+    """Options for requests that set no exit fields."""
     parser.add_argument(
         "--exit-threshold",
         type=_threshold,
         metavar="T",
-        help="default confidence threshold, or auto: those that exitserve calibrate found "
-        "(default: auto where there are some, else full depth for requests that ask for nothing)",
+        help="default confidence threshold, or auto: the thresholds that exitserve calibrate found "
+        "(default: auto if there are any, else full depth)",
     )
     parser.add_argument(
         "--mode",
         choices=MODES,
         help="default mode (default: what the other options imply). confidence: deeper keys and "
         "values of a token that exits are approximated at once; defer: they are computed exactly, "
-        "with a later token, so answers are nearer to full depth; verify: full depth judges the "
+        "with a later token, so answers are nearer to full depth; verify: full depth verifies "
         "tokens that exit, several at a time, so answers are those of full depth",
     )
     parser.add_argument(
@@ -90,13 +94,13 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
         "--exit-layers",
         type=_layers,
         metavar="N,N",
-        help="layers where tokens may exit (default: those the checkpoint names)",
+        help="layers where tokens may exit (default: the checkpoint's)",
     )
     parser.add_argument(
         "--max-layers",
         type=int,
         metavar="N",
-        help="load and serve the first N layers only, as `exitserve truncate` would write them",
+        help="load and serve only the first N layers, like a checkpoint of `exitserve truncate`",
     )
     parser.add_argument(
         "--eos-threshold",
@@ -107,7 +111,7 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-checks",
         choices=EXIT_CHECKS,
-        help="paying: a request whose checks keep failing is checked less often (default); "
+        help="paying: requests whose checks keep failing are checked less often (default); "
         "all: every token is checked at every exit layer",
     )
 
@@ -126,7 +130,7 @@ def _layers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of layers; write for example 4,8"
+            f"{text!r} is not a list of layers; write for example 4,8"
         ) from error
 
 
@@ -134,7 +138,7 @@ def serve(args: argparse.Namespace) -> int:
     """Runs the server until it is stopped.
 
     Raises:
-        ExitServeError: the checkpoint or an option does not fit, before anything slow starts.
+        ExitServeError: the checkpoint or an option cannot be served; raised before anything slow.
     """
     ours = engine_options(
         args.model,
@@ -153,7 +157,7 @@ def serve(args: argparse.Namespace) -> int:
     if warning := doubt(read_config(args.model), rules.num_layers):
         print(f"exitserve: {warning}", file=sys.stderr)
     if rules.exit_layers:
-        refuse_checkpoint(read_config(args.model))
+        reject_unsupported_quantisation(read_config(args.model))
     prepare_environment()
     ours = suit_runner(ours)
     check_rules(args.model, ours["additional_config"][KEY])
@@ -163,22 +167,22 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args = parse_vllm_args(args.model, args.rest)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate = args.shadow_rate
-    refuse(vllm_args, has_exits=bool(rules.exit_layers))
+    reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers))
     add_engine_options(vllm_args, ours)
     try:
         uvloop.run(run_server(vllm_args))
-    except ValueError as error:  # flags that vLLM finds not to fit the model, before it loads it
+    except ValueError as error:  # flags that vLLM rejects for this model, before loading it
         message = " ".join(str(error).split())
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
     return 0
 
 
 def parse_vllm_args(model: str, rest: list[str]) -> Any:
-    """Parses and checks the flags that are vLLM's.
+    """Parses and checks vLLM's flags.
 
     Raises:
-        ExitServeError: a flag is unknown or has a bad value, in one line; vLLM's own parser would
-            print all of its three hundred flags before that.
+        ExitServeError: a flag is unknown or has a bad value. The message has one line; vLLM's
+            parser would print all of its three hundred flags first.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -207,8 +211,8 @@ def _parse_error(message: str, flags: Iterable[str]) -> str:
     flag = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
     if flag == "--task":
         return (
-            "--task is no flag any more, and pooling, embeddings, scores and classification are "
-            "not supported; drop it to generate text."
+            "--task no longer exists, and pooling, embeddings, scores and classification are not "
+            "supported; drop it to generate text."
         )
     return f"unknown flag {flag}.{nearest(flag, flags)} All flags: `vllm serve --help=all`."
 
@@ -217,18 +221,18 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
     """Merges our engine options into vLLM's parsed arguments.
 
     Raises:
-        ExitServeError: the user set an option that ours needs.
+        ExitServeError: the user set an option that exitserve sets.
     """
     for name in ("worker_extension_cls", "scheduler_cls"):
         if getattr(vllm_args, name, None):
             flag = "--" + name.replace("_", "-")
-            raise ExitServeError(f"{flag} is set by exitserve itself; drop it.")
+            raise ExitServeError(f"{flag} is set by exitserve; drop it.")
         setattr(vllm_args, name, ours[name])
     if "speculative_config" in ours:
         if vllm_args.logits_processors:
             raise ExitServeError(
-                "--logits-processors does not go with --mode verify: vLLM would not apply them "
-                "to drafts. Drop one of them."
+                "--logits-processors cannot be combined with --mode verify: vLLM would not apply "
+                "them to drafts. Drop one of them."
             )
         vllm_args.speculative_config = ours["speculative_config"]
     if "compilation_config" in ours:

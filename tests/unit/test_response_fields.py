@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from exitserve.server.traces import ExitFields, Trace, choice_index, exit_metrics
+from exitserve.server.response_fields import ExitFields, RequestTrace, choice_index, exit_metrics
 
 BASE = "cmpl-abc"
 
@@ -43,7 +43,7 @@ def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> ExitFields
     async def take() -> dict[str, dict[int, int]]:
         return next(answers, {})
 
-    return ExitFields(Trace(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep))
+    return ExitFields(RequestTrace(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep))
 
 
 def _chunk(index: int, tokens: list[int], finish: str | None = None) -> str:

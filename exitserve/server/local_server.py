@@ -1,4 +1,4 @@
-"""A server of our own on loopback, as a child process: for the demo and for tests."""
+"""A server on loopback as a child process: for `demo`, `eval` and tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STOP_SECONDS = 30.0
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on."""
+    """An unused TCP port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the leader of a process group to stop; ends the whole group if it does not."""
+    """Terminates the leader of a process group; kills the group if that takes too long."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_SECONDS)
@@ -37,15 +37,15 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class LocalServer:
-    """`exitserve serve MODEL ...` on loopback; ready inside the `with` block, gone after it."""
+    """`exitserve serve MODEL ...` on loopback; it runs inside the `with` block."""
 
     def __init__(self, model: Path | str, *options: str, log: Path) -> None:
-        """Prepares the command; nothing starts before `with`.
+        """Prepares the command; the server starts in `with`.
 
         Args:
             model: the checkpoint.
             options: further flags of `exitserve serve`.
-            log: file that gets the server's output.
+            log: file for the server's output.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -61,15 +61,15 @@ class LocalServer:
         return self
 
     def start(self) -> None:
-        """Starts the server and waits until it answers.
+        """Starts the server and waits until it is healthy.
 
         Raises:
-            ExitServeError: it stopped, or did not answer in time; the message ends with its log.
+            ExitServeError: it exited, or was not healthy in time; the message ends with its log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
-            # A process group of its own, so that stopping reaches the engine's processes too. No
-            # session: with one, Linux may let a client on the same core wait until it is idle.
+            # A new process group, so that stopping reaches the engine's processes too. Not a new
+            # session: Linux may then keep a client on the same core waiting until it is idle.
             self._process = subprocess.Popen(
                 self._command, stdout=output, stderr=subprocess.STDOUT, process_group=0
             )
@@ -89,7 +89,7 @@ class LocalServer:
         self.stop()
 
     def stop(self) -> None:
-        """Asks the server to stop, and makes sure that it did."""
+        """Stops the server, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             stop(process)

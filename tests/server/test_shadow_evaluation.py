@@ -20,9 +20,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.policy import ExitPolicy, ExitRules
-from exitserve.server import shadow
+from exitserve.server import shadow_evaluation
 from exitserve.server.metrics import ShadowMetrics
-from exitserve.server.shadow import Shadow, told
+from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
 
 MODEL = "tiny"
 POINT = OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 0.8})
@@ -95,14 +95,16 @@ class Engine:
 
 
 class Trial:
-    """A `Shadow` over an `Engine`, inside a running loop."""
+    """A `ShadowEvaluation` over an `Engine`, inside a running loop."""
 
     def __init__(self, rate: float = 1.0, capacity: int = 8) -> None:
         self.engine: Any = Engine()
         self.registry = CollectorRegistry()
         self.depths = dict(DEPTHS)
         metrics = ShadowMetrics(self.registry, MODEL, (2, 4, 6))
-        self.shadow = Shadow(self.engine, RULES, rate, metrics, self.traces, capacity=capacity)
+        self.shadow = ShadowEvaluation(
+            self.engine, RULES, rate, metrics, self.traces, capacity=capacity
+        )
         self.shadow.start()
 
     async def traces(self, key: str) -> dict[str, dict[int, int]]:
@@ -128,7 +130,7 @@ def test_the_share_that_is_drawn(rate: float) -> None:
         trial = Trial(rate)
         random.seed(1)
         params = SamplingParams(max_tokens=4, extra_args=EARLY)
-        return sum(trial.shadow._draw(PROMPT, params, {}) is not None for _ in range(4000))
+        return sum(trial.shadow._select(PROMPT, params, {}) is not None for _ in range(4000))
 
     error = 4 * (4000 * rate * (1 - rate)) ** 0.5
     assert abs(asyncio.run(draw()) - 4000 * rate) <= error
@@ -158,8 +160,8 @@ def test_what_may_be_drawn(fields: Any, options: Any, thresholds: str | None) ->
     async def draw() -> Any:
         params = SamplingParams(**{"max_tokens": 4, "extra_args": fields} | options)
         trial = Trial()
-        assert trial.shadow._draw(embeds_input(None), params, {}) is None
-        return trial.shadow._draw(PROMPT, params, {})
+        assert trial.shadow._select(embeds_input(None), params, {}) is None
+        return trial.shadow._select(PROMPT, params, {})
 
     drawn = asyncio.run(draw())
     assert (drawn and drawn.thresholds) == thresholds
@@ -213,7 +215,7 @@ def test_nobody_waits_for_the_judge_and_what_cannot_wait_is_dropped() -> None:
 
 def test_a_judge_that_fails_is_counted_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr(shadow.logger, "warning", lambda *message: told.append(message))
+    monkeypatch.setattr(shadow_evaluation.logger, "warning", lambda *message: told.append(message))
 
     async def run() -> Trial:
         trial = Trial()
@@ -271,8 +273,8 @@ def test_a_client_that_hangs_up_leaves_what_it_got() -> None:
 
 def test_the_clients_own_trace_and_parameters_stay() -> None:
     params = SamplingParams(extra_args={"exit_trace": ["theirs"]}, logprobs=5)
-    changed = told(params, "ours")
+    changed = traced_params(params, "ours")
     assert changed.extra_args == {"exit_trace": ["theirs", "ours"]}
     assert changed.logprobs == params.logprobs == 5
     assert params.extra_args == {"exit_trace": ["theirs"]}
-    assert told(SamplingParams(), "ours").extra_args == {"exit_trace": ["ours"]}
+    assert traced_params(SamplingParams(), "ours").extra_args == {"exit_trace": ["ours"]}

@@ -1,7 +1,7 @@
-"""What `exitserve serve` refuses at once, with the reason, before any process or weight is loaded.
+"""Features of vLLM that `exitserve serve` does not support; rejected before anything loads.
 
-`exitserve.engine.compat` refuses engine features a second time, where the model is built, because
-an engine may also be started from Python.
+`exitserve.engine.compat` rejects engine features again when the model is built, because an engine
+may also be started from Python.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ PLAIN = "serve this checkpoint with `vllm serve`"
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """One thing of vLLM's that cannot be served with exits."""
+class UnsupportedFeature:
+    """A feature of vLLM that cannot be served with exits."""
 
-    feature: str
-    asked: Callable[[Any], Any]
-    """Whether vLLM's parsed arguments ask for it."""
+    name: str
+    is_requested: Callable[[Any], Any]
+    """Whether vLLM's parsed arguments request it."""
     reason: str
     fix: str = f"drop it, or {PLAIN}"
     needs_exits: bool = True
-    """Whether a model without exit layers may use it."""
+    """Whether only models with exit layers lack it."""
 
     @property
     def message(self) -> str:
-        """The line that the user sees."""
-        return f"{self.feature} is not supported: {self.reason}. To go on, {self.fix}."
+        """The error message."""
+        return f"{self.name} is not supported: {self.reason}. To go on, {self.fix}."
 
 
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
+UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
+    UnsupportedFeature(
         "LoRA (--enable-lora)",
         lambda args: args.enable_lora or args.lora_modules,
         "the keys and values of the layers that an exited token skips come from the base weights, "
         "without the adapter",
         fix="merge the adapter into the checkpoint and train its exits, or drop the flag",
     ),
-    Refusal(
+    UnsupportedFeature(
         "speculative decoding (--speculative-config)",
         lambda args: args.speculative_config or args.spec_method or args.spec_model,
-        "exits make drafts themselves (--mode verify), and two kinds of drafts do not mix",
+        "exits make drafts themselves (--mode verify), and two kinds of drafts cannot be combined",
     ),
-    Refusal(
+    UnsupportedFeature(
         "pipeline parallelism (--pipeline-parallel-size above 1)",
         lambda args: args.pipeline_parallel_size > 1,
         "a token that exits would still have to visit the stages that hold the layers it skips",
         fix="use 1",
     ),
-    Refusal(
+    UnsupportedFeature(
         "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)",
         lambda args: (
             args.decode_context_parallel_size > 1 or args.prefill_context_parallel_size > 1
@@ -62,39 +62,39 @@ REFUSALS: tuple[Refusal, ...] = (
         "the keys and values of exited tokens are written to one unsharded cache",
         fix="use 1",
     ),
-    Refusal(
+    UnsupportedFeature(
         "micro-batching (--enable-dbo, --ubatch-size)",
         lambda args: args.enable_dbo or args.ubatch_size > 1,
-        "exits are planned for the whole batch, which it splits",
+        "exits are planned for the whole batch, which micro-batching splits",
     ),
-    Refusal(
+    UnsupportedFeature(
         "KV transfer (--kv-transfer-config, --kv-offloading-size)",
         lambda args: args.kv_transfer_config or args.kv_offloading_size,
         "it saves each layer's keys and values when that layer runs, and exited tokens skip layers",
     ),
-    Refusal(
+    UnsupportedFeature(
         "this kind of quantised weights (--quantization)",
         lambda args: (
             args.quantization_config
             or (args.quantization is not None and args.quantization not in QUANTISED)
         ),
-        f"exits were tried with {', '.join(QUANTISED)} only",
+        f"exits were tested with {', '.join(QUANTISED)} only",
         fix=f"use the unquantised checkpoint, or {PLAIN}",
     ),
-    Refusal(
+    UnsupportedFeature(
         "another model implementation (--model-impl)",
         lambda args: args.model_impl not in ("auto", "vllm"),
-        "only exitserve's own model classes know exits",
+        "only exitserve's own model classes support exits",
     ),
-    Refusal(
+    UnsupportedFeature(
         "pooling, embeddings, scores and classification (--runner, --convert, --task)",
         lambda args: (
             args.runner not in ("auto", "generate") or args.convert not in ("auto", "none")
         ),
-        "exits are for generated tokens, and these generate none",
+        "exits are for generated tokens, and these tasks generate none",
         needs_exits=False,
     ),
-    Refusal(
+    UnsupportedFeature(
         "data parallelism (--data-parallel-*)",
         lambda args: (
             args.data_parallel_size > 1
@@ -102,40 +102,40 @@ REFUSALS: tuple[Refusal, ...] = (
             or args.data_parallel_start_rank is not None
         ),
         "traces, /exitserve/stats and the exit metrics read one engine",
-        fix="start one server for each replica and balance the load before them",
+        fix="start one server for each replica behind a load balancer",
         needs_exits=False,
     ),
-    Refusal(
+    UnsupportedFeature(
         "an --api-server-count other than 1",
         lambda args: args.api_server_count not in (None, 1),
         "each API process would count the engine's exits again",
-        fix="use 1, or start several servers and balance the load before them",
+        fix="use 1, or start several servers behind a load balancer",
         needs_exits=False,
     ),
-    Refusal(
+    UnsupportedFeature(
         "serving over several machines, or without HTTP (--nnodes, --headless, --grpc)",
         lambda args: args.nnodes > 1 or args.headless or args.grpc,
-        "exit fields travel over the HTTP server, which runs beside its engine",
+        "exit fields need the HTTP server, which runs on its engine's machine",
         needs_exits=False,
     ),
 )
 
 
-def refuse(vllm_args: Any, *, has_exits: bool) -> None:
-    """Raises `ExitServeError` for the first thing asked for that is not supported.
+def reject_unsupported(vllm_args: Any, *, has_exits: bool) -> None:
+    """Raises `ExitServeError` for the first unsupported feature that is requested.
 
     Args:
         vllm_args: vLLM's parsed arguments.
-        has_exits: the model has exit layers; without any, only what the server itself cannot do
-            is refused.
+        has_exits: the model has exit layers; without any, only features that the server itself
+            does not support are rejected.
     """
-    for refusal in REFUSALS:
-        if refusal.asked(vllm_args) and (has_exits or not refusal.needs_exits):
-            raise ExitServeError(refusal.message)
+    for feature in UNSUPPORTED_FEATURES:
+        if feature.is_requested(vllm_args) and (has_exits or not feature.needs_exits):
+            raise ExitServeError(feature.message)
 
 
-def refuse_checkpoint(config: Mapping[str, Any]) -> None:
-    """Raises `ExitServeError` for a checkpoint that is quantised in a way that was not tried."""
+def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
+    """Raises `ExitServeError` for a checkpoint with an untested kind of quantisation."""
     quantised = config.get("quantization_config")
     if not quantised:
         return
@@ -143,13 +143,13 @@ def refuse_checkpoint(config: Mapping[str, Any]) -> None:
     if method not in QUANTISED:
         raise ExitServeError(
             f"weights quantised by {method!r} (in the checkpoint's config.json) are not supported: "
-            f"exits were tried with {', '.join(QUANTISED)} only. "
+            f"exits were tested with {', '.join(QUANTISED)} only. "
             f"To go on, use the unquantised checkpoint, or {PLAIN}."
         )
 
 
 def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
-    """Raises `ExitServeError` unless the server can judge that share of its requests.
+    """Raises `ExitServeError` unless the server can compare that share of its requests.
 
     Args:
         rate: of `--shadow-rate`.
@@ -165,21 +165,21 @@ def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
         return
     reasons = {
         "this model has no exit layers, so nothing exits": not rules.exit_layers,
-        "in --mode verify full depth judges every token already": rules.num_drafts > 0,
+        "--mode verify already verifies every token at full depth": rules.num_drafts > 0,
         "it needs log-probabilities, which --max-logprobs 0 forbids": vllm_args.max_logprobs == 0,
         "it compares raw logits, which --logprobs-mode "
         f"{vllm_args.logprobs_mode} hides": not vllm_args.logprobs_mode.startswith("raw"),
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ExitServeError(f"--shadow-rate cannot be had here: {reason}. Drop it.")
+            raise ExitServeError(f"--shadow-rate is not possible here: {reason}. Drop it.")
 
 
 NO_POOLING = (
-    "this server only generates text: models with exits give no embeddings, scores or classes. "
+    "this server only generates text: models with exits produce no embeddings, scores or classes. "
     "Use /v1/completions or /v1/chat/completions here, and an embedding model for this route."
 )
-"""The answer of `POOLING_ROUTES`."""
+"""The error of `POOLING_ROUTES`."""
 
 POOLING_ROUTES = (
     "/classify",
@@ -192,4 +192,4 @@ POOLING_ROUTES = (
     "/v2/embed",
     "/v2/rerank",
 )
-"""vLLM's routes of pooling models, which would be plain 404s here."""
+"""vLLM's routes of pooling models; without ours they would be 404s."""
