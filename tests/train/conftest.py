@@ -15,8 +15,11 @@ import yaml
 from torch import Tensor
 
 from exitserve_training.commands import add_commands
-from exitserve_training.objective_options import AlignedOptions, AnyObjective
-from exitserve_training.objectives import Batch, Metrics, Objective, Objectives, build_objectives
+from exitserve_training.objectives.aligned.options import AlignedOptions
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.registry import AnyObjective
+from exitserve_training.objectives.weighted_sum import Objectives, build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import ExitAware, LayerDropout
 from exitserve_training.skipping import Skipping, SkipPlan
@@ -230,11 +233,13 @@ def wrap() -> Callable[..., Any]:
         parts = model_parts(model)
         built = build_objectives(
             objectives or [AlignedOptions(alternate=False)],
-            exit_layers=EXITS,
-            num_layers=NUM_LAYERS,
-            hidden_size=model.config.hidden_size,
-            head=parts.head,
-            seed=0,
+            BuildContext(
+                exit_layers=EXITS,
+                num_layers=NUM_LAYERS,
+                hidden_size=model.config.hidden_size,
+                head=parts.head,
+                seed=0,
+            ),
         )
         return MultiExitForward(model, parts, built, (*EXITS, NUM_LAYERS), skipping)
 
@@ -287,7 +292,7 @@ def at_depths() -> Callable[..., Planned]:
 class Keep(Objective):
     """Keeps the batch it is given; its loss is a fixed random readout of the last layer."""
 
-    batch: Batch
+    batch: LossInputs
 
     def __init__(self) -> None:
         super().__init__("keep", 1.0)
@@ -296,7 +301,7 @@ class Keep(Objective):
     def layers(self, step: int) -> Sequence[int]:
         return range(1, NUM_LAYERS + 1)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         self.batch = batch
         hidden = batch.hidden[NUM_LAYERS]
         if self.readout is None:
@@ -312,11 +317,13 @@ def keep() -> type[Keep]:
 
 
 @pytest.fixture(scope="session")
-def skipped_pass() -> Callable[..., tuple[Tensor, Batch]]:
+def skipped_pass() -> Callable[..., tuple[Tensor, LossInputs]]:
     """One training pass; returns its loss and what objectives saw. Leaves the model as it was."""
     from exitserve_training.forward import ExitPass, MultiExitForward
 
-    def run(model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor) -> tuple[Tensor, Batch]:
+    def run(
+        model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor
+    ) -> tuple[Tensor, LossInputs]:
         kept = Keep()
         wrapped = MultiExitForward(model, model_parts(model), Objectives([kept]), EXITS, skipping)
         try:

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
+from exitserve_training.layer_weights import layer_weights
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.losses.weights import layer_weights
-from exitserve_training.objective_options import CrossEntropyOptions, SeparateClassifiersOptions
+from exitserve_training.objectives.aligned.options import (
+    CrossEntropyOptions,
+    SeparateClassifiersOptions,
+)
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import Lora
 from exitserve_training.tasks import shifted_labels

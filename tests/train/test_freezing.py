@@ -16,12 +16,12 @@ from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, Trace
 from exitserve_kernels.exit_check import check_logits
-from exitserve_training.objectives import Batch
+from exitserve_training.objectives.objective import LossInputs
 from exitserve_training.skipping import SkipPlan
 
 Plans = Callable[..., Any]
 Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, Batch]]
+Pass = Callable[..., tuple[Tensor, LossInputs]]
 
 NUM_LAYERS, EXITS = 6, (2, 4)
 FAMILIES = ("llama", "qwen3", "gpt2")
@@ -91,7 +91,7 @@ class Watched(Reference):
 
 
 def assert_row_is_the_oracles(
-    model: Any, batch: Batch, row: int, ids: Tensor, prompt: int, threshold: float
+    model: Any, batch: LossInputs, row: int, ids: Tensor, prompt: int, threshold: float
 ) -> Trace:
     oracle = Watched(model)
     trace = oracle.trace(ids.tolist(), prompt, ExitPolicy.confidence(threshold))

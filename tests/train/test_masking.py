@@ -17,12 +17,10 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.masking import Masking
-from exitserve_training.objective_options import (
-    AlignedOptions,
-    AnyObjective,
-    CrossEntropyOptions,
-)
-from exitserve_training.objectives import build_objectives
+from exitserve_training.objectives.aligned.options import AlignedOptions, CrossEntropyOptions
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.registry import AnyObjective
+from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import LayerDropout
 from exitserve_training.skipping import Skipping
@@ -181,11 +179,13 @@ def wrap(model: Any, objective: AnyObjective, skipping: Any = None) -> MultiExit
     parts = model_parts(model)
     objectives = build_objectives(
         [objective],
-        exit_layers=EXITS,
-        num_layers=NUM_LAYERS,
-        hidden_size=32,
-        head=parts.head,
-        seed=0,
+        BuildContext(
+            exit_layers=EXITS,
+            num_layers=NUM_LAYERS,
+            hidden_size=32,
+            head=parts.head,
+            seed=0,
+        ),
     )
     return MultiExitForward(model, parts, objectives, DEPTHS, skipping, HiddenToken(masking()))
 

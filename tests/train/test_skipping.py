@@ -15,12 +15,13 @@ from exitserve.decoder import decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 from exitserve_training.forward import ExitPass, MultiExitForward
-from exitserve_training.objectives import Batch, Objectives
+from exitserve_training.objectives.objective import LossInputs
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 
 Plans = Callable[..., Any]
 Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, Batch]]
+Pass = Callable[..., tuple[Tensor, LossInputs]]
 
 NUM_LAYERS, EXITS = 6, (2, 4)
 FAMILIES = ("llama", "qwen3", "gpt2")

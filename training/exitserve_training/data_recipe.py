@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError
-from exitserve_training.objective_options import Strict
+from exitserve_training.strict import Strict
 
 
 class TrainBpe(Strict):
@@ -109,8 +109,8 @@ class DataRecipe(Strict):
         return self
 
     @property
-    def says_classes(self) -> bool:
-        """Whether a class is to be said, rather than tokens."""
+    def is_classification(self) -> bool:
+        """Whether the model is to predict a class, rather than tokens."""
         return self.format in ("labelled", "images")
 
 

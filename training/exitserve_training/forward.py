@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import Head, layer_quality
+from exitserve_training.losses import OutputHead, layer_quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.objectives import Batch, Metrics, Objectives
+from exitserve_training.objectives.objective import LossInputs, Metrics
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
 from exitserve_training.skipping import Skipping, SkipPlan
 from exitserve_training.tasks import NextToken, Question, TaskInputs
@@ -112,7 +113,7 @@ class MultiExitForward:
         delattr(self.model, AUXILIARY)
 
     @property
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """The shared norm and head."""
         return self.parts.head
 
@@ -156,10 +157,10 @@ class MultiExitForward:
             question.mask,
         )
 
-    def _batch(self, step: int, hidden: dict[int, Tensor], question: Question) -> Batch:
+    def _batch(self, step: int, hidden: dict[int, Tensor], question: Question) -> LossInputs:
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
-        return Batch(
+        return LossInputs(
             step=step,
             hidden=hidden,
             labels=question.labels,
@@ -171,7 +172,7 @@ class MultiExitForward:
             depth=None if self._plan is None else self._plan.depth,
         )
 
-    def _quality(self, batch: Batch) -> Quality:
+    def _quality(self, batch: LossInputs) -> Quality:
         own = self.objectives.classifiers()
         losses: dict[int, Tensor] = {}
         accuracies: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from exitserve.decoder import FAMILIES, decoder_parts
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import Head
+from exitserve_training.losses import OutputHead
 
 ENCODERS = ("bert",)
 """Hugging Face model types that can be trained as masked language models, or classify texts."""
@@ -45,7 +45,7 @@ class ModelParts:
     layers: nn.ModuleList
     norm: Callable[[Tensor], Tensor]
     """The final norm [..., D]; the identity where layers end with their own."""
-    head: Head
+    head: OutputHead
     """Norm and head: [N, D] to [N, V]; V classes where the model says a class."""
     task: Task
 
@@ -71,10 +71,10 @@ def model_parts(model: Any) -> ModelParts:
         return _classifier_parts(model, family)
     if family in ENCODERS:
         # Encoder layers end with a norm of their own, and the head has its transform.
-        head = Head(nn.Identity(), model.cls.predictions)
+        head = OutputHead(nn.Identity(), model.cls.predictions)
         return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, task)
     parts = decoder_parts(model)
-    head = Head(parts.norm, parts.head, parts.soft_cap)
+    head = OutputHead(parts.norm, parts.head, parts.soft_cap)
     return ModelParts(model.base_model, parts.layers, parts.norm, head, task)
 
 
@@ -92,7 +92,9 @@ def _classifier_parts(model: Any, family: str) -> ModelParts:
     if family in ENCODERS:
         pooler = model.bert.pooler
         # One head for all layers: the pooler is part of it, as the final norm is elsewhere.
-        head = Head(nn.Sequential(pooler.dense, pooler.activation, model.dropout), model.classifier)
+        head = OutputHead(
+            nn.Sequential(pooler.dense, pooler.activation, model.dropout), model.classifier
+        )
         return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, "class")
     if family not in VISION:
         raise ExitServeError(
@@ -101,5 +103,5 @@ def _classifier_parts(model: Any, family: str) -> ModelParts:
         )
     body = model.base_model
     return ModelParts(
-        body, body.layers, body.layernorm, Head(body.layernorm, model.classifier), "class"
+        body, body.layers, body.layernorm, OutputHead(body.layernorm, model.classifier), "class"
     )

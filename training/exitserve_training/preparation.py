@@ -33,7 +33,7 @@ from exitserve_training.classification.labelled import (
     load_split_examples,
 )
 from exitserve_training.folder import check_output_dir, empty_folder
-from exitserve_training.losses.weights import counted_layers
+from exitserve_training.layer_weights import counted_layers
 from exitserve_training.masking import Masking
 from exitserve_training.models import (
     build_config,
@@ -45,7 +45,7 @@ from exitserve_training.models import (
     start_head_from_embeddings,
     task_for,
 )
-from exitserve_training.objectives import check_layers
+from exitserve_training.objectives.registry import check_layers
 from exitserve_training.packing import fingerprint, load_packed, pack_split, save_packed
 from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run

@@ -16,14 +16,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
-from exitserve_training.objective_options import (
-    FOR_CLASSES,
-    OBJECTIVES,
-    AlignedOptions,
-    AnyObjective,
-    Strict,
-    check_together,
-)
+from exitserve_training.objectives.aligned.options import AlignedOptions
+from exitserve_training.objectives.registry import OBJECTIVES, AnyObjective, check_objectives
+from exitserve_training.strict import Strict
 
 
 class ExitAware(Strict):
@@ -138,11 +133,9 @@ class Recipe(Strict):
                 "config (from scratch) needs a tokenizer, "
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
-        check_together(self.objectives)
-        if self.data.says_classes:
-            self._check_classes()
-        elif any(getattr(objective, "balanced", False) for objective in self.objectives):
-            raise ValueError("balanced cross-entropy is for classifiers; leave balanced out")
+        check_objectives(self.objectives, self.data.is_classification)
+        if self.data.is_classification:
+            self._check_classifier()
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
         if self.lora is not None and self.config is not None:
@@ -155,14 +148,8 @@ class Recipe(Strict):
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
 
-    def _check_classes(self) -> None:
-        """Raises `ValueError` for what a model that says one class an input cannot have."""
-        for objective in self.objectives:
-            if objective.name not in FOR_CLASSES:
-                raise ValueError(
-                    f"objective {objective.name!r} is about the tokens of a sequence, and a "
-                    f"classifier says one class; use {', '.join(sorted(FOR_CLASSES))}"
-                )
+    def _check_classifier(self) -> None:
+        """Raises `ValueError` for keys that a classifier cannot have."""
         for key in ("exit_aware", "layer_dropout", "lora", "head_from_embeddings", "sample_texts"):
             if getattr(self, key):
                 raise ValueError(f"{key} is for language models, not for classifiers; leave it out")

@@ -21,7 +21,8 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.objectives import NonFiniteLossError, build_objectives
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.weighted_sum import NonFiniteLossError, build_objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.skipping import Skipping
@@ -38,9 +39,6 @@ OBJECTIVES_FILE = "objectives.safetensors"
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""
-
-READS_HEAD = frozenset({"ce", "aligned", "separate_classifiers", "kl_to_last"})
-"""Objectives that train the LM head."""
 
 
 class MultiExitTraining(_Base):
@@ -90,14 +88,16 @@ class MultiExitTraining(_Base):
         self.eval_layers = (*exits.exit_layers, num_layers)
         objectives = build_objectives(
             recipe.objectives,
-            exit_layers=exits.exit_layers,
-            num_layers=num_layers,
-            hidden_size=model.config.hidden_size,
-            head=self.parts.head,
-            seed=recipe.seed,
+            BuildContext(
+                exit_layers=exits.exit_layers,
+                num_layers=num_layers,
+                hidden_size=model.config.hidden_size,
+                head=self.parts.head,
+                seed=recipe.seed,
+            ),
         )
         objectives.to(self.args.device)
-        if not READS_HEAD & {options.name for options in recipe.objectives if options.weight}:
+        if not any(options.trains_head for options in recipe.objectives if options.weight):
             _freeze_head(model, self.parts)
         skipping = Skipping(
             recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed

@@ -29,8 +29,8 @@ from exitserve_training.classification.labelled import Examples, class_numbers, 
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
-from exitserve_training.objective_options import SeparateClassifiersOptions
-from exitserve_training.objectives import SeparateClassifiers
+from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
+from exitserve_training.objectives.options import BuildContext
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.trainer import OBJECTIVES_FILE
 
@@ -126,9 +126,9 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     if not found:
         return {}
     layers = sorted({int(name.split(".")[1]) for name in found})
-    objective = SeparateClassifiers(
-        SeparateClassifiersOptions(), [*layers, parts.num_layers], parts.num_layers, parts.head
-    )
+    hidden_size = next(iter(found.values())).shape[-1]
+    context = BuildContext(layers, parts.num_layers, hidden_size, parts.head, seed=0)
+    objective = SeparateClassifiersOptions().build(context)
     objective.load_state_dict(found)
     objective.to(next(parts.layers.parameters()).device)
     objective.train(False)

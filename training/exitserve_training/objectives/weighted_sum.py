@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.chunked import Classifier
-from exitserve_training.objectives.base import Batch, Metrics, Objective
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 
 
 class NonFiniteLossError(ExitServeError):
@@ -43,7 +44,7 @@ class Objectives(nn.Module):
         """Depths that any objective needs in this step, ascending."""
         return tuple(sorted({layer for part in self.members for layer in part.layers(step)}))
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """Returns the weighted sum and all parts' metrics, each loss as `<name>_loss`.
 
         Raises:
@@ -63,7 +64,7 @@ class Objectives(nn.Module):
         return total, metrics
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> Metrics:
+    def measure(self, batch: LossInputs) -> Metrics:
         """What evaluation reports besides the cross-entropies: each such objective's metrics."""
         metrics: Metrics = {}
         for part in self.members:
@@ -85,6 +86,15 @@ class Objectives(nn.Module):
         for part in self.members:
             found |= part.classifiers()
         return found
+
+
+def build_objectives(chosen: Sequence[ObjectiveOptions], context: BuildContext) -> Objectives:
+    """Builds what a run minimises.
+
+    Raises:
+        ExitServeError: a layer or a weight does not fit the model.
+    """
+    return Objectives(options.build(context) for options in chosen)
 
 
 def _check_finite(losses: Mapping[str, Tensor]) -> None:

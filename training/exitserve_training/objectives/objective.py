@@ -18,7 +18,7 @@ Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
+class LossInputs:
     """One forward pass, as objectives see it."""
 
     step: int
@@ -68,7 +68,7 @@ class Objective(nn.Module, ABC):
         """Depths whose hidden states it needs in this optimizer step."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """Returns the unweighted loss (scalar) and what to log."""
 
     def classifiers(self) -> Mapping[int, Classifier]:
