@@ -42,7 +42,7 @@ from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
-from exitserve_training.skipping import Skipping
+from exitserve_training.skipping import SkipSampler
 
 THREE = [3, 6, 9]
 TWELVE = 12
@@ -153,7 +153,7 @@ class Bench:
                 seed=0,
             ),
         )
-        skipping = Skipping(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
+        skipping = SkipSampler(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
         return MultiExitForward(self.model, parts, objectives, (self.size.layers,), skipping)
 
     def _timed(self, loss: Callable[[], torch.Tensor]) -> float:

@@ -22,7 +22,7 @@ from exitserve_training.objectives.registry import AnyObjective
 from exitserve_training.objectives.weighted_sum import Objectives, build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import ExitAware, LayerDropout
-from exitserve_training.skipping import Skipping, SkipPlan
+from exitserve_training.skipping import SkippedPositions, SkipSampler
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -247,44 +247,44 @@ def wrap() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def all_skipping() -> Callable[..., Skipping]:
+def all_skipping() -> Callable[..., SkipSampler]:
     """Freezing and layer dropout, so often that every row has some."""
 
-    def make(select: Any = "confidence") -> Skipping:
+    def make(select: Any = "confidence") -> SkipSampler:
         extra = {"thresholds": (0.05, 0.3)} if select == "confidence" else {"fraction": 0.5}
         aware = ExitAware(share=1.0, select=select, **extra)
-        return Skipping(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
+        return SkipSampler(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
 
     return make
 
 
-class Planned:
-    """Stands in for `Skipping`: hands out plans that a test makes."""
+class FixedSkips:
+    """Stands in for `SkipSampler`: returns skipped positions that a test makes."""
 
-    def __init__(self, make: Callable[[Tensor], SkipPlan]) -> None:
+    def __init__(self, make: Callable[[Tensor], SkippedPositions]) -> None:
         self.make = make
 
-    def plan(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
+    def draw(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
         return self.make(mask)
 
 
 @pytest.fixture(scope="session")
-def planned() -> type[Planned]:
-    """The class of stand-ins for `Skipping`, for tests that make their own plans."""
-    return Planned
+def fixed_skips() -> type[FixedSkips]:
+    """The class of stand-ins for `SkipSampler`, for tests that make what is skipped."""
+    return FixedSkips
 
 
 @pytest.fixture(scope="session")
-def at_depths() -> Callable[..., Planned]:
+def at_depths() -> Callable[..., FixedSkips]:
     """Positions frozen at given depths [B, T], sequences that skip given layers [B, L]."""
 
-    def freeze(depth: Tensor, dropped: Tensor | None = None) -> Planned:
-        def make(mask: Tensor) -> SkipPlan:
-            plan = SkipPlan(EXITS, NUM_LAYERS, mask)
-            plan.depth, plan.dropped = depth.clone(), dropped
-            return plan
+    def freeze(depth: Tensor, dropped: Tensor | None = None) -> FixedSkips:
+        def make(mask: Tensor) -> SkippedPositions:
+            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
+            skipped.depth, skipped.dropped = depth.clone(), dropped
+            return skipped
 
-        return Planned(make)
+        return FixedSkips(make)
 
     return freeze
 

@@ -28,7 +28,7 @@ from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
-from exitserve_training.skipping import Skipping
+from exitserve_training.skipping import SkipSampler
 
 
 def main(folder: Path, kind: str) -> None:
@@ -121,7 +121,7 @@ def tiny(tied: bool) -> tuple[Any, MultiExitForward]:
             seed=0,
         ),
     )
-    skipping = Skipping(recipe.exit_aware, recipe.layer_dropout, exits, 4, 0)
+    skipping = SkipSampler(recipe.exit_aware, recipe.layer_dropout, exits, 4, 0)
     forward = MultiExitForward(model, parts, objectives, (*exits, 4), skipping)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -63,13 +63,13 @@ def _trained(args: argparse.Namespace) -> int:
 
         recipe = load_recipe(args.recipe, args.overrides)
         # After the recipe is known to be sound: this takes seconds to import.
-        from exitserve_training.pipeline import run
+        from exitserve_training.pipeline import train
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}; install the extra: "
             f"pip install 'exitserve[train]'."
         ) from error
-    report = run(recipe)
+    report = train(recipe)
     if report is None:
         return 0
     console = Console()

@@ -102,11 +102,11 @@ def _classify(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from exitserve.report import prepare_out_dir, terminal_table, write_report
+    from exitserve_training.classification.evaluation import ClassificationSettings, classify
     from exitserve_training.classification.page import HEADERS, exits_figure, markdown, rows
-    from exitserve_training.classification.run import Settings, classify
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    settings = Settings(
+    settings = ClassificationSettings(
         model=args.model,
         data=args.data,
         thresholds=thresholds,
