@@ -10,11 +10,11 @@ from exitserve_training.losses.aligned import (
     layer_quality,
     weighted_layer_cross_entropy,
 )
-from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
 from exitserve_training.losses.chunked import chunked_cross_entropy
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
 from exitserve_training.losses.implicit import Projector, nitp
+from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
 from exitserve_training.losses.linear import OutputHead, linear_cross_entropy
 from exitserve_training.losses.measures import effective_rank, mean_cosine
 from exitserve_training.losses.similarity import simreg, simreg_weight

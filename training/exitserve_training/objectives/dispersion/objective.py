@@ -19,11 +19,12 @@ from exitserve_training.objectives.dispersion.options import (
     DispersionOptions,
     L2RepelOptions,
     OrthogonalizationOptions,
+    SeveralLayersOptions,
 )
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
-from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
+from exitserve_training.objectives.options import BuildContext
 
-Options = TypeVar("Options", bound=ObjectiveOptions)
+Options = TypeVar("Options", bound=SeveralLayersOptions)
 
 
 class _SeveralLayers(Objective, Generic[Options]):

@@ -10,7 +10,9 @@ from pydantic import Field
 from exitserve_training.objectives.options import Layers, ObjectiveOptions
 
 
-class _SeveralLayers(ObjectiveOptions):
+class SeveralLayersOptions(ObjectiveOptions):
+    """Of a loss that is the mean over layers."""
+
     weight: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """The paper's lambda."""
     layers: Layers = "all"
@@ -21,7 +23,7 @@ class _SeveralLayers(ObjectiveOptions):
         return self._depths(self.layers, exit_layers, num_layers)
 
 
-class DispersionOptions(_SeveralLayers):
+class DispersionOptions(SeveralLayersOptions):
     """States of a sequence spread on the sphere (dispersion loss, table 1, row 1)."""
 
     implementation = "exitserve_training.objectives.dispersion.objective:Dispersion"
@@ -30,7 +32,7 @@ class DispersionOptions(_SeveralLayers):
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
 
 
-class DecorrelationOptions(_SeveralLayers):
+class DecorrelationOptions(SeveralLayersOptions):
     """Features of a sequence's states decorrelated (table 1, row 2)."""
 
     implementation = "exitserve_training.objectives.dispersion.objective:Decorrelation"
@@ -38,7 +40,7 @@ class DecorrelationOptions(_SeveralLayers):
     name: Literal["decorrelation"] = "decorrelation"
 
 
-class L2RepelOptions(_SeveralLayers):
+class L2RepelOptions(SeveralLayersOptions):
     """States pushed apart in Euclidean distance (table 1, row 3)."""
 
     implementation = "exitserve_training.objectives.dispersion.objective:L2Repel"
@@ -48,7 +50,7 @@ class L2RepelOptions(_SeveralLayers):
     norm_weight: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
 
 
-class OrthogonalizationOptions(_SeveralLayers):
+class OrthogonalizationOptions(SeveralLayersOptions):
     """Cosines above a margin pushed down (table 1, row 4)."""
 
     implementation = "exitserve_training.objectives.dispersion.objective:Orthogonalization"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from exitserve.errors import ExitServeError
 from exitserve_training.layer_weights import layer_weights
 from exitserve_training.losses import alignment
-from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
-from exitserve_training.losses.reference import alignment as reference
+from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
+from exitserve_training.losses.reference import last_layer as reference
 
 # Both sides are float32 and differ in summation order only (features, then tokens, then layers):
 # a few rounding errors of 1.2e-7 relative on numbers of size 1.
