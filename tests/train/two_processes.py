@@ -37,7 +37,7 @@ def main(folder: Path, kind: str) -> None:
     if kind == "fsdp":
         allow_fsdp_on_cpu()
     # The launcher would end it before.
-    commands._LAST_WORDS_S = 0.0
+    commands._ERROR_DELAY_S = 0.0
     from exitserve import cli
 
     said = []

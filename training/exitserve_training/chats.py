@@ -1,7 +1,7 @@
 """Chats: rows of messages, rendered by the tokenizer's chat template, with loss on the answers.
 
-TRL's `SFTTrainer` takes the rows with `labels`, as prepared here: what cannot be trained on is
-known, by the name of its row, before a run writes anything.
+TRL's `SFTTrainer` takes the rows with `labels`, as prepared here, so that a row that cannot be
+trained on is reported by its name before a run writes anything.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list
             f"{name} must be {text}a list of {{role, content}} with a role of "
             f"{', '.join(_ROLES)} and text as content."
         )
-    # A table has every key in every row, with None where nothing was given.
+    # A table has every key in every row, with None for missing values.
     return [{key: value for key, value in m.items() if value is not None} for m in given]
 
 

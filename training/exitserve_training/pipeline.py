@@ -38,7 +38,7 @@ _SAMPLE_TOKENS = 48
 
 
 def train(recipe: Recipe) -> TrainingReport | None:
-    """Trains as the recipe says and leaves an ordinary checkpoint with reports in `output_dir`.
+    """Trains by a recipe and writes an ordinary checkpoint with reports to `output_dir`.
 
     Returns the report, or None in a process of a distributed run that is not its first.
 
@@ -46,7 +46,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
         ExitServeError: anything in the recipe that cannot be done, before training starts; a
             loss or gradient that is not finite, which ends the run.
     """
-    # Their bars, for saving a few packed tables, say nothing; ours show the long work.
+    # `datasets` shows bars for saving small tables; the long work has its own bars.
     datasets.disable_progress_bars()
     arguments = _checked_arguments(recipe)
     if arguments.world_size > 1:

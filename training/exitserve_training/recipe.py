@@ -25,13 +25,13 @@ class ExitAware(Strict):
     """Freeze positions at exit layers during the forward pass, as serving does."""
 
     share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Of the sequences, so many have frozen positions. (docs/training.md compares.)"""
+    """Share of sequences with frozen positions. (docs/training.md compares.)"""
     select: Literal["confidence", "random"] = "confidence"
     """Freeze where an exit is confident enough, or anywhere at random exits."""
     thresholds: tuple[float, float] = (0.3, 0.95)
     """With `confidence`: each sequence draws its threshold between these."""
     fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """With `random`: so many positions are frozen."""
+    """With `random`: share of positions that are frozen."""
     longest_prompt: float = Field(default=0.25, ge=0.0, le=1.0)
     """A random part of each sequence, up to this share, is prompt and runs at full depth."""
     start: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -104,7 +104,7 @@ class Recipe(Strict):
     head_from_embeddings: bool = False
     """Begin with the input embeddings as LM head: recovers the head of a headless model."""
     mask_share: float = Field(default=0.15, gt=0.0, lt=1.0)
-    """Masked language models: so many tokens are to be found."""
+    """Masked language models: share of tokens that are masked."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of Hugging Face `TrainingArguments`."""
     seed: int = Field(default=0, ge=0)
@@ -193,7 +193,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` where it says something, `below` elsewhere; mappings key by key."""
+    """The keys of `above`, and those of `below` that it lacks; nested mappings likewise."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -220,7 +220,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:
         raise ExitServeError(f"the value of override {override!r} is not valid YAML.") from error
-    # YAML 1.1 reads 1e-3 (no dot) as text; nobody means text by it.
+    # YAML 1.1 reads 1e-3 (no dot) as text; a number is meant.
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)

@@ -163,7 +163,7 @@ def _draw_freezing(
     is_target[:, 1:] = labels.cpu()[:, :-1] != IGNORED
     allowed, thresholds = torch.zeros_like(is_target), []
     depths = torch.full(mask.shape, skipped.num_layers)
-    # Padding draws nothing: how much of it there is depends on the rest of the batch.
+    # No draws for padding, whose amount depends on the rest of the batch.
     for row, (generator, is_token) in enumerate(zip(generators, mask.cpu(), strict=True)):
         length = int(is_token.sum())
         takes_part, prompt, threshold = torch.rand(3, generator=generator).tolist()

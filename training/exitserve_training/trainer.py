@@ -35,7 +35,7 @@ else:
     _Base = object
 
 OBJECTIVES_FILE = "objectives.safetensors"
-"""In checkpoints of a run: the objectives' own parameters, which no served model needs."""
+"""In checkpoints of a run: the parameters of objectives, which serving does not need."""
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""
@@ -312,7 +312,7 @@ class MultiExitTraining(_Base):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Keeps the objectives' parameters apart from the model's."""
+        """Saves the objectives' parameters in a separate file."""
         model: Any = self.model
         whole = model.state_dict() if state_dict is None else state_dict
         marker = f"{AUXILIARY}."
@@ -331,7 +331,7 @@ class MultiExitTraining(_Base):
         else:
             self._load_weights(resume_from_checkpoint)
         if self.is_fsdp_enabled:
-            return  # whose own files hold all parameters, the objectives' too
+            return  # its files hold the objectives' parameters too
         saved = Path(resume_from_checkpoint) / OBJECTIVES_FILE
         tensors = load_file(saved) if saved.is_file() else {}
         objectives = self.multi_exit.objectives
@@ -362,7 +362,7 @@ class MultiExitTraining(_Base):
             self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Not for what `_load_from_checkpoint` reads from a file of its own."""
+        """No warning for what `_load_from_checkpoint` reads from `OBJECTIVES_FILE`."""
         missing = [name for name in load_result.missing_keys if AUXILIARY not in name]
         load_result.missing_keys[:] = missing
         super()._issue_warnings_after_load(load_result)

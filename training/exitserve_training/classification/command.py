@@ -56,7 +56,7 @@ def add_classify(subparsers: Any) -> None:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say where labelled data are; shared by `classify` and `inspect`."""
+    """Adds the arguments for labelled data, which `classify` and `inspect` share."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, nargs="+", metavar="FILE", help="files, globs, or image folders"

@@ -2,8 +2,8 @@
 
 Aligned-training paper, section 3 ("Multi-exit model with a single classifier"): one classifier,
 applied after each exit layer to the first position's state; an input stops where its confidence,
-the largest softmax probability, is above the threshold. There is no cache to keep: a row that has
-left costs nothing more.
+the largest softmax probability, is above the threshold. There is no cache to keep, so a row
+that has left costs nothing more.
 
 Shapes: B rows, T positions, D hidden, C classes.
 """
@@ -26,7 +26,7 @@ from exitserve_training.parts import model_parts
 
 @dataclass(frozen=True)
 class Predictions:
-    """What was said of each row of a batch."""
+    """The predictions for the rows of a batch."""
 
     classes: Tensor
     """int64 [B]."""
@@ -58,7 +58,7 @@ class EarlyExitClassifier:
         exit_layers: Sequence[int],
         exit_heads: Mapping[int, Classifier] | None = None,
     ) -> None:
-        """Takes a model and the depths below its last at which rows may leave.
+        """Takes a model and the depths below its last at which rows can leave.
 
         Args:
             model: a classifier.
@@ -85,7 +85,7 @@ class EarlyExitClassifier:
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Predictions:
-        """Says each row's class.
+        """Predicts the class of each row.
 
         Args:
             inputs: what the model takes, B rows.

@@ -49,7 +49,7 @@ class ClassificationSettings:
     exit_layers: list[int] | None = None
     """None: those of the checkpoint."""
     limit: int | None = None
-    """Only so many inputs, spread over all."""
+    """The number of inputs to run, spread over all."""
     fields: Mapping[str, Any] | None = None
     """`text_field` and the like, as a recipe's `data` has them."""
 

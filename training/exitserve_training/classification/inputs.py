@@ -1,4 +1,4 @@
-"""Batches of a classifier's inputs, from a checkpoint's own tokenizer or image processor."""
+"""Inputs of a classifier, made with the checkpoint's tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exitserve_training.tasks import ClassOfImage
 from exitserve_training.tokenization import load_tokenizer
 
 HALF = (0.5, 0.5, 0.5)
-"""Mean and deviation of image channels where no checkpoint says otherwise (ViT's)."""
+"""Default mean and deviation of image channels (ViT's)."""
 
 Encode = Callable[[Examples], dict[str, Tensor]]
 """Examples to what the model takes."""
@@ -32,7 +32,7 @@ class Channels:
 
     @classmethod
     def of(cls, model: str | None, count: int) -> Channels:
-        """What a checkpoint's `preprocessor_config.json` says, else ViT's."""
+        """From a checkpoint's `preprocessor_config.json`, else ViT's."""
         known: dict[str, Any] = {}
         if model is not None:
             try:

@@ -119,7 +119,7 @@ def cut_to(model: PreTrainedModel, depth: int) -> Iterator[None]:
 
 
 def sentence_embedder(path: str) -> Embed:
-    """A sentence-embedding model of the user's: the mean of its last states over the tokens.
+    """Embeds texts by a model of the user's choice: the mean of its last states over the tokens.
 
     Raises:
         ExitServeError: there is no such model.

@@ -1,6 +1,7 @@
 """Losses of multi-exit training: functions of hidden states, labels and a classifier.
 
-Each works on plain tensors and knows no model. `reference` holds what they must equal.
+Each works on plain tensors and knows no model; `objectives` makes terms of a run of them.
+`reference` has slow versions, which they must equal.
 """
 
 from exitserve_training.adagc import AdaGC

@@ -1,4 +1,4 @@
-"""Drawing shallow layers to the last one: in direction, or in what they predict.
+"""Alignment of shallow layers with the last: of directions, or of predictions.
 
 These are the two alternatives to the aligned loss that its paper names (aligned training). Both
 sum over layers with the weights lambda_l of `layer_weights`, and average over tokens:

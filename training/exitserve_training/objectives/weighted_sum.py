@@ -1,4 +1,4 @@
-"""Several objectives as one: their weighted sum, each part logged by its own name."""
+"""The weighted sum of a run's objectives, each logged by its name."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Objectives(nn.Module):
     def __init__(self, parts: Iterable[Objective]) -> None:
         """Takes the objectives in the order of the recipe."""
         super().__init__()
+        # The attribute's name is part of the parameters' names in checkpoints.
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         for part in self.members:
             if part.weight == 0.0:
-                # Measured only: an optimizer must not wait for gradients that never come.
+                # Measured only: data parallelism must not wait for its gradients.
                 part.requires_grad_(False)
 
     @property
@@ -70,7 +71,7 @@ class Objectives(nn.Module):
         for part in self.members:
             if not part.in_evaluation:
                 continue
-            # States that are not finite have no singular values; the cross-entropies tell.
+            # States that are not finite have no singular values; the cross-entropies show them.
             with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 metrics |= part(batch)[1]
         return metrics
@@ -100,7 +101,7 @@ def build_objectives(chosen: Sequence[ObjectiveOptions], context: BuildContext) 
 def _check_finite(losses: Mapping[str, Tensor]) -> None:
     """Raises `NonFiniteLossError` in every process if a loss of any of them is not finite.
 
-    One that ended alone would leave the others waiting for its gradients.
+    A process that ended alone would leave the others waiting for its gradients.
     """
     several = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)

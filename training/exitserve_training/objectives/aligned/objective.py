@@ -1,4 +1,4 @@
-"""Objectives that read several depths: plain and aligned cross-entropy, and what it is held to.
+"""Plain and aligned cross-entropy, and the alternatives that the paper compares with.
 
 All of the aligned-training paper: eq. 3, its alternation and cosine baseline (appendix C), and
 the multi-exit model with a classifier per exit that figure 3 compares it with.
