@@ -123,7 +123,7 @@ class AdaGC:
         steps, averages = state.get("steps"), state.get("averages")
         if not isinstance(steps, int) or steps < 0 or not isinstance(averages, Mapping):
             raise ExitServeError(
-                f"this is no AdaGC state: it has the keys {sorted(state)}; expected 'steps' "
+                f"this is not an AdaGC state: it has the keys {sorted(state)}; expected 'steps' "
                 f"(a whole number) and 'averages' (tensor name to norm)."
             )
         for name, average in averages.items():

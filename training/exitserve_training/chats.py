@@ -66,7 +66,7 @@ def load_chats(
     terminal.
 
     Raises:
-        ExitServeError: a row is no chat, the tokenizer has no chat template, or nothing is left.
+        ExitServeError: a row is not a chat, the tokenizer has no chat template, or nothing is left.
     """
     if tokenizer.chat_template is None:
         raise ExitServeError(
@@ -109,7 +109,7 @@ def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
     else:
         columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
         raise ExitServeError(
-            f"{name} is no chat: it has {columns or 'nothing'}; expected `messages`, or `prompt` "
+            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or `prompt` "
             f"and `completion`."
         )
     if loss_on == "all":

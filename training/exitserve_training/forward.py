@@ -144,10 +144,8 @@ class MultiExitForward:
         loss_inputs = self._loss_inputs(request.step, hidden, task_batch)
         if training:
             loss, metrics = self.objectives(loss_inputs)
-            return loss, metrics if self._skipped is None else {
-                **metrics,
-                **self._skipped.metrics(),
-            }
+            skipped = {} if self._skipped is None else self._skipped.metrics()
+            return loss, {**metrics, **skipped}
         return self._quality(loss_inputs)
 
     def _draw_skipped(self, request: ExitPass, task_batch: TaskBatch) -> SkippedPositions | None:

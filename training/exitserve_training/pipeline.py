@@ -86,7 +86,7 @@ def _first_then_others(is_first: bool, work: Callable[[], TrainerInputs]) -> Tra
     """
     done: TrainerInputs | None = None
     for turn in (True, False):
-        failure: str | None = "a process ended; its own message says why"
+        failure: str | None = "a process ended; its message says why"
         failures: list[str | None] = []
         try:
             if turn == is_first:

@@ -129,7 +129,7 @@ def test_data_that_cannot_be_read(
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "dogs" / f"{number}.png")
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"1{number}.png")
-    with pytest.raises(ExitServeError, match=r"cats/1.png' is no image that can be read"):
+    with pytest.raises(ExitServeError, match=r"cats/1.png' is not a readable image"):
         train(make_recipe(**of_images(tmp_path)))
 
 

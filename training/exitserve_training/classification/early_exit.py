@@ -71,7 +71,7 @@ class EarlyExitClassifier:
         self.parts = model_parts(model)
         if self.parts.task != "class":
             raise ExitServeError(
-                f"a {type(model).__name__} says tokens, not classes; "
+                f"a {type(model).__name__} predicts tokens, not classes; "
                 f"serve it with `exitserve serve`."
             )
         bad = [layer for layer in exit_layers if not 1 <= layer < self.parts.num_layers]

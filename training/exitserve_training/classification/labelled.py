@@ -146,7 +146,7 @@ def encode_images(
     """Columns `pixels` (uint8 [channels, side, side]) and `labels`.
 
     Raises:
-        ExitServeError: a file is no image; names it.
+        ExitServeError: a file is not a readable image.
     """
     features = datasets.Features(
         pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
@@ -163,7 +163,7 @@ def read_pixels(
     """uint8 [N, channels, side, side].
 
     Raises:
-        ExitServeError: a file is no image; names it.
+        ExitServeError: a file is not a readable image.
     """
     pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
     # None: no bar where the output is not a terminal.
@@ -181,7 +181,7 @@ def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np
                 shown = shown.resize((side, side), Image.Resampling.BILINEAR)
             values = np.asarray(shown, dtype=np.uint8)
     except (UnidentifiedImageError, OSError) as error:
-        raise ExitServeError(f"data file '{path}' is no image that can be read.") from error
+        raise ExitServeError(f"data file '{path}' is not a readable image.") from error
     return values.reshape(side, side, channels).transpose(2, 0, 1)
 
 
@@ -214,7 +214,7 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
             keep_default_na=False,
         )
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 
 def _add_rows(

@@ -119,7 +119,7 @@ def balanced_cross_entropy(
             where an example does not count.
 
     Raises:
-        ExitServeError: shapes disagree, a label is no class, a class among the labels has a
+        ExitServeError: shapes disagree, a label is not a class, a class among the labels has a
             frequency that is not positive, or `reduction` is unknown.
     """
     check_reduction(reduction)
@@ -174,7 +174,7 @@ def _check_labels(targets: Tensor, num_classes: int) -> None:
     wrong = targets[(targets < 0) | (targets >= num_classes)]
     if wrong.numel():
         raise ExitServeError(
-            f"label {int(wrong[0])} is no class: the logits have {num_classes}, so labels are "
+            f"label {int(wrong[0])} is not a class: the logits have {num_classes}, so labels are "
             f"0..{num_classes - 1}, or {IGNORED} to be ignored."
         )
 

@@ -45,7 +45,7 @@ class ObjectiveOptions(Strict):
     implementation: ClassVar[str]
     """`module:Class` of the `Objective`, which takes these options and a `BuildContext`."""
     is_main: ClassVar[bool] = False
-    """Whether it teaches the model its task; other objectives are added to one that does."""
+    """Whether it trains the model for its task; other objectives are added to one that does."""
     trains_head: ClassVar[bool] = False
     """Whether its gradient reaches the output head."""
     for_classifiers: ClassVar[bool] = False

@@ -82,8 +82,8 @@ def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: 
     if not any(objective.is_main for objective in trained):
         main = sorted(name for name, options in OBJECTIVES.items() if options.is_main)
         raise ValueError(
-            f"objectives {names} teach no next token; add one of {', '.join(main)} "
-            f"with a weight above 0"
+            f"objectives {names} do not train the model for its task; add one of "
+            f"{', '.join(main)} with a weight above 0"
         )
     for objective in trained:
         for other in trained:
