@@ -109,8 +109,8 @@ def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
     else:
         columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
         raise ExitServeError(
-            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or `prompt` "
-            f"and `completion`."
+            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
+            f"`prompt` and `completion`."
         )
     if loss_on == "all":
         return _Chat(name, [], given + learnt)

@@ -66,7 +66,7 @@ class EarlyExitClassifier:
             exit_heads: classifiers of exits that do not use the shared one.
 
         Raises:
-            ExitServeError: it is no classifier, or an exit layer is out of range.
+            ExitServeError: it is not a classifier, or an exit layer is out of range.
         """
         self.parts = model_parts(model)
         if self.parts.task != "class":

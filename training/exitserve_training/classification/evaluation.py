@@ -71,7 +71,7 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     """Runs the classifier at every threshold and at full depth.
 
     Raises:
-        ExitServeError: the model is no classifier, or the data cannot be read.
+        ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
     layers = _exit_layers(settings, config.num_hidden_layers)
