@@ -22,8 +22,9 @@ To add an objective:
 
 1. Make a folder with `options.py`: a subclass of `ObjectiveOptions` with a `name`, its options
    with the paper's defaults, and the facts that differ from the base class's.
-2. Write its `objective.py`: a subclass of `Objective`; return it from the options' `build`.
+2. Write its `objective.py`: a subclass of `Objective`, whose constructor takes the options and a
+   `BuildContext`. Name it in the options as `implementation`, `"module:Class"`.
 3. Add the options to `OBJECTIVES` in `registry.py`.
 
-Nothing else lists objectives. `tests/train/objectives/test_registry.py` adds one so.
+Nothing else lists objectives. `tests/train/objectives/test_registry.py` adds one this way.
 """
