@@ -88,7 +88,10 @@ def test_balanced_cross_entropy_finds_the_rare_class(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"objectives": ["simreg", "ce"]}, "objective 'simreg' is about the tokens of a sequence"),
+        (
+            {"objectives": ["simreg", "ce"]},
+            "objective 'simreg' needs a sequence of tokens to predict",
+        ),
         ({"exit_aware": {}}, "exit_aware is for language models, not for classifiers"),
         ({"lora": {}, "config": None, "model": "x"}, "lora is for language models"),
         (
