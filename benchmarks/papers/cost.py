@@ -38,10 +38,11 @@ from study import RESULTS, write_results
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exitserve_training.forward import ExitPass, MultiExitForward
-from exitserve_training.objectives import build_objectives
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
-from exitserve_training.skipping import Skipping
+from exitserve_training.skipping import SkipSampler
 
 THREE = [3, 6, 9]
 TWELVE = 12
@@ -144,13 +145,15 @@ class Bench:
         parts = model_parts(self.model)
         objectives = build_objectives(
             recipe.objectives,
-            exit_layers=case.exit_layers,
-            num_layers=self.size.layers,
-            hidden_size=self.model.config.hidden_size,
-            head=parts.head,
-            seed=0,
+            BuildContext(
+                exit_layers=case.exit_layers,
+                num_layers=self.size.layers,
+                hidden_size=self.model.config.hidden_size,
+                head=parts.head,
+                seed=0,
+            ),
         )
-        skipping = Skipping(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
+        skipping = SkipSampler(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
         return MultiExitForward(self.model, parts, objectives, (self.size.layers,), skipping)
 
     def _timed(self, loss: Callable[[], torch.Tensor]) -> float:

@@ -13,15 +13,15 @@ from PIL import Image, ImageFilter, ImageOps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exitserve.decoder import capture_hidden
-from exitserve_training.classification import run as classification
-from exitserve_training.classification.inputs import batches, encoder
+from exitserve_training.classification import evaluation as classification
+from exitserve_training.classification.inputs import batch_rows, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.inspect.condensation import trend
+from exitserve_training.inspect.data import load_inspection_data
+from exitserve_training.inspect.inspection import InspectionSettings, inspect
+from exitserve_training.inspect.measurements import measure_layers
 from exitserve_training.inspect.probe import linear_probe
-from exitserve_training.inspect.questions import ask
-from exitserve_training.inspect.run import Settings, inspect
-from exitserve_training.inspect.states import watch
 from exitserve_training.models import load_model, model_config
 from exitserve_training.parts import model_parts
 
@@ -44,26 +44,26 @@ def curve(folder: Path) -> Measured:
     logs = EventAccumulator(str(folder / "logs"))
     logs.Reload()
     depth = json.loads((folder / "report.json").read_text(encoding="utf-8"))["num_layers"]
-    seen = {
+    measured = {
         str(event.step): round(event.value, 5) for event in logs.Scalars(f"eval/loss_layer_{depth}")
     }
-    return {"loss": list(seen.values())[-1], "curve": seen}
+    return {"loss": list(measured.values())[-1], "curve": measured}
 
 
 def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
     """Mean cosine and effective rank by depth, and the trend of the cosines."""
-    asked = ask(str(folder), texts, {}, rows=rows, length=256, batch_size=8, seed=0)
+    data = load_inspection_data(str(folder), texts, {}, rows=rows, length=256, batch_size=8, seed=0)
     model = load_model(str(folder))
     model.train(False)
-    seen = watch(model, asked, 1, 0)
-    assert seen.condensation is not None
-    means = seen.condensation.means()
+    measured = measure_layers(model, data, 1, 0)
+    assert measured.condensation is not None
+    means = measured.condensation.means()
     rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
     return {
         "states": {
             str(depth): {
                 "mean_cosine": round(means[depth], 4),
-                "effective_rank": round(seen.ranks[depth] / seen.ranked, 3),
+                "effective_rank": round(measured.ranks[depth] / measured.ranked, 3),
             }
             for depth in means
         },
@@ -76,7 +76,7 @@ def look(
     folder: Path, data: Sequence[str], fields: Mapping[str, Any] | None = None, rows: int = 100
 ) -> Measured:
     """The instruments of `exitserve inspect`, without the matrices' inner parts."""
-    settings = Settings(
+    settings = InspectionSettings(
         str(folder), list(data), fields or {}, rows=rows, samples=2000, length=128, batch_size=16
     )
     report = inspect(settings).report
@@ -98,7 +98,7 @@ def look(
 
 def writing(folder: Path, texts: Sequence[str], reader: Path) -> Measured:
     """Coherence and diversity of what a decoder writes at each depth."""
-    settings = Settings(
+    settings = InspectionSettings(
         str(folder),
         list(texts),
         rows=8,
@@ -122,7 +122,7 @@ def exits(
     folder: Path, data: Sequence[str], fields: Mapping[str, Any], thresholds: Sequence[float]
 ) -> Measured:
     """A classifier with early exit at some thresholds."""
-    settings = classification.Settings(
+    settings = classification.ClassificationSettings(
         str(folder), list(data), list(thresholds), batch_size=64, repeats=1, fields=fields
     )
     report = classification.classify(settings).report
@@ -147,14 +147,16 @@ def shifted(folder: Path, images: Path, rows: int = 1000) -> Measured:
                 grey = ImageOps.grayscale(Image.open(path)).convert("RGB")
                 blurred = grey.filter(ImageFilter.GaussianBlur(0.7))
                 blurred.save(Path(other) / kind.name / f"{path.stem}.png")
-        asked = ask(str(folder), [other], {}, rows=rows, length=None, batch_size=100, seed=0)
-        model = load_model(str(folder), asked.task)
+        data = load_inspection_data(
+            str(folder), [other], {}, rows=rows, length=None, batch_size=100, seed=0
+        )
+        model = load_model(str(folder), data.task)
         model.train(False)
-        seen = watch(model, asked, 1, 0)
+        measured = measure_layers(model, data, 1, 0)
     return {
         "shifted": {
-            str(depth): {"accuracy": round(right / seen.said, 5)}
-            for depth, right in seen.right.items()
+            str(depth): {"accuracy": round(right / measured.labelled, 5)}
+            for depth, right in measured.right.items()
         }
     }
 
@@ -172,13 +174,13 @@ def probes(folder: Path, data: Sequence[str], rows: int = 2000) -> Measured:
     depths = range(1, parts.num_layers + 1)
     states: dict[int, list[torch.Tensor]] = {depth: [] for depth in depths}
     encode, labels = encoder(str(folder), config), []
-    for part in batches(examples, 100):
+    for part in batch_rows(examples, 100):
         own = examples.at(part)
         labels += class_numbers(own, names)
         with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
             parts.body(**encode(own))
         for depth in depths:
-            states[depth].append(parts.spoken(hidden[depth])[:, 0])
+            states[depth].append(parts.predicting(hidden[depth])[:, 0])
     half, classes = len(labels) // 2, torch.tensor(labels)
     found = {depth: torch.cat(parts) for depth, parts in states.items()}
     return {

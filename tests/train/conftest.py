@@ -15,11 +15,14 @@ import yaml
 from torch import Tensor
 
 from exitserve_training.commands import add_commands
-from exitserve_training.objective_options import AlignedOptions, AnyObjective
-from exitserve_training.objectives import Batch, Metrics, Objective, Objectives, build_objectives
+from exitserve_training.objectives.aligned.options import AlignedOptions
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.registry import AnyObjective
+from exitserve_training.objectives.weighted_sum import Objectives, build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import ExitAware, LayerDropout
-from exitserve_training.skipping import Skipping, SkipPlan
+from exitserve_training.skipping import SkippedPositions, SkipSampler
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -230,11 +233,13 @@ def wrap() -> Callable[..., Any]:
         parts = model_parts(model)
         built = build_objectives(
             objectives or [AlignedOptions(alternate=False)],
-            exit_layers=EXITS,
-            num_layers=NUM_LAYERS,
-            hidden_size=model.config.hidden_size,
-            head=parts.head,
-            seed=0,
+            BuildContext(
+                exit_layers=EXITS,
+                num_layers=NUM_LAYERS,
+                hidden_size=model.config.hidden_size,
+                head=parts.head,
+                seed=0,
+            ),
         )
         return MultiExitForward(model, parts, built, (*EXITS, NUM_LAYERS), skipping)
 
@@ -242,44 +247,44 @@ def wrap() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def all_skipping() -> Callable[..., Skipping]:
+def all_skipping() -> Callable[..., SkipSampler]:
     """Freezing and layer dropout, so often that every row has some."""
 
-    def make(select: Any = "confidence") -> Skipping:
+    def make(select: Any = "confidence") -> SkipSampler:
         extra = {"thresholds": (0.05, 0.3)} if select == "confidence" else {"fraction": 0.5}
         aware = ExitAware(share=1.0, select=select, **extra)
-        return Skipping(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
+        return SkipSampler(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
 
     return make
 
 
-class Planned:
-    """Stands in for `Skipping`: hands out plans that a test makes."""
+class FixedSkips:
+    """Stands in for `SkipSampler`: returns skipped positions that a test makes."""
 
-    def __init__(self, make: Callable[[Tensor], SkipPlan]) -> None:
+    def __init__(self, make: Callable[[Tensor], SkippedPositions]) -> None:
         self.make = make
 
-    def plan(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
+    def draw(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
         return self.make(mask)
 
 
 @pytest.fixture(scope="session")
-def planned() -> type[Planned]:
-    """The class of stand-ins for `Skipping`, for tests that make their own plans."""
-    return Planned
+def fixed_skips() -> type[FixedSkips]:
+    """The class of stand-ins for `SkipSampler`, for tests that make what is skipped."""
+    return FixedSkips
 
 
 @pytest.fixture(scope="session")
-def at_depths() -> Callable[..., Planned]:
+def at_depths() -> Callable[..., FixedSkips]:
     """Positions frozen at given depths [B, T], sequences that skip given layers [B, L]."""
 
-    def freeze(depth: Tensor, dropped: Tensor | None = None) -> Planned:
-        def make(mask: Tensor) -> SkipPlan:
-            plan = SkipPlan(EXITS, NUM_LAYERS, mask)
-            plan.depth, plan.dropped = depth.clone(), dropped
-            return plan
+    def freeze(depth: Tensor, dropped: Tensor | None = None) -> FixedSkips:
+        def make(mask: Tensor) -> SkippedPositions:
+            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
+            skipped.depth, skipped.dropped = depth.clone(), dropped
+            return skipped
 
-        return Planned(make)
+        return FixedSkips(make)
 
     return freeze
 
@@ -287,7 +292,7 @@ def at_depths() -> Callable[..., Planned]:
 class Keep(Objective):
     """Keeps the batch it is given; its loss is a fixed random readout of the last layer."""
 
-    batch: Batch
+    batch: LossInputs
 
     def __init__(self) -> None:
         super().__init__("keep", 1.0)
@@ -296,7 +301,7 @@ class Keep(Objective):
     def layers(self, step: int) -> Sequence[int]:
         return range(1, NUM_LAYERS + 1)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         self.batch = batch
         hidden = batch.hidden[NUM_LAYERS]
         if self.readout is None:
@@ -312,11 +317,13 @@ def keep() -> type[Keep]:
 
 
 @pytest.fixture(scope="session")
-def skipped_pass() -> Callable[..., tuple[Tensor, Batch]]:
+def skipped_pass() -> Callable[..., tuple[Tensor, LossInputs]]:
     """One training pass; returns its loss and what objectives saw. Leaves the model as it was."""
     from exitserve_training.forward import ExitPass, MultiExitForward
 
-    def run(model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor) -> tuple[Tensor, Batch]:
+    def run(
+        model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor
+    ) -> tuple[Tensor, LossInputs]:
         kept = Keep()
         wrapped = MultiExitForward(model, model_parts(model), Objectives([kept]), EXITS, skipping)
         try:

@@ -274,9 +274,9 @@ def test_bad_arguments_are_named(arguments: dict[str, float], message: str) -> N
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "no AdaGC state"),
+        ({}, "not an AdaGC state"),
         ({"steps": 3, "norms": {}}, r"keys \['norms', 'steps'\]"),
-        ({"steps": -1, "averages": {}}, "no AdaGC state"),
+        ({"steps": -1, "averages": {}}, "not an AdaGC state"),
         ({"steps": 1, "averages": {"w": 0.0}}, "average of 'w' is 0.0"),
         ({"steps": 1, "averages": {"w": math.nan}}, "average of 'w' is nan"),
     ],

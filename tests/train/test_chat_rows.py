@@ -80,8 +80,8 @@ def messages(*turns: tuple[str, Any]) -> dict[str, Any]:
 
 USER, ANSWER = ("user", "Say a."), ("assistant", "a")
 BAD_ROWS = {
-    "text": ({"text": "x"}, r"row 2 is no chat: it has text; expected `messages`, or `prompt`"),
-    "half": ({"prompt": "x"}, r"row 2 is no chat: it has prompt"),
+    "text": ({"text": "x"}, r"row 2 is not a chat: it has text; expected `messages`, or `prompt`"),
+    "half": ({"prompt": "x"}, r"row 2 is not a chat: it has prompt"),
     "answer first": (messages(ANSWER), r"row 2: nothing stands before the answer"),
     "no answer": (messages(USER), r"row 2: the last message is from 'user'.*data.loss_on=all"),
     "bad role": (messages(("bot", "x"), ANSWER), r"role of system, user, assistant, tool"),

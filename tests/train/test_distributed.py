@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from exitserve.errors import ExitServeError
 from exitserve_training import pipeline
 from exitserve_training.callbacks import Gradients
-from exitserve_training.objective_options import OBJECTIVES
+from exitserve_training.objectives.registry import OBJECTIVES
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]

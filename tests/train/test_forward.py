@@ -12,15 +12,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
+from exitserve_training.layer_weights import layer_weights
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.losses.weights import layer_weights
-from exitserve_training.objective_options import CrossEntropyOptions, SeparateClassifiersOptions
+from exitserve_training.objectives.aligned.options import (
+    CrossEntropyOptions,
+    SeparateClassifiersOptions,
+)
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import Lora
 from exitserve_training.tasks import shifted_labels
 from exitserve_training.trainer import with_adapters
 
-Plans = Callable[..., Any]
+MakeSkips = Callable[..., Any]
 Ids = Callable[..., Tensor]
 Wrap = Callable[..., MultiExitForward]
 
@@ -284,7 +287,7 @@ def by_hand(model: Any, ids: Tensor, depth: Tensor) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_frozen_positions_count_in_no_deeper_loss(
-    load: Callable[[str], Any], family: str, random_ids: Ids, wrap: Wrap, at_depths: Plans
+    load: Callable[[str], Any], family: str, random_ids: Ids, wrap: Wrap, at_depths: MakeSkips
 ) -> None:
     model, ids = load(family), random_ids(2, 8)
     depth = torch.tensor([[6, 2, 4, 6, 2, 2, 4, 6], [6, 4, 4, 4, 2, 6, 2, 6]])
@@ -311,7 +314,7 @@ def test_frozen_positions_count_in_no_deeper_loss(
 
 
 def test_a_layer_that_nobody_reaches_has_no_loss(
-    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: Plans
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: MakeSkips
 ) -> None:
     model, ids = load("llama"), random_ids(2, 8)
     wrap(model, skipping=at_depths(torch.full((2, 8), EXITS[0])))
@@ -328,7 +331,7 @@ def test_a_layer_that_nobody_reaches_has_no_loss(
 
 
 def test_no_loss_at_all_has_zero_gradients(
-    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: Plans
+    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: MakeSkips
 ) -> None:
     model, ids = load("gpt2"), random_ids(2, 8)
     wrap(model, CrossEntropyOptions(), skipping=at_depths(torch.full((2, 8), EXITS[0])))

@@ -16,12 +16,12 @@ from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, Trace
 from exitserve_kernels.exit_check import check_logits
-from exitserve_training.objectives import Batch
-from exitserve_training.skipping import SkipPlan
+from exitserve_training.objectives.objective import LossInputs
+from exitserve_training.skipping import SkippedPositions
 
-Plans = Callable[..., Any]
+MakeSkips = Callable[..., Any]
 Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, Batch]]
+Pass = Callable[..., tuple[Tensor, LossInputs]]
 
 NUM_LAYERS, EXITS = 6, (2, 4)
 FAMILIES = ("llama", "qwen3", "gpt2")
@@ -32,17 +32,19 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="session")
-def by_confidence(planned: Callable[..., Any]) -> Plans:
+def by_confidence(fixed_skips: Callable[..., Any]) -> MakeSkips:
     """Each row with a prompt and a threshold of its own."""
 
     def freeze(prompts: Sequence[int], thresholds: Sequence[float]) -> Any:
-        def make(mask: Tensor) -> SkipPlan:
-            plan = SkipPlan(EXITS, NUM_LAYERS, mask)
-            plan.may_exit = mask & (torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None])
-            plan.thresholds = torch.tensor(thresholds)
-            return plan
+        def make(mask: Tensor) -> SkippedPositions:
+            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
+            skipped.may_exit = mask & (
+                torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None]
+            )
+            skipped.thresholds = torch.tensor(thresholds)
+            return skipped
 
-        return planned(make)
+        return fixed_skips(make)
 
     return freeze
 
@@ -91,7 +93,7 @@ class Watched(Reference):
 
 
 def assert_row_is_the_oracles(
-    model: Any, batch: Batch, row: int, ids: Tensor, prompt: int, threshold: float
+    model: Any, batch: LossInputs, row: int, ids: Tensor, prompt: int, threshold: float
 ) -> Trace:
     oracle = Watched(model)
     trace = oracle.trace(ids.tolist(), prompt, ExitPolicy.confidence(threshold))
@@ -112,7 +114,7 @@ def test_frozen_pass_is_the_oracles(
     load: Callable[[str], Any],
     family: str,
     random_ids: Ids,
-    by_confidence: Plans,
+    by_confidence: MakeSkips,
     skipped_pass: Pass,
 ) -> None:
     model = load(family)
@@ -147,7 +149,7 @@ def test_padded_rows_are_the_oracles(
     seed: int,
     rows: list[tuple[int, int, float]],
     random_ids: Ids,
-    by_confidence: Plans,
+    by_confidence: MakeSkips,
     skipped_pass: Pass,
 ) -> None:
     model = load("llama")
@@ -163,7 +165,7 @@ def test_padded_rows_are_the_oracles(
         assert batch.depth[row, length:].eq(NUM_LAYERS).all()
 
 
-def test_a_layer_is_checked_once_and_only_if_an_exit(by_confidence: Plans) -> None:
+def test_a_layer_is_checked_once_and_only_if_an_exit(by_confidence: MakeSkips) -> None:
     calls: list[int] = []
 
     def classifier(hidden: Tensor) -> Tensor:
@@ -173,22 +175,22 @@ def test_a_layer_is_checked_once_and_only_if_an_exit(by_confidence: Plans) -> No
     # Logits of zeros: each of 8 tokens has 1/8. With one of 10: that one has almost 1.
     unsure, sure = torch.zeros(1, 4, 8), torch.zeros(1, 4, 8)
     sure[..., 0] = 10.0
-    plan = by_confidence([1], [0.5]).make(torch.ones(1, 4, dtype=torch.bool))
-    plan.saw(1, sure, classifier)
-    plan.saw(2, unsure, classifier)
+    skipped = by_confidence([1], [0.5]).make(torch.ones(1, 4, dtype=torch.bool))
+    skipped.freeze_confident(1, sure, classifier)
+    skipped.freeze_confident(2, unsure, classifier)
     # When a checkpointed layer runs again in backward, its check must not be made again.
-    plan.saw(2, sure, classifier)
-    assert plan.depth.eq(NUM_LAYERS).all()
-    plan.saw(4, sure, classifier)
-    assert plan.depth.tolist() == [[NUM_LAYERS, 4, 4, 4]]
+    skipped.freeze_confident(2, sure, classifier)
+    assert skipped.depth.eq(NUM_LAYERS).all()
+    skipped.freeze_confident(4, sure, classifier)
+    assert skipped.depth.tolist() == [[NUM_LAYERS, 4, 4, 4]]
     assert calls == [3, 3]
 
 
 def test_dropout_and_freezing_together(
     load: Callable[[str], Any],
     random_ids: Ids,
-    planned: Callable[..., Any],
-    by_confidence: Plans,
+    fixed_skips: Callable[..., Any],
+    by_confidence: MakeSkips,
     skipped_pass: Pass,
 ) -> None:
     model, ids = load("llama"), random_ids(2, 12)
@@ -196,12 +198,12 @@ def test_dropout_and_freezing_together(
     dropped[0, 1] = True
     middle = confidences(model, ids).median().item()
 
-    def make(mask: Tensor) -> SkipPlan:
-        plan = by_confidence([3, 3], [middle, middle]).make(mask)
-        plan.dropped = dropped
-        return plan
+    def make(mask: Tensor) -> SkippedPositions:
+        skipped = by_confidence([3, 3], [middle, middle]).make(mask)
+        skipped.dropped = dropped
+        return skipped
 
-    _, batch = skipped_pass(model, planned(make), ids)
+    _, batch = skipped_pass(model, fixed_skips(make), ids)
     _, without = skipped_pass(model, by_confidence([3, 3], [middle, middle]), ids)
     assert batch.depth is not None
     # Layer 2 is skipped by the first sequence: its check there reads what layer 1 left.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from exitserve_training.forward import ExitPass, MultiExitForward
-from exitserve_training.objective_options import DispersionOptions
-from exitserve_training.objectives import Batch
+from exitserve_training.objectives.dispersion.options import DispersionOptions
+from exitserve_training.objectives.objective import LossInputs
 
 Ids = Callable[..., Tensor]
 Wrap = Callable[..., MultiExitForward]
@@ -63,7 +63,7 @@ def test_frozen_states_are_exact_under_autocast(
 ) -> None:
     model, ids = load("llama"), random_ids(4, 16)
     wrapped = wrap(model, DispersionOptions(layers="all"), skipping=all_skipping(select))
-    batches: list[Batch] = []
+    batches: list[LossInputs] = []
     wrapped.objectives.register_forward_pre_hook(lambda _m, args: batches.append(args[0]))
     with torch.autocast("cpu", torch.bfloat16):
         loss, metrics = model(input_ids=ids, exit_pass=ExitPass(step=0))

@@ -17,16 +17,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.masking import Masking
-from exitserve_training.objective_options import (
-    AlignedOptions,
-    AnyObjective,
-    CrossEntropyOptions,
-)
-from exitserve_training.objectives import build_objectives
+from exitserve_training.objectives.aligned.options import AlignedOptions, CrossEntropyOptions
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.registry import AnyObjective
+from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import LayerDropout
-from exitserve_training.skipping import Skipping
-from exitserve_training.tasks import HiddenToken
+from exitserve_training.skipping import SkipSampler
+from exitserve_training.tasks import MaskedToken
 
 VOCAB, SPECIAL, MASK = 1000, (0, 1, 2, 3), 3
 NUM_LAYERS, EXITS = 4, (1, 2)
@@ -181,13 +179,15 @@ def wrap(model: Any, objective: AnyObjective, skipping: Any = None) -> MultiExit
     parts = model_parts(model)
     objectives = build_objectives(
         [objective],
-        exit_layers=EXITS,
-        num_layers=NUM_LAYERS,
-        hidden_size=32,
-        head=parts.head,
-        seed=0,
+        BuildContext(
+            exit_layers=EXITS,
+            num_layers=NUM_LAYERS,
+            hidden_size=32,
+            head=parts.head,
+            seed=0,
+        ),
     )
-    return MultiExitForward(model, parts, objectives, DEPTHS, skipping, HiddenToken(masking()))
+    return MultiExitForward(model, parts, objectives, DEPTHS, skipping, MaskedToken(masking()))
 
 
 def ask(model: Any, ids: Tensor, step: int = 0, *, job: Any = "train", **inputs: Tensor) -> Any:
@@ -264,7 +264,7 @@ def test_it_learns(skips: bool) -> None:
     model = bert()
     # Rows of one token each: what is hidden is what stands beside it.
     ids = tokens(16, 1).expand(16, 32).contiguous()
-    dropout = Skipping(None, LayerDropout(rate=0.3), EXITS, NUM_LAYERS, seed=0)
+    dropout = SkipSampler(None, LayerDropout(rate=0.3), EXITS, NUM_LAYERS, seed=0)
     wrap(model, AlignedOptions(alternate=False), dropout if skips else None)
     with torch.no_grad():
         before: Quality = ask(model, ids, job="evaluate")

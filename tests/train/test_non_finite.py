@@ -14,13 +14,13 @@ from torch import Tensor
 from exitserve import cli
 from exitserve.errors import ExitServeError
 from exitserve_training import pipeline
-from exitserve_training.objectives import Batch, Metrics
-from exitserve_training.objectives.exits import CrossEntropy
+from exitserve_training.objectives.aligned.objective import CrossEntropy
+from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.trainer import MultiExitTraining
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
-Poison = Callable[[Tensor, Batch], Tensor]
+Poison = Callable[[Tensor, LossInputs], Tensor]
 
 TRAINING = {
     "max_steps": 6,
@@ -41,7 +41,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Poison], list[Tens
     def apply(step: int, change: Poison) -> list[Tensor]:
         labels: list[Tensor] = []
 
-        def forward(self: CrossEntropy, batch: Batch) -> tuple[Tensor, Metrics]:
+        def forward(self: CrossEntropy, batch: LossInputs) -> tuple[Tensor, Metrics]:
             loss, metrics = original(self, batch)
             if batch.step != step or not torch.is_grad_enabled():
                 return loss, metrics
@@ -68,15 +68,15 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], MultiExitT
     yield lambda: made[-1]
 
 
-def to_nan(loss: Tensor, _batch: Batch) -> Tensor:
+def to_nan(loss: Tensor, _batch: LossInputs) -> Tensor:
     return loss * torch.nan
 
 
-def to_infinity(loss: Tensor, _batch: Batch) -> Tensor:
+def to_infinity(loss: Tensor, _batch: LossInputs) -> Tensor:
     return loss / 0.0
 
 
-def nan_gradient(loss: Tensor, batch: Batch) -> Tensor:
+def nan_gradient(loss: Tensor, batch: LossInputs) -> Tensor:
     """The same value: sqrt(0) is 0, and its derivative infinity times 0."""
     return loss + (batch.hidden[4].sum() * 0.0).sqrt()
 

@@ -47,10 +47,10 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("objectives=[ce, {name: dispersion, layers: some}]", "'objectives.1.layers'"),
         ("objectives=[{name: aligned, weights: square}]", "'objectives.0.weights'"),
         ("objectives=[ce, ce]", "'ce' is given twice"),
-        ("objectives=[simreg]", "teach no next token; add one of aligned, ce"),
-        ("objectives=[{name: ce, weight: 0}]", "teach no next token"),
+        ("objectives=[simreg]", "do not train the model for its task; add one of aligned, ce"),
+        ("objectives=[{name: ce, weight: 0}]", "do not train the model"),
         ("objectives=[ce, aligned]", "both train the last layer"),
-        ("objectives=[{name: ce, balanced: true}]", "balanced cross-entropy is for classifiers"),
+        ("objectives=[{name: ce, balanced: true}]", "'ce': balanced is for classifiers"),
         ("objectives=[headless, separate_classifiers]", "choose one"),
         ("exit_aware={share: 2}", "'exit_aware.share'"),
         ("exit_aware={shar: 1}", "'exit_aware.shar' is unknown. Did you mean 'share'"),
@@ -214,6 +214,7 @@ def test_a_used_output_folder_is_not_touched(
 def test_command_and_recipe_import_nothing_heavy() -> None:
     code = (
         "import sys, exitserve_training.commands, exitserve_training.recipe_help;"
+        "import exitserve_training.recipe;"
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,12 +15,13 @@ from exitserve.decoder import decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 from exitserve_training.forward import ExitPass, MultiExitForward
-from exitserve_training.objectives import Batch, Objectives
+from exitserve_training.objectives.objective import LossInputs
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 
-Plans = Callable[..., Any]
+MakeSkips = Callable[..., Any]
 Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, Batch]]
+Pass = Callable[..., tuple[Tensor, LossInputs]]
 
 NUM_LAYERS, EXITS = 6, (2, 4)
 FAMILIES = ("llama", "qwen3", "gpt2")
@@ -70,7 +71,11 @@ def random_depths(rows: int, length: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_at_given_depths_is_decoding_token_by_token(
-    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    at_depths: MakeSkips,
+    skipped_pass: Pass,
 ) -> None:
     model = load(family)
     ids, depth = random_ids(3, 16), random_depths(3, 16)
@@ -86,7 +91,7 @@ def test_one_depth_for_all_is_the_fixed_policy(
     load: Callable[[str], Any],
     exit_layer: int,
     random_ids: Ids,
-    at_depths: Plans,
+    at_depths: MakeSkips,
     skipped_pass: Pass,
 ) -> None:
     model, ids = load("llama"), random_ids(1, 16)
@@ -101,7 +106,11 @@ def test_one_depth_for_all_is_the_fixed_policy(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_position_is_seen_by_later_ones_only(
-    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    at_depths: MakeSkips,
+    skipped_pass: Pass,
 ) -> None:
     model, ids = load(family), random_ids(2, 12)
     full = torch.full((2, 12), NUM_LAYERS)
@@ -120,7 +129,7 @@ def test_a_frozen_position_is_seen_by_later_ones_only(
 
 
 def test_nothing_skipped_is_the_plain_model(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, skipped_pass: Pass
 ) -> None:
     model, ids = load("llama"), random_ids(2, 12)
     with torch.no_grad():
@@ -133,7 +142,7 @@ def test_nothing_skipped_is_the_plain_model(
 
 
 def test_gradients_are_those_of_finite_differences(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, skipped_pass: Pass
 ) -> None:
     # GPT-2, because the norms of the others compute in float32 whatever the model's dtype.
     model = load("gpt2").double()
@@ -167,7 +176,7 @@ def test_gradients_are_those_of_finite_differences(
 
 
 def test_gradients_reach_frozen_states_through_their_keys_and_values(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: Plans, keep: Callable[[], Any]
+    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, keep: Callable[[], Any]
 ) -> None:
     model = load("gpt2").double()
     ids = random_ids(1, 10)
@@ -207,7 +216,11 @@ def test_gradients_reach_frozen_states_through_their_keys_and_values(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dropped_layer_might_as_well_not_be_there(
-    load: Callable[[str], Any], family: str, random_ids: Ids, at_depths: Plans, skipped_pass: Pass
+    load: Callable[[str], Any],
+    family: str,
+    random_ids: Ids,
+    at_depths: MakeSkips,
+    skipped_pass: Pass,
 ) -> None:
     model, ids = load(family), random_ids(3, 12)
     dropped = torch.zeros(3, NUM_LAYERS, dtype=torch.bool)

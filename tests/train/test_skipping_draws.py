@@ -11,7 +11,7 @@ from torch import Tensor
 from exitserve_training.draws import row_generators
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.recipe import ExitAware, LayerDropout
-from exitserve_training.skipping import Skipping, SkipPlan, dropout_rates
+from exitserve_training.skipping import SkippedPositions, SkipSampler, dropout_rates
 
 Ids = Callable[..., Tensor]
 
@@ -19,19 +19,19 @@ NUM_LAYERS, EXITS = 6, (2, 4)
 
 
 def drawn(
-    skipping: Skipping,
+    skipping: SkipSampler,
     ids: Tensor,
     labels: Tensor | None = None,
     mask: Tensor | None = None,
     step: int = 0,
     total: int = 10,
-) -> SkipPlan:
+) -> SkippedPositions:
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     if labels is None:
         labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
-    plan = skipping.plan(step, total, ids, labels, mask)
-    assert plan is not None
-    return plan
+    skipped = skipping.draw(step, total, ids, labels, mask)
+    assert skipped is not None
+    return skipped
 
 
 # --- layer dropout -------------------------------------------------------------------------------
@@ -61,15 +61,15 @@ def test_a_model_of_one_layer_drops_nothing() -> None:
 def test_layers_are_dropped_as_often_as_the_rates_say(random_ids: Ids) -> None:
     options = LayerDropout(rate=0.4)
     rows = 4000
-    plan = drawn(Skipping(None, options, EXITS, NUM_LAYERS, seed=0), random_ids(rows, 8))
-    assert plan.dropped is not None
-    shares = plan.dropped.float().mean(dim=0)
+    skipped = drawn(SkipSampler(None, options, EXITS, NUM_LAYERS, seed=0), random_ids(rows, 8))
+    assert skipped.dropped is not None
+    shares = skipped.dropped.float().mean(dim=0)
     rates = dropout_rates(options, NUM_LAYERS, 0.0)
     # Five standard deviations of a share of 4000 draws: a chance of 6e-7 for each layer.
     bound = 5 * (rates * (1 - rates) / rows).sqrt()
     assert ((shares - rates).abs() <= bound).all()
     # Layers are drawn apart from each other: together as often as the product says.
-    both = (plan.dropped[:, 4] & plan.dropped[:, 5]).float().mean()
+    both = (skipped.dropped[:, 4] & skipped.dropped[:, 5]).float().mean()
     chance = rates[4] * rates[5]
     assert abs(both - chance) <= 5 * (chance * (1 - chance) / rows).sqrt()
 
@@ -77,9 +77,9 @@ def test_layers_are_dropped_as_often_as_the_rates_say(random_ids: Ids) -> None:
 # --- draws ---------------------------------------------------------------------------------------
 
 
-def what(plan: SkipPlan, row: int) -> tuple[Any, ...]:
-    """All that a plan says of a row."""
-    parts = (plan.depth, plan.dropped, plan.may_exit, plan.thresholds)
+def what(skipped: SkippedPositions, row: int) -> tuple[Any, ...]:
+    """All that is drawn for a row."""
+    parts = (skipped.depth, skipped.dropped, skipped.may_exit, skipped.thresholds)
     return tuple(None if part is None else part[row].tolist() for part in parts)
 
 
@@ -95,7 +95,7 @@ def both_kinds() -> list[Any]:
 def test_draws_depend_on_seed_step_and_sequence_alone(
     aware: ExitAware, dropout: LayerDropout, random_ids: Ids
 ) -> None:
-    skipping = Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=3)
+    skipping = SkipSampler(aware, dropout, EXITS, NUM_LAYERS, seed=3)
     ids = random_ids(4, 16)
     torch.manual_seed(0)
     whole = drawn(skipping, ids)
@@ -109,9 +109,9 @@ def test_draws_depend_on_seed_step_and_sequence_alone(
     assert [what(mixed, place) for place in range(4)] == [what(whole, row) for row in order]
     assert len({str(what(whole, row)) for row in range(4)}) == 4
     later = drawn(skipping, ids, step=1)
-    other = drawn(Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=4), ids)
-    for plan in (later, other):
-        assert all(what(plan, row) != what(whole, row) for row in range(4))
+    other = drawn(SkipSampler(aware, dropout, EXITS, NUM_LAYERS, seed=4), ids)
+    for skipped in (later, other):
+        assert all(what(skipped, row) != what(whole, row) for row in range(4))
 
 
 @pytest.mark.parametrize(("aware", "dropout"), both_kinds())
@@ -119,7 +119,7 @@ def test_draws_do_not_depend_on_padding(
     aware: ExitAware, dropout: LayerDropout, random_ids: Ids
 ) -> None:
     # A row is padded to the longest of its batch, so padding tells who else is in the batch.
-    skipping = Skipping(aware, dropout, EXITS, NUM_LAYERS, seed=3)
+    skipping = SkipSampler(aware, dropout, EXITS, NUM_LAYERS, seed=3)
     ids = random_ids(8, 16)
     mask = torch.arange(16) < torch.arange(9, 17)[:, None]
     labels = torch.where(mask.roll(-1, 1) & mask, ids.roll(-1, 1), IGNORED)
@@ -146,11 +146,11 @@ def test_different_draws_of_a_step_differ(random_ids: Ids) -> None:
     assert torch.rand(4, generator=found[0]).tolist() != torch.rand(4, generator=found[1]).tolist()
 
 
-def frozen_rows(plan: SkipPlan) -> Tensor:
+def frozen_rows(skipped: SkippedPositions) -> Tensor:
     """Bool [B]: sequences with any position that may freeze."""
-    if plan.may_exit is not None:
-        return plan.may_exit.any(dim=1)
-    return (plan.depth < NUM_LAYERS).any(dim=1)
+    if skipped.may_exit is not None:
+        return skipped.may_exit.any(dim=1)
+    return (skipped.depth < NUM_LAYERS).any(dim=1)
 
 
 @pytest.mark.parametrize("select", ["confidence", "random"])
@@ -159,8 +159,8 @@ def test_share_of_the_sequences_take_part(select: Any, random_ids: Ids) -> None:
     for share in (0.3, 1.0):
         extra = {"fraction": 1.0} if select == "random" else {}
         aware = ExitAware(share=share, select=select, **extra)
-        plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
-        found = frozen_rows(plan).float().mean().item()
+        skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
+        found = frozen_rows(skipped).float().mean().item()
         # Five standard deviations of 2000 draws, none where the share is 1.
         assert abs(found - share) <= 5 * math.sqrt(share * (1 - share) / rows)
 
@@ -170,10 +170,10 @@ def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: I
     count = 400 * 32
     for fraction in (0.25, 1.0):
         aware = ExitAware(share=1.0, select="random", fraction=fraction, longest_prompt=0.0)
-        plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
+        skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
         # With no prompt the first position alone is one: something must be read to say the next.
-        assert plan.depth[:, 0].eq(NUM_LAYERS).all()
-        decode = plan.depth[:, 1:]
+        assert skipped.depth[:, 0].eq(NUM_LAYERS).all()
+        decode = skipped.depth[:, 1:]
         for exit_layer in EXITS:
             chance = fraction / len(EXITS)
             found = (decode == exit_layer).float().mean().item()
@@ -186,20 +186,20 @@ def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: I
 
 def test_thresholds_lie_between_the_given_ones(random_ids: Ids) -> None:
     aware = ExitAware(share=1.0, thresholds=(0.4, 0.6))
-    plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 8))
-    assert plan.thresholds is not None and plan.thresholds.dtype == torch.float32
-    assert plan.thresholds.min() >= 0.4 and plan.thresholds.max() <= 0.6
+    skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 8))
+    assert skipped.thresholds is not None and skipped.thresholds.dtype == torch.float32
+    assert skipped.thresholds.min() >= 0.4 and skipped.thresholds.max() <= 0.6
     # Of 1000 uniform draws some lie in the outer tenths, but for a chance of 0.9^1000 = 2e-46.
-    assert plan.thresholds.min() < 0.42 and plan.thresholds.max() > 0.58
+    assert skipped.thresholds.min() < 0.42 and skipped.thresholds.max() > 0.58
 
 
 def test_prompts_are_up_to_their_longest_share(random_ids: Ids) -> None:
     aware = ExitAware(share=1.0, longest_prompt=0.5)
-    plan = drawn(Skipping(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 40))
-    assert plan.may_exit is not None
-    first = plan.may_exit.int().argmax(dim=1)
+    skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 40))
+    assert skipped.may_exit is not None
+    first = skipped.may_exit.int().argmax(dim=1)
     # A prefix: behind the first that may exit, all may.
-    assert (plan.may_exit.sum(dim=1) == 40 - first).all()
+    assert (skipped.may_exit.sum(dim=1) == 40 - first).all()
     # int(u * 20) with u in [0, 1) is 0..19, and prompts of 0 are of 1: each of these 19 lengths
     # is missed by 1000 draws with a chance below 0.95^1000 = 5e-23.
     assert set(first.tolist()) == set(range(1, 20))
@@ -208,20 +208,20 @@ def test_prompts_are_up_to_their_longest_share(random_ids: Ids) -> None:
 def test_start_waits_for_its_share_of_the_steps(random_ids: Ids) -> None:
     ids = random_ids(2, 8)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    aware = Skipping(ExitAware(share=1.0, start=0.5), None, EXITS, NUM_LAYERS, seed=0)
-    plans = [aware.plan(step, 10, ids, ids, mask) for step in range(10)]
-    assert [plan is None for plan in plans] == [True] * 5 + [False] * 5
-    both = Skipping(ExitAware(start=0.5), LayerDropout(), EXITS, NUM_LAYERS, seed=0)
-    before = both.plan(4, 10, ids, ids, mask)
+    aware = SkipSampler(ExitAware(share=1.0, start=0.5), None, EXITS, NUM_LAYERS, seed=0)
+    passes = [aware.draw(step, 10, ids, ids, mask) for step in range(10)]
+    assert [skipped is None for skipped in passes] == [True] * 5 + [False] * 5
+    both = SkipSampler(ExitAware(start=0.5), LayerDropout(), EXITS, NUM_LAYERS, seed=0)
+    before = both.draw(4, 10, ids, ids, mask)
     assert before is not None and before.dropped is not None and before.may_exit is None
-    assert Skipping(None, None, EXITS, NUM_LAYERS, seed=0).plan(0, 1, ids, ids, mask) is None
+    assert SkipSampler(None, None, EXITS, NUM_LAYERS, seed=0).draw(0, 1, ids, ids, mask) is None
 
 
 @pytest.mark.parametrize("select", ["confidence", "random"])
 def test_only_tokens_to_be_said_and_no_padding_freeze(select: Any, random_ids: Ids) -> None:
     extra = {"fraction": 1.0} if select == "random" else {}
     aware = ExitAware(share=1.0, select=select, longest_prompt=0.0, **extra)
-    skipping = Skipping(aware, None, EXITS, NUM_LAYERS, seed=0)
+    skipping = SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0)
     ids = random_ids(3, 12)
     # By the chat's own tokens: an answer; two answers and a question between; no answer at all.
     said = torch.zeros(3, 12, dtype=torch.bool)
@@ -230,17 +230,17 @@ def test_only_tokens_to_be_said_and_no_padding_freeze(select: Any, random_ids: I
     mask[0, 9:] = False
     labels = torch.where(said, ids, IGNORED)
     shifted = torch.cat([labels[:, 1:], torch.full((3, 1), IGNORED)], dim=1)
-    plan = drawn(skipping, ids, shifted, mask)
-    may_freeze = plan.depth < NUM_LAYERS if plan.may_exit is None else plan.may_exit
+    skipped = drawn(skipping, ids, shifted, mask)
+    may_freeze = skipped.depth < NUM_LAYERS if skipped.may_exit is None else skipped.may_exit
     # What serving freezes: tokens that were generated, the last of an answer included.
     assert may_freeze.tolist() == said.tolist()
 
 
 def test_metrics_are_over_tokens_not_padding() -> None:
     mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    plan = SkipPlan(EXITS, NUM_LAYERS, mask)
-    plan.depth = torch.tensor([[6, 2, 4, 6], [6, 2, 6, 6]])
-    found = {name: value.item() for name, value in plan.metrics().items()}
+    skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
+    skipped.depth = torch.tensor([[6, 2, 4, 6], [6, 2, 6, 6]])
+    found = {name: value.item() for name, value in skipped.metrics().items()}
     assert found == pytest.approx({"frozen_share": 3 / 6, "mean_depth": 26 / 6})
-    plan.dropped = torch.tensor([[False] * 5 + [True], [False] * 6])
-    assert plan.metrics()["dropped_share"].item() == pytest.approx(1 / 12)
+    skipped.dropped = torch.tensor([[False] * 5 + [True], [False] * 6])
+    assert skipped.metrics()["dropped_share"].item() == pytest.approx(1 / 12)

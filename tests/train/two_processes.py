@@ -23,11 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from exitserve_training import commands
 from exitserve_training.forward import ExitPass, MultiExitForward
-from exitserve_training.objectives import build_objectives
-from exitserve_training.objectives.exits import Aligned
+from exitserve_training.objectives.aligned.objective import Aligned
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
-from exitserve_training.skipping import Skipping
+from exitserve_training.skipping import SkipSampler
 
 
 def main(folder: Path, kind: str) -> None:
@@ -36,7 +37,7 @@ def main(folder: Path, kind: str) -> None:
     if kind == "fsdp":
         allow_fsdp_on_cpu()
     # The launcher would end it before.
-    commands._LAST_WORDS_S = 0.0
+    commands._ERROR_DELAY_S = 0.0
     from exitserve import cli
 
     said = []
@@ -112,13 +113,15 @@ def tiny(tied: bool) -> tuple[Any, MultiExitForward]:
     exits = (1, 2, 3)
     objectives = build_objectives(
         recipe.objectives,
-        exit_layers=exits,
-        num_layers=4,
-        hidden_size=32,
-        head=parts.head,
-        seed=0,
+        BuildContext(
+            exit_layers=exits,
+            num_layers=4,
+            hidden_size=32,
+            head=parts.head,
+            seed=0,
+        ),
     )
-    skipping = Skipping(recipe.exit_aware, recipe.layer_dropout, exits, 4, 0)
+    skipping = SkipSampler(recipe.exit_aware, recipe.layer_dropout, exits, 4, 0)
     forward = MultiExitForward(model, parts, objectives, (*exits, 4), skipping)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

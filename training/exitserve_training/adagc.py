@@ -1,4 +1,4 @@
-"""AdaGC: clip each parameter tensor's gradient against what its own norm has been.
+"""AdaGC: clips each parameter tensor's gradient by the moving average of its own norm.
 
 Method: Wang et al., "AdaGC" (arXiv 2502.11034), which the simreg paper clips all its runs with
 (table 5: lambda = 1.04, beta = 0.99). For the gradient g_i of tensor i at a step:
@@ -9,7 +9,7 @@ Method: Wang et al., "AdaGC" (arXiv 2502.11034), which the simreg paper clips al
                 avg_i <- beta * avg_i + (1 - beta) * |s_i g_i|
 
 and g_i becomes s_i g_i (s g_i in the warm-up). So a spike neither moves the tensor far nor enters
-the average, and a tensor is not punished for another's spike. An average can grow by the factor
+the average, and does not scale down other tensors. An average can grow by the factor
 1 + (1 - beta) * (lambda - 1) a step at most, 0.04 % with the defaults: norms that truly grow are
 followed slowly, and a longer warm-up does not help, since it keeps the smallest norm.
 """
@@ -123,7 +123,7 @@ class AdaGC:
         steps, averages = state.get("steps"), state.get("averages")
         if not isinstance(steps, int) or steps < 0 or not isinstance(averages, Mapping):
             raise ExitServeError(
-                f"this is no AdaGC state: it has the keys {sorted(state)}; expected 'steps' "
+                f"this is not an AdaGC state: it has the keys {sorted(state)}; expected 'steps' "
                 f"(a whole number) and 'averages' (tensor name to norm)."
             )
         for name, average in averages.items():

@@ -23,13 +23,13 @@ _OURS = {
     "completion_only_loss": "data.loss_on",
     "assistant_only_loss": "data.loss_on",
 }
-"""Training arguments that the recipe sets by a key of its own."""
+"""Training arguments that a key of the recipe sets."""
 
 _COUNTED = {"text": "all", "images": "no"}
 """What the Trainer counts as tokens seen, where there is no padding."""
 
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
-"""TRL's own arguments that work here; chats are prepared, and their loss computed, by us."""
+"""TRL's arguments that work here; this package prepares chats and computes their loss."""
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -47,7 +47,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         # The TensorBoard callback is given explicitly, to choose its folder.
         "report_to": "none",
         "restore_callback_states_from_checkpoint": recipe.resume,
-        # The loss is computed from what the model is given; nothing else is in the data.
+        # The data have no column that the loss does not need.
         "remove_unused_columns": False,
         "label_names": ["labels"],
     }
@@ -70,7 +70,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "save_total_limit": 2,
         "eval_strategy": "no",
         "include_num_input_tokens_seen": _COUNTED.get(recipe.data.format, "non_padding"),
-        # What config.json will say; the training passes ask for no cache themselves.
+        # Goes into config.json; training passes turn the cache off themselves.
         "use_cache": True,
         "use_cpu": not torch.cuda.is_available(),
         # TRL would turn it on, others off: the same for both.
@@ -117,7 +117,7 @@ def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
 
 
 def _checkpointing(given: dict[str, Any]) -> dict[str, Any]:
-    """Gradient checkpointing that our hooks can live with."""
+    """Gradient checkpointing that works with the hooks of `forward`."""
     options = dict(given.get("gradient_checkpointing_kwargs") or {})
     if options.get("use_reentrant"):
         raise ExitServeError(

@@ -1,4 +1,4 @@
-"""Changes to training images that leave their class as it is: shift, mirror, turn.
+"""Augmentation of training images: shift, mirror, turn.
 
 What the aligned-training paper's appendix does for CIFAR-10 and ImageNet: random crop of a padded
 image, horizontal flip with probability 0.5, rotation within 15 degrees. One resampling does all
@@ -30,7 +30,7 @@ class Augmentation:
     """Turned at most so far to either side."""
 
     def __call__(self, step: int, pixels: Tensor, values: Tensor) -> Tensor:
-        """Returns `values` [B, C, H, W] changed; what comes in from outside is 0, the mean.
+        """Returns `values` [B, C, H, W] changed; pixels from outside are 0, the mean.
 
         Args:
             step: the optimizer step.

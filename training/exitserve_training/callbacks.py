@@ -1,4 +1,4 @@
-"""What watches a run: its clock, and its gradients."""
+"""Callbacks of a run: its clock, and the check and clipping of gradients."""
 
 from __future__ import annotations
 

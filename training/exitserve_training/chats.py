@@ -1,7 +1,7 @@
 """Chats: rows of messages, rendered by the tokenizer's chat template, with loss on the answers.
 
-TRL's `SFTTrainer` takes the rows with `labels`, as prepared here: what cannot be trained on is
-known, by the name of its row, before a run writes anything.
+TRL's `SFTTrainer` takes the rows with `labels`, as prepared here, so that a row that cannot be
+trained on is reported by its name before a run writes anything.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class ChatTrainer(MultiExitTraining, SFTTrainer):
     """TRL's trainer, which pads and batches chats, with multi-exit losses."""
 
     def create_model_card(self, *_args: Any, **_kwargs: Any) -> None:
-        """No card: the run's report says what it was."""
+        """None: the run has its own report."""
 
     def _send_telemetry(self) -> None:
-        """Tells nobody: a training run reaches the network for its model and data only."""
+        """None: a training run uses the network for its model and data only."""
 
 
 @dataclass(frozen=True)
 class _Chat:
     name: str
     given: list[Message]
-    """Is read, and not learnt: all but the last answer; empty where all of the chat is learnt."""
+    """Context without loss: all but the last answer; empty where all of the chat is learnt."""
     learnt: list[Message]
 
     @property
@@ -66,7 +66,7 @@ def load_chats(
     terminal.
 
     Raises:
-        ExitServeError: a row is no chat, the tokenizer has no chat template, or nothing is left.
+        ExitServeError: a row is not a chat, the tokenizer has no chat template, or nothing is left.
     """
     if tokenizer.chat_template is None:
         raise ExitServeError(
@@ -109,8 +109,8 @@ def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
     else:
         columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
         raise ExitServeError(
-            f"{name} is no chat: it has {columns or 'nothing'}; expected `messages`, or `prompt` "
-            f"and `completion`."
+            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
+            f"`prompt` and `completion`."
         )
     if loss_on == "all":
         return _Chat(name, [], given + learnt)
@@ -138,7 +138,7 @@ def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list
             f"{name} must be {text}a list of {{role, content}} with a role of "
             f"{', '.join(_ROLES)} and text as content."
         )
-    # A table has every key in every row, with None where nothing was given.
+    # A table has every key in every row, with None for missing values.
     return [{key: value for key, value in m.items() if value is not None} for m in given]
 
 
@@ -153,7 +153,7 @@ def _is_message(message: Any) -> bool:
 def _encoded(
     chats: Sequence[_Chat], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> list[dict[str, list[int]]]:
-    """Tokens and labels of chats, cut; says on the terminal what was lost."""
+    """Tokens and labels of chats, cut to length; prints how many were cut or left out."""
     length = recipe.sequence_length
     special = _special_ids(tokenizer)
     rows = []
@@ -183,13 +183,13 @@ def _encoded(
 def _tokens(
     chat: _Chat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> tuple[list[int], int]:
-    """A chat's tokens, and how many of them are given.
+    """A chat's tokens, and how many of them are context.
 
     Templates may render the given part alone otherwise than at the head of the whole chat: what
     is learnt begins where the two part, as in TRL.
     """
     whole = _rendered(chat, chat.given + chat.learnt, tokenizer)
-    given = _rendered(chat, chat.given, tokenizer, asks=True) if chat.given else []
+    given = _rendered(chat, chat.given, tokenizer, before_answer=True) if chat.given else []
     shorter = min(len(given), len(whole))
     start = next((i for i in range(shorter) if given[i] != whole[i]), shorter)
     # A template that does not mark the end of an answer would teach the model never to stop. Of
@@ -200,11 +200,14 @@ def _tokens(
 
 
 def _rendered(
-    chat: _Chat, messages: list[Message], tokenizer: PreTrainedTokenizerBase, asks: bool = False
+    chat: _Chat,
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    before_answer: bool = False,
 ) -> list[int]:
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=asks, return_dict=True
+            messages, add_generation_prompt=before_answer, return_dict=True
         )
     except (TemplateError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())

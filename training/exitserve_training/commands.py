@@ -18,7 +18,7 @@ from exitserve_training.recipe_help import RECIPE_HELP
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_LAST_WORDS_S = 15.0
+_ERROR_DELAY_S = 15.0
 
 
 def add_commands(subparsers: Subparsers) -> None:
@@ -45,31 +45,31 @@ def add_commands(subparsers: Subparsers) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     try:
-        return _trained(args)
+        return _train_recipe(args)
     except ExitServeError:
         if os.environ.get("RANK", "0") == "0":
             raise
-        # Of several processes the first says what is wrong. The launcher ends the others with
-        # it, but whoever ends before it takes its words away.
-        time.sleep(_LAST_WORDS_S)
+        # Of several processes the first prints the error. Where another ends before it, the
+        # launcher stops the first, and the message is lost.
+        time.sleep(_ERROR_DELAY_S)
         return 2
 
 
-def _trained(args: argparse.Namespace) -> int:
+def _train_recipe(args: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
         from exitserve_training.recipe import load_recipe
 
         recipe = load_recipe(args.recipe, args.overrides)
-        # After the recipe is known to be sound: this takes seconds to import.
-        from exitserve_training.pipeline import run
+        # After the recipe is checked, because this takes seconds to import.
+        from exitserve_training.pipeline import train
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}; install the extra: "
             f"pip install 'exitserve[train]'."
         ) from error
-    report = run(recipe)
+    report = train(recipe)
     if report is None:
         return 0
     console = Console()

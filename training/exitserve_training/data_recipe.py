@@ -1,4 +1,4 @@
-"""What a recipe may say about its data and its tokenizer. Imports no torch."""
+"""The keys of a recipe's data and tokenizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError
-from exitserve_training.objective_options import Strict
+from exitserve_training.strict import Strict
 
 
 class TrainBpe(Strict):
-    """A byte-level BPE trained on the run's own training documents."""
+    """A byte-level BPE trained on the run's training documents."""
 
     vocab_size: int = Field(ge=258)
     """Entries, the 256 bytes and two special tokens included."""
@@ -48,7 +48,7 @@ _ONLY_FOR = {
     "augment": ("images",),
     "sequence_length": ("text", "chat", "labelled"),
 }
-"""Keys of `data` that mean something for some formats only."""
+"""Keys of `data` that some formats only can use."""
 
 
 class DataRecipe(Strict):
@@ -76,22 +76,22 @@ class DataRecipe(Strict):
     augment: bool = True
     """Of `images`: shift, mirror and turn them a little in training."""
     max_rows: int | None = Field(default=None, ge=1)
-    """At most so many labelled rows or images to train on, drawn by the seed."""
+    """The most labelled rows or images to train on, drawn by the seed."""
     python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
-    """Python files of this very installation, read where they lie."""
+    """Python files of this installation, read in place."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of `python_source` names (`site-packages/pkg/mod.py`) to leave out."""
     max_file_bytes: int | None = Field(default=None, ge=1)
     """Longer documents are left out."""
     max_package_bytes: int | None = Field(default=None, ge=1)
-    """At most so much of one top-level package of `python_source`."""
+    """The most bytes of one top-level package of `python_source`."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """At most so much text in all, drawn by the seed."""
+    """The most bytes of text in all, drawn by the seed."""
     validation_files: list[str] = Field(default_factory=list)
     """Held-out files; without them a share of the documents is held out."""
     validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)
     validation_blocks: int = Field(default=128, ge=1)
-    """Evaluate on at most so many sequences."""
+    """The most sequences to evaluate on."""
     sequence_length: int = Field(default=512, ge=2)
     """Tokens per packed sequence."""
 
@@ -109,8 +109,8 @@ class DataRecipe(Strict):
         return self
 
     @property
-    def says_classes(self) -> bool:
-        """Whether a class is to be said, rather than tokens."""
+    def is_classification(self) -> bool:
+        """Whether the model is to predict a class, rather than tokens."""
         return self.format in ("labelled", "images")
 
 

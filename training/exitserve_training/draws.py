@@ -1,7 +1,7 @@
 """Random draws that depend on the seed, the step and the sequence alone.
 
-Neither the split into batches and processes nor a resumed run changes them: a generator of the
-process would go on differently in each of those.
+Neither the split into batches and processes nor a resumed run changes them, as it would those
+of one generator for the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def row_generators(
         seed: the run's.
         step: the optimizer step.
         input_ids: the sequences, before anything is changed in them.
-        mask: bool [B, T], tokens as opposed to padding, whose amount is up to the batch.
+        mask: bool [B, T], tokens as opposed to padding, whose amount depends on the batch.
     """
     generators = []
     for row, is_token in zip(input_ids.cpu(), mask.cpu(), strict=True):

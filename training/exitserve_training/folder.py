@@ -1,4 +1,4 @@
-"""The folder of a run: what may be in it before, and what a resumed run needs of it."""
+"""The folder of a run: checks before it starts, and the checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _KEPT_BY_OPTIMIZERS = (
     "adam_beta2",
     "adam_epsilon",
 )
-"""Of `training`: a checkpoint's optimizer state holds them, and they would have no effect."""
+"""Keys of `training` that a resumed optimizer takes from the checkpoint: a change of the recipe
+would have no effect."""
 
 BAD_BATCH = "bad_batch.json"
 """The batch whose loss was not finite."""
 
 
 def write_bad_batch(folder: Path, batch: Mapping[str, Any]) -> Path:
-    """Writes down the batch that ends a run, and returns where."""
+    """Writes the batch that ends a run to a file, and returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / BAD_BATCH
     file.write_text(json.dumps(batch), encoding="utf-8")
@@ -39,7 +40,7 @@ def write_bad_batch(folder: Path, batch: Mapping[str, Any]) -> Path:
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Raises `ExitServeError` unless the run may write where it is told to."""
+    """Raises `ExitServeError` unless the run may write to its `output_dir`."""
     folder = Path(recipe.output_dir)
     if folder.is_file():
         raise ExitServeError(f"output_dir '{folder}' is a file; give a folder.")
@@ -71,7 +72,7 @@ def newest_checkpoint(folder: Path) -> str:
 
 
 def after_failure(folder: Path, step: int) -> str:
-    """What a user can do after optimizer step `step` could not be made: the end of a message.
+    """The end of an error message: what to do after optimizer step `step` failed.
 
     A checkpoint of that very step holds the weights that failed, so an earlier one is named.
     """
@@ -85,7 +86,7 @@ def after_failure(folder: Path, step: int) -> str:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Renames the checkpoint whose weights failed, so that nobody resumes from it."""
+    """Renames the checkpoint whose weights failed, so that no run resumes from it."""
     bad = folder / f"checkpoint-{step}"
     if bad.is_dir():
         aside = folder / f"bad-checkpoint-{step}"

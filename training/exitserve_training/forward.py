@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import Head, layer_quality
+from exitserve_training.losses import OutputHead, layer_quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.objectives import Batch, Metrics, Objectives
+from exitserve_training.objectives.objective import LossInputs, Metrics
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
-from exitserve_training.skipping import Skipping, SkipPlan
-from exitserve_training.tasks import NextToken, Question, TaskInputs
+from exitserve_training.skipping import SkippedPositions, SkipSampler
+from exitserve_training.tasks import NextToken, TaskBatch, TaskInputs
 
 AUXILIARY = "exit_objectives"
 """Attribute of the model under which the objectives' own parameters live while it is trained."""
@@ -31,7 +32,7 @@ AUXILIARY = "exit_objectives"
 
 @dataclass(frozen=True)
 class ExitPass:
-    """Asks the model for losses instead of logits."""
+    """Given to a model's forward: it then returns losses instead of logits."""
 
     step: int
     total_steps: int = 1
@@ -43,17 +44,17 @@ class Quality:
     """What evaluation finds in one batch."""
 
     losses: dict[int, Tensor]
-    """Depth to mean cross-entropy, nats per token (or per input, where a class is said)."""
+    """Depth to mean cross-entropy, nats per token, or per input of a classifier."""
     accuracies: dict[int, Tensor]
-    """Depth to the share of right first guesses."""
+    """Depth to the share of positions whose most likely token or class is right."""
     tokens: Tensor
-    """How many those means are over."""
+    """How many tokens or inputs those means are over."""
     metrics: Metrics
     """Of the objectives."""
 
 
 class MultiExitForward:
-    """Makes a model answer `model(..., exit_pass=...)`, and keeps what that needs."""
+    """Adds `model(..., exit_pass=...)` to a model, and holds what that needs."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class MultiExitForward:
         parts: ModelParts,
         objectives: Objectives,
         eval_layers: tuple[int, ...],
-        skipping: Skipping | None = None,
-        task: TaskInputs | None = None,
+        skipping: SkipSampler | None = None,
+        task_inputs: TaskInputs | None = None,
     ) -> None:
         """Installs hooks and the forward on `model`, and the objectives as a part of it.
 
@@ -71,21 +72,23 @@ class MultiExitForward:
             parts: its layers, norm and head.
             objectives: what to minimise.
             eval_layers: depths to evaluate.
-            skipping: who skips layers in training; None for nobody.
-            task: what the model is asked; None for the next token of each position.
+            skipping: draws what skips layers in training; None for nothing.
+            task_inputs: what the model predicts; None for the next token of each position.
         """
         self.model = model
         self.parts = parts
         self.objectives = objectives
         self.eval_layers = eval_layers
         self.skipping = skipping
-        self.task = NextToken() if task is None else task
+        self.task_inputs = NextToken() if task_inputs is None else task_inputs
         self._wanted: frozenset[int] = frozenset()
         self._captured: dict[int, Tensor] = {}
-        self._plan: SkipPlan | None = None
+        self._skipped: SkippedPositions | None = None
         model.add_module(AUXILIARY, objectives)
         self._hooks = [
-            layer.register_forward_hook(functools.partial(self._after, depth), with_kwargs=True)
+            layer.register_forward_hook(
+                functools.partial(self._after_layer, depth), with_kwargs=True
+            )
             for depth, layer in enumerate(parts.layers, start=1)
         ]
         self._original = original = model.forward
@@ -94,8 +97,8 @@ class MultiExitForward:
         @functools.wraps(original)
         def forward(*args: Any, exit_pass: ExitPass | None = None, **kwargs: Any) -> Any:
             if exit_pass is None:
-                # The plan outlives its pass, for layers that run again in backward.
-                self._plan = None
+                # It outlives its pass, for layers that run again in backward.
+                self._skipped = None
                 return original(*args, **kwargs)
             return self._losses(exit_pass, **kwargs)
 
@@ -112,66 +115,69 @@ class MultiExitForward:
         delattr(self.model, AUXILIARY)
 
     @property
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """The shared norm and head."""
         return self.parts.head
 
     @property
     def _vocab_size(self) -> int:
-        """V: tokens, or classes where a class is said."""
+        """V: tokens, or classes of a classifier."""
         config: Any = self.model.config
         return int(config.num_labels if self.parts.task == "class" else config.vocab_size)
 
     def _losses(self, request: ExitPass, **given: Any) -> tuple[Tensor, Metrics] | Quality:
         training = request.job == "train"
-        self._captured, self._plan = {}, None
+        self._captured, self._skipped = {}, None
         # PEFT names every argument of a forward, with None where nothing was given.
         batch = {name: value for name, value in given.items() if value is not None}
-        question = self.task(request.step if training else None, batch)
+        task_batch = self.task_inputs(request.step if training else None, batch)
         if training:
             self._wanted = frozenset(self.objectives.layers(request.step))
-            self._plan = self._skips(request, question)
+            self._skipped = self._draw_skipped(request, task_batch)
         else:
             measured = self.objectives.measured_layers(request.step)
             self._wanted = frozenset(measured.union(self.eval_layers))
         no_cache = {"use_cache": False} if self.parts.task == "next token" else {}
-        self.parts.body(**question.inputs, **no_cache)
+        self.parts.body(**task_batch.inputs, **no_cache)
         hidden, self._captured = self._captured, {}
         self._wanted = frozenset()
-        asked = self._batch(request.step, hidden, question)
+        loss_inputs = self._loss_inputs(request.step, hidden, task_batch)
         if training:
-            loss, metrics = self.objectives(asked)
-            return loss, metrics if self._plan is None else {**metrics, **self._plan.metrics()}
-        return self._quality(asked)
+            loss, metrics = self.objectives(loss_inputs)
+            skipped = {} if self._skipped is None else self._skipped.metrics()
+            return loss, {**metrics, **skipped}
+        return self._quality(loss_inputs)
 
-    def _skips(self, request: ExitPass, question: Question) -> SkipPlan | None:
-        """Who skips what in a training pass."""
+    def _draw_skipped(self, request: ExitPass, task_batch: TaskBatch) -> SkippedPositions | None:
+        """What skips layers in a training pass."""
         if self.skipping is None or self.parts.task == "class":
             return None
-        return self.skipping.plan(
+        return self.skipping.draw(
             request.step,
             request.total_steps,
-            question.inputs["input_ids"],
-            question.labels,
-            question.mask,
+            task_batch.inputs["input_ids"],
+            task_batch.labels,
+            task_batch.mask,
         )
 
-    def _batch(self, step: int, hidden: dict[int, Tensor], question: Question) -> Batch:
+    def _loss_inputs(
+        self, step: int, hidden: dict[int, Tensor], task_batch: TaskBatch
+    ) -> LossInputs:
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
-        return Batch(
+        return LossInputs(
             step=step,
             hidden=hidden,
-            labels=question.labels,
-            mask=question.mask,
+            labels=task_batch.labels,
+            mask=task_batch.mask,
             classifier=self.head,
             norm=self.parts.norm,
             embed=embedding,
             vocab_size=self._vocab_size,
-            depth=None if self._plan is None else self._plan.depth,
+            depth=None if self._skipped is None else self._skipped.depth,
         )
 
-    def _quality(self, batch: Batch) -> Quality:
+    def _quality(self, batch: LossInputs) -> Quality:
         own = self.objectives.classifiers()
         losses: dict[int, Tensor] = {}
         accuracies: dict[int, Tensor] = {}
@@ -183,17 +189,17 @@ class MultiExitForward:
         tokens = (batch.labels != IGNORED).sum()
         return Quality(losses, accuracies, tokens, self.objectives.measure(batch))
 
-    def _after(
+    def _after_layer(
         self, depth: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After layer `depth`: positions that skip it get back what came in."""
+        """Hook after layer `depth`: positions that skip it get back what came in."""
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        if self._plan is not None:
+        if self._skipped is not None:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
-            hidden = torch.where(self._plan.skips(depth)[..., None], before, hidden)
-            self._plan.saw(depth, hidden, self.head)
+            hidden = torch.where(self._skipped.skips(depth)[..., None], before, hidden)
+            self._skipped.freeze_confident(depth, hidden, self.head)
         if depth in self._wanted:
-            self._captured[depth] = self.parts.spoken(hidden)
-        if self._plan is None:
+            self._captured[depth] = self.parts.predicting(hidden)
+        if self._skipped is None:
             return None
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

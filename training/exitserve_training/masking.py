@@ -1,9 +1,9 @@
-"""Masked language modelling: which tokens are hidden, and what stands in their place.
+"""Masked language modelling: which tokens are masked, and what replaces them.
 
-BERT's rule (Devlin et al. 2019, section 3.1): of the tokens, 15 % are to be found; of those 80 %
+BERT's rule (Devlin et al. 2019, section 3.1): 15 % of the tokens are targets; of those 80 %
 become the mask token, 10 % a random one, 10 % stay. The transformers collator does the same from
 the process's generator; here the draw belongs to the sequence and the step (`draws`), so that
-runs resume and split over processes exactly, and every evaluation hides the same tokens.
+runs resume and split over processes exactly, and every evaluation masks the same tokens.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from exitserve_training.draws import row_generators
 from exitserve_training.losses.chunked import IGNORED
 
 REPLACED, RANDOM = 0.8, 0.9
-"""Of the tokens to find: below the first the mask token, below the second a random token."""
+"""A uniform draw below the first gives the mask token, below the second a random token."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Hides tokens of masked language models."""
+    """Masks tokens for masked language models."""
 
     share: float
     mask_id: int
     vocab_size: int
     special_ids: tuple[int, ...]
-    """Never hidden, never put in."""
+    """Never masked, and never drawn as random token."""
     seed: int
 
     def __call__(self, step: int, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the inputs with tokens hidden, and the labels: both [B, T].
+        """Returns the inputs with tokens masked, and the labels: both [B, T].
 
         Args:
             step: the optimizer step.
@@ -42,11 +42,11 @@ class Masking:
         generators = row_generators("masking", self.seed, step, input_ids, mask)
         draws = torch.zeros(2, *mask.shape)
         tokens = torch.zeros(mask.shape, dtype=torch.long)
-        # Padding draws nothing: how much of it there is depends on the rest of the batch.
-        for row, (generator, own) in enumerate(zip(generators, mask.cpu(), strict=True)):
-            length = int(own.sum())
-            draws[:, row, own] = torch.rand(2, length, generator=generator)
-            tokens[row, own] = torch.randint(self.vocab_size, (length,), generator=generator)
+        # No draws for padding, whose amount depends on the rest of the batch.
+        for row, (generator, is_token) in enumerate(zip(generators, mask.cpu(), strict=True)):
+            length = int(is_token.sum())
+            draws[:, row, is_token] = torch.rand(2, length, generator=generator)
+            tokens[row, is_token] = torch.randint(self.vocab_size, (length,), generator=generator)
         chosen, how = draws.to(input_ids.device)
         random = tokens.to(input_ids.device)
         special = torch.tensor(self.special_ids, device=input_ids.device)

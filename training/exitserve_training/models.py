@@ -26,10 +26,10 @@ _SUPPORTED = f"supported families: {', '.join(TRAINABLE)}"
 
 
 def task_for(family: str, data_format: str) -> Task:
-    """What a model of this family is trained to say on such data.
+    """The task that a model of this family is trained for on such data.
 
     Raises:
-        ExitServeError: the one cannot be trained on the other.
+        ExitServeError: the family cannot be trained on the format.
     """
     if (family in VISION) != (data_format == "images"):
         raise ExitServeError(
@@ -72,7 +72,7 @@ def check_model(path: str, task: Task | None = None) -> PreTrainedConfig:
 
     Args:
         path: directory or hub id.
-        task: what it is to say; None: whatever its family says of tokens.
+        task: what it is to predict; None: tokens, as its family does.
 
     Raises:
         ExitServeError: missing, of a family that is not supported, or made for another task.
@@ -82,7 +82,7 @@ def check_model(path: str, task: Task | None = None) -> PreTrainedConfig:
         task = "hidden token" if config.model_type in ENCODERS else "next token"
     endings = ENDINGS[task]
     if task == "class":
-        # A classifier may begin as another one, as a language model, or as a body without head.
+        # A classifier can start from another one, a masked language model, or a model without head.
         endings = (*endings, *ENDINGS["hidden token"], "Model")
     for architecture in config.architectures or []:
         if not architecture.endswith(endings):
@@ -100,8 +100,8 @@ def load_model(
     Args:
         path: directory or hub id.
         task: as `check_model`.
-        classes: names of what a classifier is to say; where it has another number of classes,
-            its classifier begins anew. None: its own.
+        classes: names of the classes to predict; where the model has another number of
+            classes, its head is initialised anew. None: those of the model.
     """
     config = check_model(path, task)
     options: dict[str, Any] = {}

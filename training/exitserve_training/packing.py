@@ -25,7 +25,7 @@ def pack(
     """Returns sequences `input_ids` [length]: all documents, each ended by eos, then cut.
 
     The last incomplete sequence is dropped. Attention crosses document borders inside a
-    sequence, as in most pretraining; the eos before a document tells the model.
+    sequence, as in most pretraining; the eos before a document marks the border.
     """
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = []

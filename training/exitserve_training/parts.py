@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from exitserve.decoder import FAMILIES, decoder_parts
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import Head
+from exitserve_training.losses import OutputHead
 
 ENCODERS = ("bert",)
 """Hugging Face model types that can be trained as masked language models, or classify texts."""
@@ -25,15 +25,15 @@ VISION = ("deit", "vit")
 TRAINABLE = (*FAMILIES, *ENCODERS, *VISION)
 
 Task = Literal["next token", "hidden token", "class"]
-"""What a model says: each position its next token, or its own where that is hidden; or the first
-position the class of the whole input."""
+"""What a model predicts: at each position the next token, or the position's own where it is
+masked; or, at the first position, the class of the whole input."""
 
 ENDINGS: dict[Task, tuple[str, ...]] = {
     "next token": ("ForCausalLM", "LMHeadModel"),
     "hidden token": ("ForMaskedLM", "ForPreTraining"),
     "class": ("ForSequenceClassification", "ForImageClassification"),
 }
-"""How architectures are called that have the head for a task."""
+"""How the class names of architectures with the head for a task end."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ModelParts:
     layers: nn.ModuleList
     norm: Callable[[Tensor], Tensor]
     """The final norm [..., D]; the identity where layers end with their own."""
-    head: Head
-    """Norm and head: [N, D] to [N, V]; V classes where the model says a class."""
+    head: OutputHead
+    """Norm and head: [N, D] to [N, V]; for a classifier V is the number of classes."""
     task: Task
 
     @property
@@ -54,8 +54,8 @@ class ModelParts:
         """L, the full depth."""
         return len(self.layers)
 
-    def spoken(self, hidden: Tensor) -> Tensor:
-        """The states [B, S, D] of positions that say something, out of all [B, T, D]."""
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """The states [B, S, D] of the positions that predict, out of all [B, T, D]."""
         return hidden[:, :1] if self.task == "class" else hidden
 
 
@@ -63,7 +63,7 @@ def model_parts(model: Any) -> ModelParts:
     """Takes a model apart.
 
     Raises:
-        ExitServeError: the model's family, or what it is for, is not supported.
+        ExitServeError: the model's family or task is not supported.
     """
     family = model.config.model_type
     task = task_of(type(model).__name__)
@@ -71,28 +71,32 @@ def model_parts(model: Any) -> ModelParts:
         return _classifier_parts(model, family)
     if family in ENCODERS:
         # Encoder layers end with a norm of their own, and the head has its transform.
-        head = Head(nn.Identity(), model.cls.predictions)
+        head = OutputHead(nn.Identity(), model.cls.predictions)
         return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, task)
     parts = decoder_parts(model)
-    head = Head(parts.norm, parts.head, parts.soft_cap)
+    head = OutputHead(parts.norm, parts.head, parts.soft_cap)
     return ModelParts(model.base_model, parts.layers, parts.norm, head, task)
 
 
 def task_of(architecture: str) -> Task:
-    """What a model of this class says; raises `ExitServeError` for one that says neither."""
+    """The task of a model class; raises `ExitServeError` if it has none of them."""
     for task, endings in ENDINGS.items():
         if architecture.endswith(endings):
             return task
     known = ", ".join(ending for endings in ENDINGS.values() for ending in endings)
-    raise ExitServeError(f"a {architecture} is not supported; what is, ends in one of: {known}.")
+    raise ExitServeError(
+        f"a {architecture} is not supported; class names of supported ones end in: {known}."
+    )
 
 
 def _classifier_parts(model: Any, family: str) -> ModelParts:
-    """Of a model that reads the class off its first position (aligned training, section 2)."""
+    """For a model that predicts the class at its first position (aligned training, section 2)."""
     if family in ENCODERS:
         pooler = model.bert.pooler
         # One head for all layers: the pooler is part of it, as the final norm is elsewhere.
-        head = Head(nn.Sequential(pooler.dense, pooler.activation, model.dropout), model.classifier)
+        head = OutputHead(
+            nn.Sequential(pooler.dense, pooler.activation, model.dropout), model.classifier
+        )
         return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, "class")
     if family not in VISION:
         raise ExitServeError(
@@ -101,5 +105,5 @@ def _classifier_parts(model: Any, family: str) -> ModelParts:
         )
     body = model.base_model
     return ModelParts(
-        body, body.layers, body.layernorm, Head(body.layernorm, model.classifier), "class"
+        body, body.layers, body.layernorm, OutputHead(body.layernorm, model.classifier), "class"
     )

@@ -29,7 +29,7 @@ from exitserve_training.folder import (
 from exitserve_training.models import (
     load_model,
 )
-from exitserve_training.preparation import Plan, Prepared, plan_run, prepare
+from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, Sample, TrainingReport
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
@@ -37,8 +37,8 @@ from exitserve_training.trainer import ExitTrainer, MultiExitTraining
 _SAMPLE_TOKENS = 48
 
 
-def run(recipe: Recipe) -> TrainingReport | None:
-    """Trains as the recipe says and leaves an ordinary checkpoint with reports in `output_dir`.
+def train(recipe: Recipe) -> TrainingReport | None:
+    """Trains by a recipe and writes an ordinary checkpoint with reports to `output_dir`.
 
     Returns the report, or None in a process of a distributed run that is not its first.
 
@@ -46,18 +46,18 @@ def run(recipe: Recipe) -> TrainingReport | None:
         ExitServeError: anything in the recipe that cannot be done, before training starts; a
             loss or gradient that is not finite, which ends the run.
     """
-    # Their bars, for saving a few packed tables, say nothing; ours show the long work.
+    # `datasets` shows bars for saving small tables; the long work has its own bars.
     datasets.disable_progress_bars()
     arguments = _checked_arguments(recipe)
     if arguments.world_size > 1:
         atexit.register(_leave_group)
-    plan = plan_run(recipe)
+    setup = training_setup(recipe)
     output_dir = Path(recipe.output_dir)
     is_first = arguments.process_index == 0
     checkpoint = newest_checkpoint(output_dir) if recipe.resume else None
     # The first process prepares the data and writes it down; the others read that.
-    prepared = _first_then_others(is_first, functools.partial(prepare, recipe, plan, is_first))
-    trainer = _trainer(recipe, plan, prepared, arguments)
+    prepared = _first_then_others(is_first, functools.partial(prepare, recipe, setup, is_first))
+    trainer = _trainer(recipe, setup, prepared, arguments)
     _check_sharding(recipe, trainer)
     before = {} if checkpoint else _quality(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -79,14 +79,14 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _first_then_others(is_first: bool, work: Callable[[], Prepared]) -> Prepared:
+def _first_then_others(is_first: bool, work: Callable[[], TrainerInputs]) -> TrainerInputs:
     """Works in the first process, then in the others; where one fails, all end.
 
     The Trainer's `main_process_first` would let the others go on, and wait for the first.
     """
-    done: Prepared | None = None
+    done: TrainerInputs | None = None
     for turn in (True, False):
-        failure: str | None = "a process ended; its own message says why"
+        failure: str | None = "a process ended; its message says why"
         failures: list[str | None] = []
         try:
             if turn == is_first:
@@ -97,8 +97,8 @@ def _first_then_others(is_first: bool, work: Callable[[], Prepared]) -> Prepared
             raise
         finally:
             failures = gather_object([failure])
-        for told in filter(None, failures):
-            raise ExitServeError(told)
+        for message in filter(None, failures):
+            raise ExitServeError(message)
     assert done is not None
     return done
 
@@ -121,7 +121,7 @@ def _checked_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def _trainer(
-    recipe: Recipe, plan: Plan, prepared: Prepared, arguments: TrainingArguments
+    recipe: Recipe, setup: TrainingSetup, prepared: TrainerInputs, arguments: TrainingArguments
 ) -> MultiExitTraining:
     logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
     # Its constructor takes the folder from the environment only.
@@ -129,7 +129,7 @@ def _trainer(
     common: dict[str, Any] = {
         "model": prepared.model,
         "recipe": recipe,
-        "exits": plan.exits,
+        "exits": setup.exits,
         "args": arguments,
         "train_dataset": prepared.data["train"],
         "eval_dataset": prepared.data["validation"],
@@ -140,7 +140,7 @@ def _trainer(
         from exitserve_training.chats import ChatTrainer
 
         return ChatTrainer(**common)
-    return ExitTrainer(**common, asks=prepared.asks, data_collator=prepared.collator)
+    return ExitTrainer(**common, task_inputs=prepared.task_inputs, data_collator=prepared.collator)
 
 
 def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
@@ -173,7 +173,7 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
 
 
 def _check_learned(after: dict[str, LayerQuality], folder: Path, step: int, is_first: bool) -> None:
-    """Raises `ExitServeError` rather than let weights be saved that say nothing."""
+    """Raises `ExitServeError` if the weights predict nothing, so that they are not saved."""
     bad = [layer for layer, quality in after.items() if not math.isfinite(quality.loss)]
     if bad:
         message = (
@@ -185,7 +185,7 @@ def _check_learned(after: dict[str, LayerQuality], folder: Path, step: int, is_f
         raise ExitServeError(message)
 
 
-def _samples(recipe: Recipe, trainer: MultiExitTraining, prepared: Prepared) -> list[Sample]:
+def _samples(recipe: Recipe, trainer: MultiExitTraining, prepared: TrainerInputs) -> list[Sample]:
     """Greedy completions, at full depth, in float32."""
     prompts = recipe.sample_texts
     if not prompts:
@@ -214,7 +214,7 @@ def _samples(recipe: Recipe, trainer: MultiExitTraining, prepared: Prepared) -> 
 def _report(
     recipe: Recipe,
     trainer: MultiExitTraining,
-    prepared: Prepared,
+    prepared: TrainerInputs,
     before: dict[str, LayerQuality],
     after: dict[str, LayerQuality],
 ) -> TrainingReport:

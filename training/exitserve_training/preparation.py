@@ -1,4 +1,4 @@
-"""What a run needs before it trains: the model, the data, and what is asked of it.
+"""What a run needs before it trains: the model, the data, and the task.
 
 All that the recipe says is checked first, then the data are read, and only then is anything on
 disk touched.
@@ -33,7 +33,7 @@ from exitserve_training.classification.labelled import (
     load_split_examples,
 )
 from exitserve_training.folder import check_output_dir, empty_folder
-from exitserve_training.losses.weights import counted_layers
+from exitserve_training.layer_weights import counted_layers
 from exitserve_training.masking import Masking
 from exitserve_training.models import (
     build_config,
@@ -45,18 +45,18 @@ from exitserve_training.models import (
     start_head_from_embeddings,
     task_for,
 )
-from exitserve_training.objectives import check_layers
+from exitserve_training.objectives.registry import check_layers
 from exitserve_training.packing import fingerprint, load_packed, pack_split, save_packed
 from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.recipe import Recipe
 from exitserve_training.sources import load_split
-from exitserve_training.tasks import ClassOfImage, ClassOfText, HiddenToken, NextToken, TaskInputs
+from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
 from exitserve_training.tokenization import load_tokenizer, train_bpe
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSetup:
     """What is known of a run before its data are read."""
 
     config: PreTrainedConfig
@@ -66,21 +66,21 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a run trains, and on what."""
+class TrainerInputs:
+    """What the trainer is given: the model, the data, and how batches become inputs."""
 
     model: PreTrainedModel
     processor: Any
     """The tokenizer, or the image processor: what a checkpoint needs beside its weights."""
     data: datasets.DatasetDict
-    asks: TaskInputs
+    task_inputs: TaskInputs
     collator: Any
     architecture: str
     parameters: int
-    """How many the model has, counted while it is whole and itself."""
+    """How many the model has, counted before adapters or shards change it."""
 
 
-def plan_run(recipe: Recipe) -> Plan:
+def training_setup(recipe: Recipe) -> TrainingSetup:
     """Checks all that the recipe says about its model and layers, without reading data.
 
     Raises:
@@ -105,16 +105,17 @@ def plan_run(recipe: Recipe) -> Plan:
                 raise ExitServeError(f"recipe key {key!r} is for causal models; leave it out.")
     elif "mask_share" in recipe.model_fields_set:
         raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
-    return Plan(config, task, exits)
+    return TrainingSetup(config, task, exits)
 
 
-def prepare(recipe: Recipe, plan: Plan, is_first: bool) -> Prepared:
+def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInputs:
     """Reads the data and builds or loads the model; only then is anything on disk touched.
 
     Args:
         recipe: what to train.
-        plan: what `plan_run` made of it.
-        is_first: of a distributed run the first process prepares the data; the others read them.
+        setup: from `training_setup`.
+        is_first: whether this is a run's first process, which prepares the data; the others read
+            them.
 
     Raises:
         ExitServeError: the folder is taken, or the data or the model cannot be had.
@@ -126,27 +127,27 @@ def prepare(recipe: Recipe, plan: Plan, is_first: bool) -> Prepared:
     key = fingerprint(recipe.data.model_dump_json(), source, str(recipe.seed))
     data = load_packed(folder, key) if recipe.resume or not is_first else None
     if data is None:
-        data, processor = _read(recipe, plan)
+        data, processor = _read(recipe, setup)
     else:
         processor = _known_processor(recipe, str(folder))
     set_seed(recipe.seed)
-    model = _model(recipe, plan, processor, data)
+    model = _model(recipe, setup, processor, data)
     if is_first:
         write_training_run(empty_folder(recipe), training_run(recipe))
         if load_packed(folder, key) is None:
             processor.save_pretrained(folder)
             save_packed(folder, key, data)
-    asks, collator = _asked(recipe, plan, processor)
-    return Prepared(
-        model, processor, data, asks, collator, type(model).__name__, model.num_parameters()
+    task_inputs, collator = _task_inputs(recipe, setup, processor)
+    return TrainerInputs(
+        model, processor, data, task_inputs, collator, type(model).__name__, model.num_parameters()
     )
 
 
-def _read(recipe: Recipe, plan: Plan) -> tuple[datasets.DatasetDict, Any]:
+def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, Any]:
     """The data, ready to be batched, and the tokenizer or image processor they were made with."""
     if recipe.data.format == "images":
-        processor = _image_processor(recipe, plan.config)
-        return _read_images(recipe, plan, processor), processor
+        processor = _image_processor(recipe, setup.config)
+        return _read_images(recipe, setup, processor), processor
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
     tokenizer = load_tokenizer(path) if path else None
     if recipe.data.format == "chat":
@@ -156,11 +157,11 @@ def _read(recipe: Recipe, plan: Plan) -> tuple[datasets.DatasetDict, Any]:
             raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
         return load_chats(recipe.data, tokenizer, recipe.seed), tokenizer
     if recipe.data.format == "labelled":
-        return _read_labelled(recipe, plan, tokenizer)
+        return _read_labelled(recipe, setup, tokenizer)
     split = load_split(recipe.data, recipe.seed)
-    is_masked = plan.task == "hidden token"
+    is_masked = setup.task == "hidden token"
     if tokenizer is None:
-        tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], plan.task)
+        tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], setup.task)
     if is_masked and tokenizer.mask_token_id is None:
         raise ExitServeError(
             "this tokenizer has no mask token, which a masked language model needs; set "
@@ -177,14 +178,14 @@ def _trained_tokenizer(recipe: Recipe, texts: Sequence[str], task: Task) -> PreT
 
 
 def _read_labelled(
-    recipe: Recipe, plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+    recipe: Recipe, setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
-    names = class_names(train, _own_classes(recipe, plan))
+    names = class_names(train, _model_classes(recipe, setup))
     if tokenizer is None:
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
-        tokenizer = _trained_tokenizer(recipe, texts, plan.task)
+        tokenizer = _trained_tokenizer(recipe, texts, setup.task)
     if tokenizer.pad_token_id is None:
         raise ExitServeError("this tokenizer has no padding token, which batches of texts need.")
     length = recipe.data.sequence_length
@@ -193,9 +194,9 @@ def _read_labelled(
     return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
 
 
-def _read_images(recipe: Recipe, plan: Plan, processor: Any) -> datasets.DatasetDict:
+def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datasets.DatasetDict:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
-    names = class_names(train, _own_classes(recipe, plan))
+    names = class_names(train, _model_classes(recipe, setup))
     side, channels = int(processor.size["height"]), len(processor.image_mean)
     sides = {"train": train, "validation": held_out}
     encoded = {name: encode_images(one, names, side, channels) for name, one in sides.items()}
@@ -205,16 +206,16 @@ def _read_images(recipe: Recipe, plan: Plan, processor: Any) -> datasets.Dataset
 def _with_names(
     sides: dict[str, datasets.Dataset], names: Sequence[str]
 ) -> dict[str, datasets.Dataset]:
-    """The class names become part of the data, where resumed runs find them."""
+    """Makes the class names part of the data, where resumed runs find them."""
     classes = datasets.ClassLabel(names=list(names))
     return {name: side.cast_column("labels", classes) for name, side in sides.items()}
 
 
-def _own_classes(recipe: Recipe, plan: Plan) -> list[str] | None:
-    """The classes that the model to be fine-tuned says already."""
+def _model_classes(recipe: Recipe, setup: TrainingSetup) -> list[str] | None:
+    """The classes of the model to be fine-tuned."""
     if recipe.model is None:
         return None
-    known: dict[Any, str] = plan.config.id2label or {}
+    known: dict[Any, str] = setup.config.id2label or {}
     return [str(name) for _, name in sorted(known.items())]
 
 
@@ -235,14 +236,14 @@ def _known_processor(recipe: Recipe, folder: str) -> Any:
     return load_tokenizer(path or folder)
 
 
-def _model(recipe: Recipe, plan: Plan, processor: Any, data: Any) -> PreTrainedModel:
-    names = data["train"].features["labels"].names if plan.task == "class" else None
+def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> PreTrainedModel:
+    names = data["train"].features["labels"].names if setup.task == "class" else None
     tokenizer = processor if recipe.data.format != "images" else None
     if recipe.model is not None:
-        model = load_model(recipe.model, plan.task, names)
+        model = load_model(recipe.model, setup.task, names)
     else:
         assert recipe.config is not None
-        model = build_model(build_config(recipe.config, tokenizer, names), plan.task)
+        model = build_model(build_config(recipe.config, tokenizer, names), setup.task)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:
@@ -250,17 +251,17 @@ def _model(recipe: Recipe, plan: Plan, processor: Any, data: Any) -> PreTrainedM
     return model
 
 
-def _asked(recipe: Recipe, plan: Plan, processor: Any) -> tuple[TaskInputs, Any]:
-    """What the model is asked, and the collator of its batches."""
-    match recipe.data.format, plan.task:
+def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:
+    """How batches become inputs and labels, and their collator."""
+    match recipe.data.format, setup.task:
         case "images", _:
             changed = Augmentation(recipe.seed) if recipe.data.augment else None
-            asks = ClassOfImage(processor.image_mean, processor.image_std, changed)
-            return asks, default_data_collator
+            task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
+            return task_inputs, default_data_collator
         case "labelled", _:
             return ClassOfText(), DataCollatorWithPadding(processor)
         case _, "hidden token":
-            return HiddenToken(_masking(recipe, processor)), default_data_collator
+            return MaskedToken(_masking(recipe, processor)), default_data_collator
         case _:
             return NextToken(), default_data_collator
 

@@ -16,27 +16,22 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
-from exitserve_training.objective_options import (
-    FOR_CLASSES,
-    OBJECTIVES,
-    AlignedOptions,
-    AnyObjective,
-    Strict,
-    check_together,
-)
+from exitserve_training.objectives.aligned.options import AlignedOptions
+from exitserve_training.objectives.registry import OBJECTIVES, AnyObjective, check_objectives
+from exitserve_training.strict import Strict
 
 
 class ExitAware(Strict):
     """Freeze positions at exit layers during the forward pass, as serving does."""
 
     share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Of the sequences, so many have frozen positions. (docs/training.md compares.)"""
+    """Share of sequences with frozen positions. (docs/training.md compares.)"""
     select: Literal["confidence", "random"] = "confidence"
     """Freeze where an exit is confident enough, or anywhere at random exits."""
     thresholds: tuple[float, float] = (0.3, 0.95)
     """With `confidence`: each sequence draws its threshold between these."""
     fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """With `random`: so many positions are frozen."""
+    """With `random`: share of positions that are frozen."""
     longest_prompt: float = Field(default=0.25, ge=0.0, le=1.0)
     """A random part of each sequence, up to this share, is prompt and runs at full depth."""
     start: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -109,7 +104,7 @@ class Recipe(Strict):
     head_from_embeddings: bool = False
     """Begin with the input embeddings as LM head: recovers the head of a headless model."""
     mask_share: float = Field(default=0.15, gt=0.0, lt=1.0)
-    """Masked language models: so many tokens are to be found."""
+    """Masked language models: share of tokens that are masked."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of Hugging Face `TrainingArguments`."""
     seed: int = Field(default=0, ge=0)
@@ -138,11 +133,9 @@ class Recipe(Strict):
                 "config (from scratch) needs a tokenizer, "
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
-        check_together(self.objectives)
-        if self.data.says_classes:
-            self._check_classes()
-        elif any(getattr(objective, "balanced", False) for objective in self.objectives):
-            raise ValueError("balanced cross-entropy is for classifiers; leave balanced out")
+        check_objectives(self.objectives, self.data.is_classification)
+        if self.data.is_classification:
+            self._check_classifier()
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
         if self.lora is not None and self.config is not None:
@@ -155,14 +148,8 @@ class Recipe(Strict):
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
 
-    def _check_classes(self) -> None:
-        """Raises `ValueError` for what a model that says one class an input cannot have."""
-        for objective in self.objectives:
-            if objective.name not in FOR_CLASSES:
-                raise ValueError(
-                    f"objective {objective.name!r} is about the tokens of a sequence, and a "
-                    f"classifier says one class; use {', '.join(sorted(FOR_CLASSES))}"
-                )
+    def _check_classifier(self) -> None:
+        """Raises `ValueError` for keys that a classifier cannot have."""
         for key in ("exit_aware", "layer_dropout", "lora", "head_from_embeddings", "sample_texts"):
             if getattr(self, key):
                 raise ValueError(f"{key} is for language models, not for classifiers; leave it out")
@@ -206,7 +193,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` where it says something, `below` elsewhere; mappings key by key."""
+    """The keys of `above`, and those of `below` that it lacks; nested mappings likewise."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -233,7 +220,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:
         raise ExitServeError(f"the value of override {override!r} is not valid YAML.") from error
-    # YAML 1.1 reads 1e-3 (no dot) as text; nobody means text by it.
+    # YAML 1.1 reads 1e-3 (no dot) as text; a number is meant.
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)

@@ -18,7 +18,7 @@ class LayerQuality:
     """How well one depth predicts the held-out text."""
 
     loss: float
-    """Mean cross-entropy, nats per token (or per input, where a class is said)."""
+    """Mean cross-entropy, nats per token (or per input of a classifier)."""
     perplexity: float
     accuracy: float
     """Share of tokens, or of inputs, whose most likely token or class is the right one."""
@@ -54,7 +54,7 @@ class TrainingReport:
     seconds: float
     """Training time over all sessions, evaluation during training included."""
     train_tokens: int
-    """What one epoch has to say: tokens (all of them, when masking), or rows, one class each."""
+    """Targets of one epoch: tokens (all of them, when masking), or rows of a classifier."""
     validation_tokens: int
     says: Task = "next token"
     metrics: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class TrainingReport:
 
     @property
     def _unit(self) -> str:
-        """What is counted."""
+        """What the targets are."""
         return "row" if self.says == "class" else "token"
 
     def _headers(self) -> list[str]:

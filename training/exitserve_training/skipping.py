@@ -26,8 +26,8 @@ from exitserve_training.losses.chunked import CHUNK_TOKENS, IGNORED, Classifier
 from exitserve_training.recipe import ExitAware, LayerDropout
 
 
-class Skipping:
-    """Draws, for each forward pass of a run, who skips what."""
+class SkipSampler:
+    """Draws which positions skip which layers, for each forward pass of a run."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Skipping:
         self.num_layers = num_layers
         self.seed = seed
 
-    def plan(
+    def draw(
         self, step: int, total_steps: int, input_ids: Tensor, labels: Tensor, mask: Tensor
-    ) -> SkipPlan | None:
-        """Who skips what in one pass over `input_ids` [B, T]; None where nobody does.
+    ) -> SkippedPositions | None:
+        """Returns what skips in one pass over `input_ids` [B, T]; None if nothing does.
 
         Args:
             step: optimizer step, from 0.
             total_steps: of the run.
             input_ids: [B, T].
-            labels: [B, T], shifted; -100 where nothing is to be said.
+            labels: [B, T], shifted; -100 where nothing is predicted.
             mask: bool [B, T], tokens as opposed to padding.
         """
         progress = step / max(total_steps, 1)
@@ -71,18 +71,18 @@ class Skipping:
         if aware is None and self.layer_dropout is None:
             return None
         generators = row_generators("skipping", self.seed, step, input_ids, mask)
-        plan = SkipPlan(self.exit_layers, self.num_layers, mask)
+        skipped = SkippedPositions(self.exit_layers, self.num_layers, mask)
         if self.layer_dropout is not None:
             rates = dropout_rates(self.layer_dropout, self.num_layers, progress)
             drawn = torch.stack([torch.rand(self.num_layers, generator=g) for g in generators])
-            plan.dropped = (drawn < rates).to(mask.device)
+            skipped.dropped = (drawn < rates).to(mask.device)
         if aware is not None:
-            _draw_freezing(plan, aware, generators, labels, mask)
-        return plan
+            _draw_freezing(skipped, aware, generators, labels, mask)
+        return skipped
 
 
-class SkipPlan:
-    """Who skips what in one forward pass; fills while the pass goes up the layers."""
+class SkippedPositions:
+    """Which positions of a batch skip which layers; exits are added as the pass reaches them."""
 
     def __init__(self, exit_layers: Sequence[int], num_layers: int, mask: Tensor) -> None:
         self.exit_layers = frozenset(exit_layers)
@@ -95,7 +95,7 @@ class SkipPlan:
         self.may_exit: Tensor | None = None
         """Bool [B, T]: positions that freeze once they are confident; None if already drawn."""
         self.thresholds: Tensor | None = None
-        """[B]: above which confidence."""
+        """[B]: the confidence above which they freeze."""
         self._decided: set[int] = set()
 
     def skips(self, layer: int) -> Tensor:
@@ -110,8 +110,8 @@ class SkipPlan:
         return frozen
 
     @torch.no_grad()
-    def saw(self, layer: int, hidden: Tensor, classifier: Classifier) -> None:
-        """Freezes the confident positions of an exit layer, from its `hidden` [B, T, D]."""
+    def freeze_confident(self, layer: int, hidden: Tensor, classifier: Classifier) -> None:
+        """Freezes the confident positions of an exit layer, from its states `hidden` [B, T, D]."""
         if self.may_exit is None or layer not in self.exit_layers or layer in self._decided:
             return
         self._decided.add(layer)
@@ -128,7 +128,7 @@ class SkipPlan:
             self.depth[rows] = torch.where(torch.cat(exits), layer, self.num_layers)
 
     def metrics(self) -> dict[str, Tensor]:
-        """What to log: the share of tokens frozen, the mean depth, the share of layers dropped."""
+        """For the log: the share of tokens frozen, the mean depth, the share of layers dropped."""
         tokens = self.mask.sum()
         found = {
             "frozen_share": ((self.depth < self.num_layers) & self.mask).sum() / tokens,
@@ -151,33 +151,33 @@ def dropout_rates(options: LayerDropout, num_layers: int, progress: float) -> Te
 
 
 def _draw_freezing(
-    plan: SkipPlan,
+    skipped: SkippedPositions,
     aware: ExitAware,
     generators: Sequence[torch.Generator],
     labels: Tensor,
     mask: Tensor,
 ) -> None:
-    exits = torch.tensor(sorted(plan.exit_layers))
-    # A token may freeze if it was to be said, that is, if the position before it has a label.
-    said = torch.zeros(mask.shape, dtype=torch.bool)
-    said[:, 1:] = labels.cpu()[:, :-1] != IGNORED
-    allowed, thresholds = torch.zeros_like(said), []
-    depths = torch.full(mask.shape, plan.num_layers)
-    # Padding draws nothing: how much of it there is depends on the rest of the batch.
-    for row, (generator, own) in enumerate(zip(generators, mask.cpu(), strict=True)):
-        length = int(own.sum())
+    exits = torch.tensor(sorted(skipped.exit_layers))
+    # A token may freeze if it is a target, that is, if the position before it has a label.
+    is_target = torch.zeros(mask.shape, dtype=torch.bool)
+    is_target[:, 1:] = labels.cpu()[:, :-1] != IGNORED
+    allowed, thresholds = torch.zeros_like(is_target), []
+    depths = torch.full(mask.shape, skipped.num_layers)
+    # No draws for padding, whose amount depends on the rest of the batch.
+    for row, (generator, is_token) in enumerate(zip(generators, mask.cpu(), strict=True)):
+        length = int(is_token.sum())
         takes_part, prompt, threshold = torch.rand(3, generator=generator).tolist()
         low, high = aware.thresholds
         thresholds.append(low + (high - low) * threshold)
         if takes_part < aware.share:
             # In plain text a random part of the sequence is prompt.
             first = int(prompt * aware.longest_prompt * length)
-            allowed[row, own] = said[row, own] & (torch.arange(length) >= first)
+            allowed[row, is_token] = is_target[row, is_token] & (torch.arange(length) >= first)
         frozen = torch.rand(length, generator=generator) < aware.fraction
         drawn = exits[torch.randint(len(exits), (length,), generator=generator)]
-        depths[row, own] = torch.where(frozen, drawn, plan.num_layers)
+        depths[row, is_token] = torch.where(frozen, drawn, skipped.num_layers)
     if aware.select == "confidence":
-        plan.may_exit = allowed.to(mask.device)
-        plan.thresholds = torch.tensor(thresholds, device=mask.device)
+        skipped.may_exit = allowed.to(mask.device)
+        skipped.thresholds = torch.tensor(thresholds, device=mask.device)
     else:
-        plan.depth = torch.where(allowed, depths, plan.num_layers).to(mask.device)
+        skipped.depth = torch.where(allowed, depths, skipped.num_layers).to(mask.device)

@@ -168,7 +168,7 @@ def read_table(path: Path) -> datasets.Dataset:
     try:
         return read(str(path), keep_in_memory=True)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 
 def read_tables(
@@ -182,7 +182,7 @@ def read_tables(
     for path in matching_files(patterns):
         if path.suffix not in _TABLES:
             raise ExitServeError(
-                f"data file '{path}' is no table; chats come as {', '.join(sorted(_TABLES))}."
+                f"data file '{path}' is not a table; chats come as {', '.join(sorted(_TABLES))}."
             )
         for number, row in enumerate(read_table(path), start=1):
             yield f"'{path}', row {number}", row

@@ -1,7 +1,7 @@
-"""What a model is asked in one pass: its inputs, which positions say something, and what.
+"""What a model is trained to predict: turns batches of a data set into inputs and labels.
 
-Shapes: B rows, T tokens, S positions that say something (T, or 1 where a class is said), C
-channels, H and W pixels.
+Shapes: B rows, T tokens, S positions that predict (T, or 1 for a class), C channels, H and W
+pixels.
 """
 
 from __future__ import annotations
@@ -19,73 +19,73 @@ from exitserve_training.masking import Masking
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskBatch:
     """One batch, as the model's body and the objectives take it."""
 
     inputs: dict[str, Tensor]
     """For the model's body."""
     labels: Tensor
-    """[B, S], what each position is to say; -100 where nothing."""
+    """[B, S], the target of each position; -100 where there is none."""
     mask: Tensor
     """Bool [B, S]: positions that exist, as opposed to padding."""
 
 
 class TaskInputs(ABC):
-    """Turns the batches of a data set into questions."""
+    """Turns batches of a data set into inputs and labels for one task."""
 
     @abstractmethod
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
-        """The question of a batch.
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
+        """The inputs and labels of a batch.
 
         Args:
-            step: the optimizer step; None in evaluation, which asks the same whenever it runs.
+            step: the optimizer step; None in evaluation, which is the same whenever it runs.
             batch: columns of the data set, and `attention_mask` where there is padding.
         """
 
 
 class NextToken(TaskInputs):
-    """Each position says the next token."""
+    """Each position predicts the next token."""
 
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`."""
         inputs = dict(batch)
         mask = token_mask(batch)
         labels = inputs.pop("labels", batch["input_ids"])
-        return Question(inputs, shifted_labels(labels, mask), mask)
+        return TaskBatch(inputs, shifted_labels(labels, mask), mask)
 
 
 @dataclass(frozen=True)
-class HiddenToken(TaskInputs):
-    """Positions whose token was hidden say it."""
+class MaskedToken(TaskInputs):
+    """Positions whose token is masked predict it."""
 
     masking: Masking
 
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`."""
         mask = token_mask(batch)
         input_ids, labels = self.masking(step or 0, batch["input_ids"], mask)
-        return Question({**batch, "input_ids": input_ids}, labels, mask)
+        return TaskBatch({**batch, "input_ids": input_ids}, labels, mask)
 
 
 class ClassOfText(TaskInputs):
-    """The first position says the class of the text."""
+    """The first position predicts the class of the text."""
 
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`."""
         inputs = dict(batch)
-        return _class_question(inputs, inputs.pop("labels"))
+        return _class_batch(inputs, inputs.pop("labels"))
 
 
 @dataclass(frozen=True)
 class ClassOfImage(TaskInputs):
-    """The first position says the class of the image, which training sees a little changed."""
+    """The first position predicts the class of the image, which training augments."""
 
     mean: Sequence[float]
     """Of each channel, in 0..1."""
     std: Sequence[float]
     augmentation: Augmentation | None = None
 
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> Question:
+    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`; the batch has `pixels` [B, C, H, W] in uint8."""
         pixels = batch["pixels"]
         values = pixels.float() / 255.0
@@ -93,12 +93,12 @@ class ClassOfImage(TaskInputs):
         values = (values - mean[:, None, None]) / std[:, None, None]
         if step is not None and self.augmentation is not None:
             values = self.augmentation(step, pixels, values)
-        return _class_question({"pixel_values": values}, batch["labels"])
+        return _class_batch({"pixel_values": values}, batch["labels"])
 
 
-def _class_question(inputs: dict[str, Tensor], labels: Tensor) -> Question:
+def _class_batch(inputs: dict[str, Tensor], labels: Tensor) -> TaskBatch:
     labels = labels.reshape(-1, 1).long()
-    return Question(inputs, labels, torch.ones_like(labels, dtype=torch.bool))
+    return TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool))
 
 
 def token_mask(batch: Mapping[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ CLASS = "<|class|>"
 # punctuation, line ends, then runs of spaces: an indentation is one token, not one per space.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# No roles and no special tokens: the model continues text, it was never taught to converse.
+# No roles and no special tokens: the model is trained on text, not on chats.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
 
 
@@ -34,8 +34,8 @@ def train_bpe(
         texts: training documents.
         vocab_size: entries, bytes and special tokens included.
         max_length: the model's context in tokens, written into the tokenizer's config.
-        task: what the model is to say. For hidden tokens there is a mask token; where a class
-            is said, a token for it stands before each text, and one that ends each.
+        task: what the model predicts. Masked models get a mask token; classifiers a token that
+            starts each text, whose state is classified, and one that ends it.
     """
     extra = {"hidden token": {"mask_token": MASK}, "class": {"cls_token": CLASS}}.get(task, {})
     tokenizer = Tokenizer(models.BPE())

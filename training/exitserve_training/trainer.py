@@ -21,10 +21,11 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.objectives import NonFiniteLossError, build_objectives
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.weighted_sum import NonFiniteLossError, build_objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
-from exitserve_training.skipping import Skipping
+from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
 
 if TYPE_CHECKING:
@@ -34,13 +35,10 @@ else:
     _Base = object
 
 OBJECTIVES_FILE = "objectives.safetensors"
-"""In checkpoints of a run: the objectives' own parameters, which no served model needs."""
+"""In checkpoints of a run: the parameters of objectives, which serving does not need."""
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""
-
-READS_HEAD = frozenset({"ce", "aligned", "separate_classifiers", "kl_to_last"})
-"""Objectives that train the LM head."""
 
 
 class MultiExitTraining(_Base):
@@ -56,16 +54,16 @@ class MultiExitTraining(_Base):
         model: PreTrainedModel,
         recipe: Recipe,
         exits: MultiExit,
-        asks: TaskInputs | None = None,
+        task_inputs: TaskInputs | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the Trainer's own arguments, what to minimise, and what to write down.
+        """Takes the Trainer's arguments, the recipe, and the exits to record.
 
         Args:
             model: a language model of a supported family, not wrapped.
             recipe: objectives, skipping, and how to clip.
-            exits: the block for `config.json`; its layers and the last one are evaluated.
-            asks: what the model is asked; None for the next token.
+            exits: the block for `config.json`; its layers and the last are evaluated.
+            task_inputs: what the model predicts; None for the next token.
             **kwargs: see `transformers.Trainer`.
         """
         self._has_adapters = recipe.lora is not None
@@ -90,21 +88,23 @@ class MultiExitTraining(_Base):
         self.eval_layers = (*exits.exit_layers, num_layers)
         objectives = build_objectives(
             recipe.objectives,
-            exit_layers=exits.exit_layers,
-            num_layers=num_layers,
-            hidden_size=model.config.hidden_size,
-            head=self.parts.head,
-            seed=recipe.seed,
+            BuildContext(
+                exit_layers=exits.exit_layers,
+                num_layers=num_layers,
+                hidden_size=model.config.hidden_size,
+                head=self.parts.head,
+                seed=recipe.seed,
+            ),
         )
         objectives.to(self.args.device)
-        if not READS_HEAD & {options.name for options in recipe.objectives if options.weight}:
+        if not any(options.trains_head for options in recipe.objectives if options.weight):
             _freeze_head(model, self.parts)
-        skipping = Skipping(
+        skipping = SkipSampler(
             recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
         )
         self.language_model: PreTrainedModel = model
         self.multi_exit = MultiExitForward(
-            model, self.parts, objectives, self.eval_layers, skipping, asks
+            model, self.parts, objectives, self.eval_layers, skipping, task_inputs
         )
         self.measured: dict[str, float] = {}
         """What the objectives found in the last evaluation."""
@@ -133,7 +133,7 @@ class MultiExitTraining(_Base):
         self.multi_exit.remove()
 
     def labelled_tokens(self, dataset: Any) -> int:
-        """Tokens of a data set that are to be said; or its rows, where a class is."""
+        """Labelled tokens of a data set, or its rows for a classifier."""
         if self.parts.task == "class":
             return len(dataset)
         if "labels" in dataset.column_names:
@@ -142,7 +142,7 @@ class MultiExitTraining(_Base):
 
     @property
     def _shifts(self) -> bool:
-        """Whether labels are one position behind what says them."""
+        """Whether a position's label is the next token."""
         return self.parts.task == "next token"
 
     def compute_loss(
@@ -159,9 +159,9 @@ class MultiExitTraining(_Base):
         """
         request = ExitPass(self.state.global_step, max(self.state.max_steps, 1))
         try:
-            loss, metrics = model(**self._asked(inputs), exit_pass=request)
+            loss, metrics = model(**self._forward_inputs(inputs), exit_pass=request)
         except NonFiniteLossError as error:
-            raise self._stopped(error, inputs) from error
+            raise self._non_finite_error(error, inputs) from error
         share = self._share(inputs, num_items_in_batch)
         for name, value in metrics.items():
             self._sums[name] = value.float() * share + self._sums.get(name, 0.0)
@@ -169,8 +169,8 @@ class MultiExitTraining(_Base):
         weighted: Tensor = loss * share
         return weighted
 
-    def _asked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of the forward pass, without what only a collator's user needs."""
+    def _forward_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The columns of a batch that the forward pass takes."""
         return {name: inputs[name] for name in INPUTS if name in inputs}
 
     def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
@@ -185,7 +185,9 @@ class MultiExitTraining(_Base):
         processes = self.args.world_size if self.args.average_tokens_across_devices else 1
         return labels.ne(IGNORED).sum() * processes / torch.as_tensor(num_items).clamp(min=1)
 
-    def _stopped(self, error: NonFiniteLossError, inputs: dict[str, Tensor]) -> NonFiniteLossError:
+    def _non_finite_error(
+        self, error: NonFiniteLossError, inputs: dict[str, Tensor]
+    ) -> NonFiniteLossError:
         """The error that ends the run in every process; writes the batch down first."""
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
         message = [""]
@@ -197,7 +199,7 @@ class MultiExitTraining(_Base):
                 f"{error} at step {step}, in the batch of {len(rows)} sequences written to "
                 f"'{file}'; {after_failure(folder, step)}"
             ]
-        # The first process prints it, whosever batch it was.
+        # The first process prints the message, whichever process had the batch.
         broadcast_object_list(message, from_process=error.process)
         if self.args.should_save:
             set_aside(folder, step)
@@ -237,7 +239,7 @@ class MultiExitTraining(_Base):
         hidden_bar = self.args.disable_tqdm or not self.is_local_process_zero() or None
         request = ExitPass(self.state.global_step, job="evaluate")
         for batch in tqdm(batches, desc="evaluating", leave=False, disable=hidden_bar):
-            inputs = self._asked(self._prepare_inputs(batch))
+            inputs = self._forward_inputs(self._prepare_inputs(batch))
             rows = self._own_rows(len(next(iter(inputs.values()))))
             # A process without any makes the pass all the same: a sharded model needs all.
             inputs = {name: tensor[: max(rows, 1)] for name, tensor in inputs.items()}
@@ -261,7 +263,7 @@ class MultiExitTraining(_Base):
         return metrics
 
     def _own_rows(self, rows: int) -> int:
-        """How many of an evaluation batch's rows count here.
+        """How many rows of an evaluation batch count in this process.
 
         Where the data do not fill the last batches of all processes, accelerate repeats rows
         from the beginning, which would count twice.
@@ -287,7 +289,7 @@ class MultiExitTraining(_Base):
         for name, mean in means.items():
             metrics[f"{prefix}_{name}"] = mean
             if name.startswith("loss_layer_"):
-                # Untrained layers of a large vocabulary can lie beyond what exp can say.
+                # The loss of an untrained layer can be too large for exp.
                 perplexity = math.exp(mean) if mean < 700.0 else math.inf
                 metrics[f"{prefix}_{name.replace('loss', 'perplexity', 1)}"] = perplexity
         return metrics
@@ -310,7 +312,7 @@ class MultiExitTraining(_Base):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Keeps the objectives' parameters apart from the model's."""
+        """Saves the objectives' parameters in a separate file."""
         model: Any = self.model
         whole = model.state_dict() if state_dict is None else state_dict
         marker = f"{AUXILIARY}."
@@ -329,7 +331,7 @@ class MultiExitTraining(_Base):
         else:
             self._load_weights(resume_from_checkpoint)
         if self.is_fsdp_enabled:
-            return  # whose own files hold all parameters, the objectives' too
+            return  # its files hold the objectives' parameters too
         saved = Path(resume_from_checkpoint) / OBJECTIVES_FILE
         tensors = load_file(saved) if saved.is_file() else {}
         objectives = self.multi_exit.objectives
@@ -360,7 +362,7 @@ class MultiExitTraining(_Base):
             self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Not for what `_load_from_checkpoint` reads from a file of its own."""
+        """No warning for what `_load_from_checkpoint` reads from `OBJECTIVES_FILE`."""
         missing = [name for name in load_result.missing_keys if AUXILIARY not in name]
         load_result.missing_keys[:] = missing
         super()._issue_warnings_after_load(load_result)

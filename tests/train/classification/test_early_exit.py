@@ -14,11 +14,11 @@ from transformers import (
 
 from exitserve.cli import main
 from exitserve_training.classification.early_exit import EarlyExitClassifier
+from exitserve_training.classification.evaluation import own_classifiers
 from exitserve_training.classification.inputs import encoder
 from exitserve_training.classification.labelled import (
     load_split_examples,
 )
-from exitserve_training.classification.run import own_classifiers
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.models import load_model
 from exitserve_training.parts import model_parts

@@ -88,7 +88,10 @@ def test_balanced_cross_entropy_finds_the_rare_class(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"objectives": ["simreg", "ce"]}, "objective 'simreg' is about the tokens of a sequence"),
+        (
+            {"objectives": ["simreg", "ce"]},
+            "objective 'simreg' needs a sequence of tokens to predict",
+        ),
         ({"exit_aware": {}}, "exit_aware is for language models, not for classifiers"),
         ({"lora": {}, "config": None, "model": "x"}, "lora is for language models"),
         (
@@ -129,7 +132,7 @@ def test_data_that_cannot_be_read(
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "dogs" / f"{number}.png")
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"1{number}.png")
-    with pytest.raises(ExitServeError, match=r"cats/1.png' is no image that can be read"):
+    with pytest.raises(ExitServeError, match=r"cats/1.png' is not a readable image"):
         train(make_recipe(**of_images(tmp_path)))
 
 

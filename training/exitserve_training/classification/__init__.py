@@ -1,1 +1,1 @@
-"""Models that say one class for a whole input: their data, and running them with early exit."""
+"""Classifiers of texts and images: their data, and running them with early exit."""

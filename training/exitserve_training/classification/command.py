@@ -56,7 +56,7 @@ def add_classify(subparsers: Any) -> None:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say where labelled data are; shared by `classify` and `inspect`."""
+    """Adds the arguments for labelled data, which `classify` and `inspect` share."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, nargs="+", metavar="FILE", help="files, globs, or image folders"
@@ -102,11 +102,11 @@ def _classify(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from exitserve.report import prepare_out_dir, terminal_table, write_report
+    from exitserve_training.classification.evaluation import ClassificationSettings, classify
     from exitserve_training.classification.page import HEADERS, exits_figure, markdown, rows
-    from exitserve_training.classification.run import Settings, classify
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    settings = Settings(
+    settings = ClassificationSettings(
         model=args.model,
         data=args.data,
         thresholds=thresholds,

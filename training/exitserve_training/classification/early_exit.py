@@ -1,9 +1,9 @@
-"""A classifier with real early exit: rows that are sure leave the batch, the others go on.
+"""A classifier with real early exit: rows that are confident leave the batch, the others go on.
 
 Aligned-training paper, section 3 ("Multi-exit model with a single classifier"): one classifier,
 applied after each exit layer to the first position's state; an input stops where its confidence,
-the largest softmax probability, is above the threshold. There is no cache to keep: a row that has
-left costs nothing more.
+the largest softmax probability, is above the threshold. There is no cache to keep, so a row
+that has left costs nothing more.
 
 Shapes: B rows, T positions, D hidden, C classes.
 """
@@ -25,8 +25,8 @@ from exitserve_training.parts import model_parts
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What was said of each row of a batch."""
+class Predictions:
+    """The predictions for the rows of a batch."""
 
     classes: Tensor
     """int64 [B]."""
@@ -35,12 +35,12 @@ class Answers:
     depth: Tensor
     """int64 [B], layers run."""
 
-    def cpu(self) -> Answers:
+    def cpu(self) -> Predictions:
         """The same on the CPU."""
-        return Answers(self.classes.cpu(), self.confidence.cpu(), self.depth.cpu())
+        return Predictions(self.classes.cpu(), self.confidence.cpu(), self.depth.cpu())
 
     @classmethod
-    def joined(cls, parts: Sequence[Answers]) -> Answers:
+    def joined(cls, parts: Sequence[Predictions]) -> Predictions:
         """The answers of several batches, in order."""
         return cls(
             torch.cat([part.classes for part in parts]),
@@ -50,28 +50,28 @@ class Answers:
 
 
 class EarlyExitClassifier:
-    """Runs a classifier layer by layer, on those rows that are not sure yet."""
+    """Runs a classifier layer by layer, on those rows that are not confident yet."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         exit_layers: Sequence[int],
-        own: Mapping[int, Classifier] | None = None,
+        exit_heads: Mapping[int, Classifier] | None = None,
     ) -> None:
-        """Takes a model and the depths below its last at which rows may leave.
+        """Takes a model and the depths below its last at which rows can leave.
 
         Args:
             model: a classifier.
             exit_layers: where rows may leave.
-            own: classifiers of exits that do not use the shared one.
+            exit_heads: classifiers of exits that do not use the shared one.
 
         Raises:
-            ExitServeError: it is no classifier, or an exit layer is out of range.
+            ExitServeError: it is not a classifier, or an exit layer is out of range.
         """
         self.parts = model_parts(model)
         if self.parts.task != "class":
             raise ExitServeError(
-                f"a {type(model).__name__} says tokens, not classes; "
+                f"a {type(model).__name__} predicts tokens, not classes; "
                 f"serve it with `exitserve serve`."
             )
         bad = [layer for layer in exit_layers if not 1 <= layer < self.parts.num_layers]
@@ -81,11 +81,11 @@ class EarlyExitClassifier:
             )
         self.model = model
         self.exit_layers = frozenset(exit_layers)
-        self.own = dict(own or {})
+        self.exit_heads = dict(exit_heads or {})
 
     @torch.inference_mode()
-    def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Answers:
-        """Says each row's class.
+    def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Predictions:
+        """Predicts the class of each row.
 
         Args:
             inputs: what the model takes, B rows.
@@ -103,23 +103,23 @@ class EarlyExitClassifier:
             is_last = number == self.parts.num_layers
             if not is_last and (number not in self.exit_layers or threshold >= 1.0):
                 continue
-            sure, best = self._said(hidden, number)
-            leaves = torch.ones_like(best, dtype=torch.bool) if is_last else sure > threshold
+            confident, best = self._predict(hidden, number)
+            leaves = torch.ones_like(best, dtype=torch.bool) if is_last else confident > threshold
             if not leaves.any():
                 continue
             gone = rows[leaves]
-            classes[gone], confidence[gone], depth[gone] = best[leaves], sure[leaves], number
+            classes[gone], confidence[gone], depth[gone] = best[leaves], confident[leaves], number
             stays = ~leaves
             rows, hidden = rows[stays], hidden[stays]
             mask = _rows_of(mask, stays)
             if not len(rows):
                 break
-        return Answers(classes, confidence, depth)
+        return Predictions(classes, confidence, depth)
 
-    def _said(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def _predict(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Confidence and class [B] of states [B, T, D]."""
-        head = self.own.get(depth, self.parts.head)
-        logits = head(self.parts.spoken(hidden)[:, 0]).float()
+        head = self.exit_heads.get(depth, self.parts.head)
+        logits = head(self.parts.predicting(hidden)[:, 0]).float()
         best = logits.softmax(dim=-1).max(dim=-1)
         return best.values, best.indices
 

@@ -1,4 +1,4 @@
-"""Batches of a classifier's inputs, from a checkpoint's own tokenizer or image processor."""
+"""Inputs of a classifier, made with the checkpoint's tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exitserve_training.tasks import ClassOfImage
 from exitserve_training.tokenization import load_tokenizer
 
 HALF = (0.5, 0.5, 0.5)
-"""Mean and deviation of image channels where no checkpoint says otherwise (ViT's)."""
+"""Default mean and deviation of image channels (ViT's)."""
 
 Encode = Callable[[Examples], dict[str, Tensor]]
 """Examples to what the model takes."""
@@ -32,7 +32,7 @@ class Channels:
 
     @classmethod
     def of(cls, model: str | None, count: int) -> Channels:
-        """What a checkpoint's `preprocessor_config.json` says, else ViT's."""
+        """From a checkpoint's `preprocessor_config.json`, else ViT's."""
         known: dict[str, Any] = {}
         if model is not None:
             try:
@@ -66,12 +66,14 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
     """
     if config.model_type in VISION:
         channels = int(getattr(config, "num_channels", 3))
-        of_channels, side = Channels.of(model, channels), image_side(config)
-        asks = ClassOfImage(of_channels.mean, of_channels.std)
+        normalisation, side = Channels.of(model, channels), image_side(config)
+        task_inputs = ClassOfImage(normalisation.mean, normalisation.std)
 
         def images(examples: Examples) -> dict[str, Tensor]:
             pixels = torch.from_numpy(read_pixels(examples, side, channels, shows_progress=False))
-            return asks(None, {"pixels": pixels, "labels": torch.zeros(len(examples))}).inputs
+            return task_inputs(
+                None, {"pixels": pixels, "labels": torch.zeros(len(examples))}
+            ).inputs
 
         return images
     tokenizer: Any = load_tokenizer(model)
@@ -89,7 +91,7 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
     return texts
 
 
-def batches(examples: Examples, size: int) -> list[list[int]]:
+def batch_rows(examples: Examples, size: int) -> list[list[int]]:
     """Rows of each batch; texts of like length together, so that little is padding."""
     order: Sequence[int] = range(len(examples))
     if examples.inputs and not isinstance(examples.inputs[0], Path):

@@ -53,11 +53,11 @@ def read_examples(
     Args:
         recipe: how to read.
         patterns: globs of tables, or folders of images.
-        needs_classes: without, rows may lack the column of classes, which then are all "", and
-            images may lie in the folder itself.
+        needs_classes: if False, tables may lack the column of classes, and images may lie in
+            the folder itself; their class is then "".
 
     Raises:
-        ExitServeError: nothing is there, or something cannot be read; names it.
+        ExitServeError: nothing is found, or an input cannot be read.
     """
     if recipe.format == "images":
         return _images(patterns, needs_classes)
@@ -65,7 +65,7 @@ def read_examples(
 
 
 def load_split_examples(recipe: DataRecipe, seed: int) -> tuple[Examples, Examples]:
-    """Examples to train on, and held-out ones: shuffled, nothing in both.
+    """Shuffled examples to train on, and held-out ones; no example is in both.
 
     Raises:
         ExitServeError: as `read_examples`, or one side is empty.
@@ -93,7 +93,7 @@ def load_split_examples(recipe: DataRecipe, seed: int) -> tuple[Examples, Exampl
 
 
 def class_names(examples: Examples, known: Sequence[str] | None = None) -> list[str]:
-    """All classes in order: the model's own where it has those, else sorted.
+    """All classes in order: that of the model if it knows them all, else sorted.
 
     Raises:
         ExitServeError: there is one class only.
@@ -113,7 +113,7 @@ def class_names(examples: Examples, known: Sequence[str] | None = None) -> list[
 
 
 def class_numbers(examples: Examples, names: Sequence[str]) -> list[int]:
-    """Each example's class by its place among the names.
+    """Each example's class as its index among the names.
 
     Raises:
         ExitServeError: a class is not among them.
@@ -146,7 +146,7 @@ def encode_images(
     """Columns `pixels` (uint8 [channels, side, side]) and `labels`.
 
     Raises:
-        ExitServeError: a file is no image; names it.
+        ExitServeError: a file is not a readable image.
     """
     features = datasets.Features(
         pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
@@ -163,7 +163,7 @@ def read_pixels(
     """uint8 [N, channels, side, side].
 
     Raises:
-        ExitServeError: a file is no image; names it.
+        ExitServeError: a file is not a readable image.
     """
     pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
     # None: no bar where the output is not a terminal.
@@ -181,7 +181,7 @@ def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np
                 shown = shown.resize((side, side), Image.Resampling.BILINEAR)
             values = np.asarray(shown, dtype=np.uint8)
     except (UnidentifiedImageError, OSError) as error:
-        raise ExitServeError(f"data file '{path}' is no image that can be read.") from error
+        raise ExitServeError(f"data file '{path}' is not a readable image.") from error
     return values.reshape(side, side, channels).transpose(2, 0, 1)
 
 
@@ -214,7 +214,7 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
             keep_default_na=False,
         )
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ExitServeError(f"data file '{path}' is no valid {path.suffix[1:]}.") from error
+        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 
 def _add_rows(
@@ -244,7 +244,7 @@ def _add_rows(
 
 
 def _images(patterns: Sequence[str], needs_classes: bool) -> Examples:
-    """Images below folders: the folder that an image lies in names its class."""
+    """Images in folders named after their classes."""
     paths: list[Path] = []
     classes: list[str] = []
     for pattern in patterns:

@@ -66,12 +66,12 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from exitserve.report import prepare_out_dir, terminal_table, write_report
+    from exitserve_training.inspect.inspection import InspectionSettings, inspect
     from exitserve_training.inspect.page import HEADERS, markdown, rows, summary
-    from exitserve_training.inspect.run import Settings, inspect
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
     found = inspect(
-        Settings(
+        InspectionSettings(
             model=args.model,
             data=args.data,
             fields=data_fields(args),

@@ -1,4 +1,4 @@
-"""Whether a text's token states point ever more the same way with depth: condensation.
+"""Condensation: how much the token states of a text align with depth.
 
 Dispersion-loss paper, sections 3.1 and 3.2. For the N real tokens of a sequence, with z_i their
 states after a layer, its cosines are those of all N^2 ordered pairs, a token with itself included:
@@ -27,7 +27,7 @@ from exitserve_training.losses.measures import prepared
 from exitserve_training.losses.tokens import unit_vectors
 
 BINS = 100
-"""Bins of a histogram unless told otherwise: each is 0.02 wide."""
+"""Bins of a histogram by default, each 0.02 wide."""
 
 _BLOCK_ELEMENTS = 2**22
 """Cosines of a sequence held at once (16 MB in float32, and twice that to be counted)."""

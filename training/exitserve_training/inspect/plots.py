@@ -280,7 +280,7 @@ def _tick_depths(axes: Axes, depths: Sequence[int], *, both: bool = False) -> No
 
 
 def _named(values: Sequence[int]) -> Sequence[int]:
-    """Returns so many of the values as an axis has room for, the last one among them."""
+    """Returns so many of the values as fit an axis, the last one among them."""
     step = math.ceil(len(values) / _MOST_TICKS)
     return values[(len(values) - 1) % step :: step]
 

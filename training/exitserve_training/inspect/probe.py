@@ -1,4 +1,4 @@
-"""What a linear classifier can read off each layer, and the depth from which it is enough.
+"""Linear probes of layers, and the smallest depth for a share of full accuracy.
 
 Aligned-training paper, section 3: layer-wise linear probing and the minimal number of layers.
 N training samples, M test samples, D hidden.
@@ -56,8 +56,8 @@ def linear_probe(
     train, test = _standardised(train_features, test_features)
     names, targets = torch.unique(train_classes.cpu(), return_inverse=True)
     weight, bias = _logistic_regression(train, targets, len(names))
-    said = names[(test @ weight + bias).argmax(1)]
-    return float((said == test_classes.cpu()).double().mean())
+    predicted = names[(test @ weight + bias).argmax(1)]
+    return float((predicted == test_classes.cpu()).double().mean())
 
 
 def _standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def _logistic_regression(features: Tensor, targets: Tensor, count: int) -> tuple
 def minimal_depth(accuracies: Mapping[int, float], share: float) -> int:
     """Returns the smallest depth whose accuracy is at least `share` times the last layer's.
 
-    It is that depth's own accuracy which counts: deeper ones may fall below again.
+    Deeper layers can be less accurate again.
 
     Args:
         accuracies: depth to accuracy; the deepest is the last layer.
@@ -104,7 +104,7 @@ def minimal_depth(accuracies: Mapping[int, float], share: float) -> int:
         raise ExitServeError("no accuracies were given; expected those of 1 depth or more.")
     if not 0.0 < share <= 1.0:
         raise ExitServeError(
-            f"share {share} of the last layer's accuracy cannot be asked for; expected a number "
+            f"share {share} of the last layer's accuracy is out of range; expected a number "
             f"above 0 and at most 1, such as 0.95."
         )
     # 0.7 * 0.1 is more than 0.07 in floating point; accuracies are counts, further apart.

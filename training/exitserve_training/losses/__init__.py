@@ -1,20 +1,22 @@
 """Losses of multi-exit training: functions of hidden states, labels and a classifier.
 
-Each works on plain tensors and knows no model. `reference` holds what they must equal.
+Each works on plain tensors and knows no model; `objectives` makes terms of a run of them.
+`reference` has slow versions, which they must equal.
 """
 
 from exitserve_training.adagc import AdaGC
+from exitserve_training.layer_weights import WEIGHT_SCHEMES, layer_weights
 from exitserve_training.losses.aligned import (
     aligned_cross_entropy,
     layer_quality,
     weighted_layer_cross_entropy,
 )
-from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
 from exitserve_training.losses.chunked import chunked_cross_entropy
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
 from exitserve_training.losses.implicit import Projector, nitp
-from exitserve_training.losses.linear import Head, linear_cross_entropy
+from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
+from exitserve_training.losses.linear import OutputHead, linear_cross_entropy
 from exitserve_training.losses.measures import effective_rank, mean_cosine
 from exitserve_training.losses.similarity import simreg, simreg_weight
 from exitserve_training.losses.spread import (
@@ -23,12 +25,11 @@ from exitserve_training.losses.spread import (
     l2_repel,
     orthogonalization,
 )
-from exitserve_training.losses.weights import WEIGHT_SCHEMES, layer_weights
 
 __all__ = [
     "WEIGHT_SCHEMES",
     "AdaGC",
-    "Head",
+    "OutputHead",
     "Projector",
     "aligned_cross_entropy",
     "balanced_cross_entropy",

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve.errors import ExitServeError
+from exitserve_training.layer_weights import counted_layers, layer_weights
 from exitserve_training.losses.chunked import (
     CHUNK_TOKENS,
     IGNORED,
     Classifier,
     chunked_cross_entropy,
 )
-from exitserve_training.losses.linear import Head, Tokens, grouped_cross_entropy
-from exitserve_training.losses.weights import counted_layers, layer_weights
+from exitserve_training.losses.linear import OutputHead, TokenGroup, grouped_cross_entropy
 
 
 def aligned_cross_entropy(
@@ -41,7 +41,7 @@ def aligned_cross_entropy(
     Args:
         hidden_states: L tensors [B, T, D], the un-normed residual stream after layers 1..L.
             Entries of layers that do not count may be None.
-        classifier: maps [N, D] to [N, V]: final norm, then LM head. A `Head` is the fastest;
+        classifier: maps [N, D] to [N, V]: final norm, then LM head. An `OutputHead` is the fastest;
             anything else is called on chunks of tokens and once more in backward, so it must be
             deterministic.
         labels: targets [B, T], already shifted; -100 is ignored.
@@ -81,8 +81,8 @@ def weighted_layer_cross_entropy(
     The sum is a differentiable scalar, the means are detached. The means are over each layer's
     own counted tokens. In the sum every layer is divided by the tokens that count without
     `masks`: a token weighs the same whatever others do, so that the sum does not depend on how a
-    batch is split. A layer without any token contributes 0, with zero gradients. A plain `Head`
-    takes 3 products of its size per token instead of 4 (see `losses.linear`).
+    batch is split. A layer without any token contributes 0, with zero gradients. A plain
+    `OutputHead` takes 3 products of its size per token instead of 4 (see `losses.linear`).
 
     Args:
         hidden: layer to un-normed hidden states [B, T, D].
@@ -105,7 +105,7 @@ def weighted_layer_cross_entropy(
     counted = _counted_tokens(labels, mask)
     shared = _tokens_at(counted, labels)
     tokens = max(len(shared[1]), 1)
-    groups: list[Tokens] = []
+    groups: list[TokenGroup] = []
     for layer, states in hidden.items():
         _check_states(layer, states, labels)
         rows, targets = shared
@@ -113,8 +113,8 @@ def weighted_layer_cross_entropy(
             _check_mask(f"mask of layer {layer}", masks[layer], labels)
             rows, targets = _tokens_at(counted & masks[layer].reshape(-1).bool(), labels)
         weight = torch.full_like(targets, scale[layer] / tokens, dtype=torch.float32)
-        groups.append(Tokens(states.reshape(-1, states.shape[-1]), targets, weight, rows))
-    if isinstance(classifier, Head) and classifier.is_plain:
+        groups.append(TokenGroup(states.reshape(-1, states.shape[-1]), targets, weight, rows))
+    if isinstance(classifier, OutputHead) and classifier.is_plain:
         # All layers in one call share one sum [V, D] of the head's gradients. Their states go in
         # as a list and are read chunk by chunk, so that they are not copied into one tensor.
         total, losses = grouped_cross_entropy(groups, classifier)
@@ -125,7 +125,7 @@ def weighted_layer_cross_entropy(
 
 
 def _checkpointed(
-    groups: Mapping[int, Tokens], classifier: Classifier, scale: Mapping[int, float]
+    groups: Mapping[int, TokenGroup], classifier: Classifier, scale: Mapping[int, float]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`weighted_layer_cross_entropy` through any classifier."""
     parts: list[Tensor] = []

@@ -52,7 +52,7 @@ def simcse(
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Unsupervised SimCSE (Gao et al. 2021, eq. 1): know yourself in a second view, among others.
+    """Unsupervised SimCSE (Gao et al. 2021, eq. 1): a second view of each is its positive.
 
         l_i = -log( exp(cos(h_i, h'_i) / tau) / sum over j of exp(cos(h_i, h'_j) / tau) )
 
@@ -99,7 +99,7 @@ def cpretrain(
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Contrastive pretraining (Neelakantan et al. 2022, section 2): pairs among other pairs.
+    """Contrastive pretraining (Neelakantan et al. 2022, section 2): a pair against all others.
 
     N pairs (x, y) give the N x N scores cos(x_i, y_k) / tau; the loss is the mean of the
     cross-entropies of its rows and of its columns, whose targets are the diagonal. The method

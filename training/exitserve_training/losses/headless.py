@@ -1,7 +1,7 @@
 """Training without predicting: contrastive weight tying, and the balanced cross-entropy.
 
 Paper: headless language models. Contrastive weight tying (section 3.2) replaces the LM head's
-cross-entropy: the output o_i at a position shall find the input embedding e_i of its target
+cross-entropy: the output o_i at a position is trained to pick the input embedding e_i of its target
 token among the embeddings of all targets of the batch, S:
 
     L_CWT = -1/|S| * sum over i in S of log( exp(o_i . e_i) / sum over j in S of exp(o_i . e_j) )
@@ -119,7 +119,7 @@ def balanced_cross_entropy(
             where an example does not count.
 
     Raises:
-        ExitServeError: shapes disagree, a label is no class, a class among the labels has a
+        ExitServeError: shapes disagree, a label is not a class, a class among the labels has a
             frequency that is not positive, or `reduction` is unknown.
     """
     check_reduction(reduction)
@@ -174,13 +174,13 @@ def _check_labels(targets: Tensor, num_classes: int) -> None:
     wrong = targets[(targets < 0) | (targets >= num_classes)]
     if wrong.numel():
         raise ExitServeError(
-            f"label {int(wrong[0])} is no class: the logits have {num_classes}, so labels are "
+            f"label {int(wrong[0])} is not a class: the logits have {num_classes}, so labels are "
             f"0..{num_classes - 1}, or {IGNORED} to be ignored."
         )
 
 
 def _of_shape(name: str, values: Tensor, shape: torch.Size) -> Tensor:
-    """`values`, flat, once their shape is seen to fit."""
+    """`values`, flat; raises `ExitServeError` unless they have this shape."""
     if values.shape != shape:
         raise ExitServeError(
             f"{name} has shape {tuple(values.shape)}; expected {tuple(shape)}, one per position."

@@ -44,7 +44,7 @@ _BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The classifier taken apart: un-normed hidden states [..., D] to logits [..., V].
 
     The modules' parameters are looked up at each call: under FSDP they are whole only inside the
@@ -70,7 +70,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenGroup:
     """M tokens to be predicted, out of N whose hidden states are at hand.
 
     The states that count are taken chunk by chunk, so that no copy [M, D] of them is made.
@@ -88,7 +88,7 @@ class Tokens:
 
 def linear_cross_entropy(
     hidden: Tensor,
-    head: Head,
+    head: OutputHead,
     labels: Tensor,
     scale: Tensor,
     *,
@@ -113,13 +113,13 @@ def linear_cross_entropy(
             part is more than an `nn.Linear`.
     """
     total, (losses,) = grouped_cross_entropy(
-        [Tokens(hidden, labels, scale)], head, chunk_tokens=chunk_tokens
+        [TokenGroup(hidden, labels, scale)], head, chunk_tokens=chunk_tokens
     )
     return total, losses
 
 
 def grouped_cross_entropy(
-    groups: Sequence[Tokens], head: Head, *, chunk_tokens: int = CHUNK_TOKENS
+    groups: Sequence[TokenGroup], head: OutputHead, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Tensor, list[Tensor]]:
     """`linear_cross_entropy` of several groups of tokens: one sum, the losses group by group.
 
@@ -149,7 +149,7 @@ def grouped_cross_entropy(
     return total, losses
 
 
-def _check_shapes(tokens: Tokens) -> None:
+def _check_shapes(tokens: TokenGroup) -> None:
     if tokens.hidden.ndim != 2:
         raise ExitServeError(
             f"hidden states have shape {tuple(tokens.hidden.shape)}; expected [N, D], such as "
@@ -180,8 +180,8 @@ def _trainable(norm: nn.Module) -> dict[str, Tensor]:
 class _Job:
     """What the autograd function needs besides the tensors it differentiates by."""
 
-    head: Head
-    groups: Sequence[Tokens]
+    head: OutputHead
+    groups: Sequence[TokenGroup]
     chunk_tokens: int
     names: tuple[str, ...]
     """The norm's trainable tensors."""

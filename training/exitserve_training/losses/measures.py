@@ -1,4 +1,4 @@
-"""How spread out hidden states are: what the dispersion losses and NITP are meant to change.
+"""How spread out hidden states are, which the dispersion losses and NITP change.
 
 B rows (sequences), T tokens, D hidden. Each sequence is measured by itself, over its counted
 tokens, and the sequences are averaged; `z.reshape(1, -1, D)` measures a batch as one cloud.

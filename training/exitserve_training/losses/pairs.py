@@ -1,4 +1,4 @@
-"""Tokens of a sequence compared with each other: what SimReg and its baselines share.
+"""Comparison of a sequence's tokens with each other, for SimReg and its baselines.
 
 The similarities [T, T] exist for `ROWS` rows at a time and are computed again in backward.
 

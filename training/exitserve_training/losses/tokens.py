@@ -1,4 +1,4 @@
-"""What losses of hidden states share: which tokens count, precision, directions, and sums.
+"""Shared by losses of hidden states: which tokens count, precision, directions, reductions.
 
 Shapes: B rows (sequences), T tokens, D hidden.
 """

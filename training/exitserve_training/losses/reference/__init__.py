@@ -1,1 +1,1 @@
-"""Slow, obviously right float32 references of the losses, which tests hold them to."""
+"""Slow, simple float32 references, which tests compare the losses with."""

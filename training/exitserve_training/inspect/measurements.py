@@ -1,8 +1,8 @@
-"""One pass of a model over the data, measured at every depth as it goes.
+"""Measures every depth of a model in one pass over the data.
 
-The residual stream after each layer is seen once, and what is kept of it is bounded: sums, the
+The residual stream after each layer is read once, and what is kept of it is bounded: sums, the
 histograms of condensation, and a sample of positions for what compares layers. Shapes: B rows,
-T positions, S positions that say something, N sampled positions, D hidden.
+T positions, S positions that predict, N sampled positions, D hidden.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from transformers import PreTrainedModel
 
 from exitserve.decoder import capture_hidden
 from exitserve_training.inspect.condensation import Condensation
-from exitserve_training.inspect.questions import Asked
+from exitserve_training.inspect.data import InspectionData
 from exitserve_training.losses import effective_rank, layer_quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.parts import ModelParts, model_parts
 
 
 @dataclass
-class Seen:
-    """What one pass leaves, by depth 1..L."""
+class LayerMeasurements:
+    """Sums and samples of one pass, by depth 1..L."""
 
     num_layers: int
-    said: int = 0
+    labelled: int = 0
     """Positions with a label."""
     nats: dict[int, float] = field(default_factory=dict)
     """Sum of cross-entropies through the shared head."""
     right: dict[int, float] = field(default_factory=dict)
-    """Sum of right first guesses."""
+    """How many positions have the right token or class as the most likely."""
     ranks: dict[int, float] = field(default_factory=dict)
     """Sum over sequences of effective ranks."""
     ranked: int = 0
@@ -46,38 +46,40 @@ class Seen:
         return torch.cat(self.states[depth])
 
     def classes(self) -> Tensor:
-        """What the sampled positions are to say [N]."""
+        """The labels of the sampled positions [N]."""
         return torch.cat(self.labels)
 
 
-def watch(model: PreTrainedModel, asked: Asked, samples: int, seed: int) -> Seen:
-    """Runs the model over the data.
+def measure_layers(
+    model: PreTrainedModel, data: InspectionData, samples: int, seed: int
+) -> LayerMeasurements:
+    """Runs the model over the data and measures each depth.
 
     Args:
         model: on the device it is to run on, in evaluation mode.
-        asked: the data.
+        data: what the model reads.
         samples: positions to keep for what compares layers, at most, spread over the batches.
         seed: of the draw of positions.
     """
     parts = model_parts(model)
     depths = range(1, parts.num_layers + 1)
-    seen = Seen(parts.num_layers, condensation=Condensation(depths))
+    measured = LayerMeasurements(parts.num_layers, condensation=Condensation(depths))
     generator = torch.Generator().manual_seed(seed)
-    a_batch = max(1, -(-samples // len(asked.questions)))
+    per_batch = max(1, -(-samples // len(data.batches)))
     device = next(model.parameters()).device
-    pairs = list(zip(asked.questions, asked.masks, strict=True))
+    pairs = list(zip(data.batches, data.masks, strict=True))
     # disable=None: no bar where the output is not a terminal.
-    for question, mask in tqdm(pairs, desc="inspecting", disable=None):
-        labels = question.labels.to(device)
-        chosen = _drawn(labels, a_batch, generator)
+    for batch, mask in tqdm(pairs, desc="inspecting", disable=None):
+        labels = batch.labels.to(device)
+        chosen = _drawn(labels, per_batch, generator)
         with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
-            parts.body(**{name: tensor.to(device) for name, tensor in question.inputs.items()})
-        seen.said += int((labels != IGNORED).sum())
-        seen.labels.append(labels.flatten()[chosen].cpu())
+            parts.body(**{name: tensor.to(device) for name, tensor in batch.inputs.items()})
+        measured.labelled += int((labels != IGNORED).sum())
+        measured.labels.append(labels.flatten()[chosen].cpu())
         for depth in depths:
-            _measure(seen, depth, hidden.pop(depth), parts, labels, mask.to(device), chosen)
-        seen.ranked += len(labels)
-    return seen
+            _measure(measured, depth, hidden.pop(depth), parts, labels, mask.to(device), chosen)
+        measured.ranked += len(labels)
+    return measured
 
 
 def _drawn(labels: Tensor, most: int, generator: torch.Generator) -> Tensor:
@@ -88,7 +90,7 @@ def _drawn(labels: Tensor, most: int, generator: torch.Generator) -> Tensor:
 
 
 def _measure(
-    seen: Seen,
+    measured: LayerMeasurements,
     depth: int,
     hidden: Tensor,
     parts: ModelParts,
@@ -96,16 +98,16 @@ def _measure(
     mask: Tensor,
     chosen: Tensor,
 ) -> None:
-    """Takes the states [B, T, D] of one depth into account."""
-    spoken = parts.spoken(hidden)
+    """Adds the states [B, T, D] of one depth."""
+    states = parts.predicting(hidden)
     count = int((labels != IGNORED).sum())
-    nats, right = layer_quality(spoken, parts.head, labels)
-    seen.nats[depth] = seen.nats.get(depth, 0.0) + float(nats) * count
-    seen.right[depth] = seen.right.get(depth, 0.0) + float(right) * count
-    kept = spoken.flatten(0, 1)[chosen].float().cpu()
-    seen.states.setdefault(depth, []).append(kept)
+    nats, right = layer_quality(states, parts.head, labels)
+    measured.nats[depth] = measured.nats.get(depth, 0.0) + float(nats) * count
+    measured.right[depth] = measured.right.get(depth, 0.0) + float(right) * count
+    kept = states.flatten(0, 1)[chosen].float().cpu()
+    measured.states.setdefault(depth, []).append(kept)
     tokens = mask if mask.shape[1] else torch.ones_like(hidden[..., 0], dtype=torch.bool)
-    assert seen.condensation is not None
-    seen.condensation.add(depth, hidden, tokens)
+    assert measured.condensation is not None
+    measured.condensation.add(depth, hidden, tokens)
     ranks = effective_rank(hidden.float(), mask=tokens, reduction="none").sum()
-    seen.ranks[depth] = seen.ranks.get(depth, 0.0) + float(ranks)
+    measured.ranks[depth] = measured.ranks.get(depth, 0.0) + float(ranks)

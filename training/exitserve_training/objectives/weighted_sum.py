@@ -1,16 +1,17 @@
-"""Several objectives as one: their weighted sum, each part logged by its own name."""
+"""The weighted sum of a run's objectives, each logged by its name."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.chunked import Classifier
-from exitserve_training.objectives.base import Batch, Metrics, Objective
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 
 
 class NonFiniteLossError(ExitServeError):
@@ -28,10 +29,11 @@ class Objectives(nn.Module):
     def __init__(self, parts: Iterable[Objective]) -> None:
         """Takes the objectives in the order of the recipe."""
         super().__init__()
+        # The attribute's name is part of the parameters' names in checkpoints.
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         for part in self.members:
             if part.weight == 0.0:
-                # Measured only: an optimizer must not wait for gradients that never come.
+                # Measured only: data parallelism must not wait for its gradients.
                 part.requires_grad_(False)
 
     @property
@@ -43,7 +45,7 @@ class Objectives(nn.Module):
         """Depths that any objective needs in this step, ascending."""
         return tuple(sorted({layer for part in self.members for layer in part.layers(step)}))
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """Returns the weighted sum and all parts' metrics, each loss as `<name>_loss`.
 
         Raises:
@@ -63,13 +65,13 @@ class Objectives(nn.Module):
         return total, metrics
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> Metrics:
+    def measure(self, batch: LossInputs) -> Metrics:
         """What evaluation reports besides the cross-entropies: each such objective's metrics."""
         metrics: Metrics = {}
         for part in self.members:
             if not part.in_evaluation:
                 continue
-            # States that are not finite have no singular values; the cross-entropies tell.
+            # States that are not finite have no singular values; the cross-entropies show them.
             with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 metrics |= part(batch)[1]
         return metrics
@@ -87,10 +89,19 @@ class Objectives(nn.Module):
         return found
 
 
+def build_objectives(chosen: Sequence[ObjectiveOptions], context: BuildContext) -> Objectives:
+    """Builds what a run minimises.
+
+    Raises:
+        ExitServeError: a layer or a weight does not fit the model.
+    """
+    return Objectives(options.build(context) for options in chosen)
+
+
 def _check_finite(losses: Mapping[str, Tensor]) -> None:
     """Raises `NonFiniteLossError` in every process if a loss of any of them is not finite.
 
-    One that ended alone would leave the others waiting for its gradients.
+    A process that ended alone would leave the others waiting for its gradients.
     """
     several = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)

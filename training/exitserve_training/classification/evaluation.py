@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 
 from exitserve.checkpoint import MultiExit, read_multi_exit
 from exitserve.report import machine, versions
-from exitserve_training.classification.early_exit import Answers, EarlyExitClassifier
-from exitserve_training.classification.inputs import batches, data_format, encoder
+from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
+from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
-from exitserve_training.objective_options import SeparateClassifiersOptions
-from exitserve_training.objectives import SeparateClassifiers
+from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
+from exitserve_training.objectives.options import BuildContext
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.trainer import OBJECTIVES_FILE
 
@@ -38,8 +38,8 @@ Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the command line asks for."""
+class ClassificationSettings:
+    """The options of the command line."""
 
     model: str
     data: list[str]
@@ -49,14 +49,14 @@ class Settings:
     exit_layers: list[int] | None = None
     """None: those of the checkpoint."""
     limit: int | None = None
-    """Only so many inputs, spread over all."""
+    """The number of inputs to run, spread over all."""
     fields: Mapping[str, Any] | None = None
     """`text_field` and the like, as a recipe's `data` has them."""
 
 
 @dataclass(frozen=True)
-class Classified:
-    """What a run gives: the report, and what was said at the first threshold."""
+class ClassificationResult:
+    """The report, and the predictions at the first threshold."""
 
     report: dict[str, Any]
     predictions: list[dict[str, Any]]
@@ -67,11 +67,11 @@ class Classified:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def classify(settings: Settings) -> Classified:
+def classify(settings: ClassificationSettings) -> ClassificationResult:
     """Runs the classifier at every threshold and at full depth.
 
     Raises:
-        ExitServeError: the model is no classifier, or the data cannot be read.
+        ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
     layers = _exit_layers(settings, config.num_hidden_layers)
@@ -90,23 +90,25 @@ def classify(settings: Settings) -> Classified:
         torch.nn.Module.cuda(model)
     own = own_classifiers(settings.model, model_parts(model))
     runner = EarlyExitClassifier(model, layers, own)
-    order = batches(examples, settings.batch_size)
+    order = batch_rows(examples, settings.batch_size)
     encode = encoder(settings.model, config)
     inputs = [encode(examples.at(rows)) for rows in tqdm(order, desc="reading", disable=None)]
     rounds = _rounds(runner, model, inputs, settings)
     names = [name for _, name in sorted((config.id2label or {}).items())]
     rows = [row for batch in order for row in batch]
-    answers = {
-        threshold: _in_order(Answers.joined(parts), rows)
-        for threshold, parts in rounds.answers.items()
+    predictions = {
+        threshold: _in_order(Predictions.joined(parts), rows)
+        for threshold, parts in rounds.predictions.items()
     }
-    report = _report(settings, config, layers, examples, names, answers, rounds)
-    return Classified(report, _predictions(examples, names, answers[settings.thresholds[0]]))
+    report = _report(settings, config, layers, examples, names, predictions, rounds)
+    return ClassificationResult(
+        report, _predictions(examples, names, predictions[settings.thresholds[0]])
+    )
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    answers: dict[float, list[Answers]]
+    predictions: dict[float, list[Predictions]]
     """By threshold; 1.0 is full depth."""
     full: list[float]
     """Seconds of each round of the model's own forward."""
@@ -117,7 +119,7 @@ class _Rounds:
 def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     """The classifiers of exits that were trained with one each (`separate_classifiers`).
 
-    They lie beside the checkpoint, which is none that anything else could read.
+    They lie beside the checkpoint, and only this command can use them.
     """
     file = Path(folder) / OBJECTIVES_FILE
     marker = f"{SeparateClassifiersOptions().name}."
@@ -126,16 +128,16 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     if not found:
         return {}
     layers = sorted({int(name.split(".")[1]) for name in found})
-    objective = SeparateClassifiers(
-        SeparateClassifiersOptions(), [*layers, parts.num_layers], parts.num_layers, parts.head
-    )
+    hidden_size = next(iter(found.values())).shape[-1]
+    context = BuildContext(layers, parts.num_layers, hidden_size, parts.head, seed=0)
+    objective = SeparateClassifiersOptions().build(context)
     objective.load_state_dict(found)
     objective.to(next(parts.layers.parameters()).device)
     objective.train(False)
     return objective.classifiers()
 
 
-def _exit_layers(settings: Settings, num_layers: int) -> list[int]:
+def _exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
     if settings.exit_layers is not None:
         return settings.exit_layers
     folder = Path(settings.model)
@@ -148,9 +150,12 @@ def _rounds(
     runner: EarlyExitClassifier,
     model: PreTrainedModel,
     inputs: Sequence[Inputs],
-    settings: Settings,
+    settings: ClassificationSettings,
 ) -> _Rounds:
-    """Every batch in every way, in turn; the first round warms up and gives the answers."""
+    """Runs every batch at full depth and at each threshold, in turn.
+
+    The first round warms up and gives the predictions.
+    """
     thresholds = list(dict.fromkeys([*settings.thresholds, 1.0]))
     rounds = _Rounds({one: [] for one in thresholds}, [], {one: [] for one in thresholds})
     # disable=None: no bar where the output is not a terminal.
@@ -164,10 +169,10 @@ def _rounds(
             full += _now(model.device) - start
             for threshold in thresholds:
                 start = _now(model.device)
-                said = runner(batch, threshold)
+                found = runner(batch, threshold)
                 early[threshold] += _now(model.device) - start
                 if number == 0:
-                    rounds.answers[threshold].append(said.cpu())
+                    rounds.predictions[threshold].append(found.cpu())
         if number > 0:
             rounds.full.append(full)
             for threshold, seconds in early.items():
@@ -176,40 +181,42 @@ def _rounds(
 
 
 def _now(device: torch.device) -> float:
-    """The time when all that was asked of a device is done."""
+    """The time, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _in_order(answers: Answers, rows: Sequence[int]) -> Answers:
-    """Answers given in the order of batches, put into that of the inputs."""
+def _in_order(predictions: Predictions, rows: Sequence[int]) -> Predictions:
+    """Predictions in the order of batches, put into that of the inputs."""
     back = torch.argsort(torch.tensor(rows))
-    return Answers(answers.classes[back], answers.confidence[back], answers.depth[back])
+    return Predictions(
+        predictions.classes[back], predictions.confidence[back], predictions.depth[back]
+    )
 
 
 def _report(
-    settings: Settings,
+    settings: ClassificationSettings,
     config: Any,
     layers: Sequence[int],
     examples: Examples,
     names: Sequence[str],
-    answers: Mapping[float, Answers],
+    predictions: Mapping[float, Predictions],
     rounds: _Rounds,
 ) -> dict[str, Any]:
-    full = answers[1.0]
+    full = predictions[1.0]
     known = torch.tensor(class_numbers(examples, names)) if any(examples.classes) else None
     num_layers = config.num_hidden_layers
-    ways = []
+    results = []
     for threshold in settings.thresholds:
-        said = answers[threshold]
-        depth = said.depth.double()
+        found = predictions[threshold]
+        depth = found.depth.double()
         ratios = [a / b for a, b in zip(rounds.full, rounds.early[threshold], strict=True)]
-        ways.append(
+        results.append(
             {
                 "threshold": threshold,
                 "exits": {
-                    str(layer): Counter(said.depth.tolist())[layer]
+                    str(layer): Counter(found.depth.tolist())[layer]
                     for layer in (*layers, num_layers)
                 },
                 "mean_depth": float(depth.mean()),
@@ -217,8 +224,8 @@ def _report(
                 "depth_speedup": num_layers * len(depth) / float(depth.sum()),
                 "wall_speedup": statistics.median(ratios),
                 "wall_speedup_range": [min(ratios), max(ratios)],
-                "agreement": float((said.classes == full.classes).double().mean()),
-                "accuracy": _accuracy(said, known),
+                "agreement": float((found.classes == full.classes).double().mean()),
+                "accuracy": _accuracy(found, known),
             }
         )
     return {
@@ -233,32 +240,32 @@ def _report(
         "threads": torch.get_num_threads(),
         "full_seconds": statistics.median(rounds.full),
         "full_accuracy": _accuracy(full, known),
-        "thresholds": ways,
+        "thresholds": results,
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def _accuracy(answers: Answers, known: Tensor | None) -> float | None:
-    return None if known is None else float((answers.classes == known).double().mean())
+def _accuracy(predictions: Predictions, known: Tensor | None) -> float | None:
+    return None if known is None else float((predictions.classes == known).double().mean())
 
 
 def _predictions(
-    examples: Examples, names: Sequence[str], answers: Answers
+    examples: Examples, names: Sequence[str], predictions: Predictions
 ) -> list[dict[str, Any]]:
     rows = zip(
         examples.inputs,
-        answers.classes.tolist(),
-        answers.confidence.tolist(),
-        answers.depth.tolist(),
+        predictions.classes.tolist(),
+        predictions.confidence.tolist(),
+        predictions.depth.tolist(),
         strict=True,
     )
     return [
         {
             "input": given[0] if isinstance(given, tuple) else str(given),
-            "class": names[said],
+            "class": names[found],
             "confidence": round(sure, 4),
             "depth": depth,
         }
-        for given, said, sure, depth in rows
+        for given, found, sure, depth in rows
     ]

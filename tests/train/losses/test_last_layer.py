@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import alignment
-from exitserve_training.losses.alignment import cosine_alignment, kl_to_last
-from exitserve_training.losses.reference import alignment as reference
-from exitserve_training.losses.weights import layer_weights
+from exitserve_training.layer_weights import layer_weights
+from exitserve_training.losses import last_layer
+from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
+from exitserve_training.losses.reference import last_layer as reference
 
 # Both sides are float32 and differ in summation order only (features, then tokens, then layers):
 # a few rounding errors of 1.2e-7 relative on numbers of size 1.
@@ -273,7 +273,7 @@ def test_kl_chunks_masks_and_order(rows: int, tokens: int, chunk: int, seed: int
     moved = kl_to_last([states[:, order] for states in kept], classifier)
     torch.testing.assert_close(moved, dropped, **CLOSE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alignment, "CHUNK_TOKENS", chunk)
+        patch.setattr(last_layer, "CHUNK_TOKENS", chunk)
         masked = kl_to_last(hidden, classifier, mask=mask)
         torch.testing.assert_close(masked, dropped, **CLOSE)
         gradients_equal(masked, dropped, [*hidden, *classifier.parameters()])
@@ -316,7 +316,7 @@ def test_kl_in_float32_whatever_the_classifier() -> None:
 
 def test_kl_logits_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory claim: one layer's logits of one chunk, with the teacher's beside them."""
-    monkeypatch.setattr(alignment, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(last_layer, "CHUNK_TOKENS", 8)
     hidden, classifier = problem(layers=4, rows=2, tokens=16)
     alive: list[weakref.ref[Tensor]] = []
     most = 0

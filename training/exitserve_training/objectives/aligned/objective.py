@@ -1,4 +1,4 @@
-"""Objectives that read several depths: plain and aligned cross-entropy, and what it is held to.
+"""Plain and aligned cross-entropy, and the alternatives that the paper compares with.
 
 All of the aligned-training paper: eq. 3, its alternation and cosine baseline (appendix C), and
 the multi-exit model with a classifier per exit that figure 3 compares it with.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exitserve_training.losses import (
-    Head,
+    OutputHead,
     balanced_cross_entropy,
     cosine_alignment,
     kl_to_last,
@@ -22,14 +22,15 @@ from exitserve_training.losses import (
     weighted_layer_cross_entropy,
 )
 from exitserve_training.losses.chunked import Classifier
-from exitserve_training.objective_options import (
+from exitserve_training.objectives.aligned.options import (
     AlignedOptions,
     CosineAlignmentOptions,
     CrossEntropyOptions,
     KLToLastOptions,
     SeparateClassifiersOptions,
 )
-from exitserve_training.objectives.base import Batch, Metrics, Objective
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext
 
 
 class CrossEntropy(Objective):
@@ -37,16 +38,16 @@ class CrossEntropy(Objective):
 
     in_evaluation = False
 
-    def __init__(self, options: CrossEntropyOptions, num_layers: int) -> None:
+    def __init__(self, options: CrossEntropyOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.num_layers = num_layers
+        self.num_layers = context.num_layers
         self.balanced = options.balanced
 
     def layers(self, step: int) -> Sequence[int]:
         """The last layer."""
         return (self.num_layers,)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
         if self.balanced:
             logits = batch.classifier(batch.hidden[self.num_layers])
@@ -70,23 +71,22 @@ class Aligned(Objective):
 
     in_evaluation = False
 
-    def __init__(
-        self, options: AlignedOptions, layers: Sequence[int], num_layers: int, seed: int
-    ) -> None:
+    def __init__(self, options: AlignedOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.num_layers = num_layers
+        self.num_layers = context.num_layers
+        layers = options.layers_used(context.exit_layers, context.num_layers)
         scale = layer_weights(layers, options.weights)
         self.scale = dict(zip(layers, scale, strict=True))
-        self.inner = [layer for layer in layers if layer != num_layers]
+        self.inner = [layer for layer in layers if layer != self.num_layers]
         self.alternate = options.alternate
         self.sample = options.sample
-        self.seed = seed
+        self.seed = context.seed
 
     def layers(self, step: int) -> Sequence[int]:
         """The layers of this step: on a plain one, the last alone."""
         return tuple(self._scale(step))
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
         loss, losses = _cross_entropy(batch, batch.classifier, self._scale(batch.step))
         name = "ce_loss" if self._is_plain(batch.step) else "aligned_loss"
@@ -115,21 +115,16 @@ class SeparateClassifiers(Objective):
 
     in_evaluation = False
 
-    def __init__(
-        self,
-        options: SeparateClassifiersOptions,
-        layers: Sequence[int],
-        num_layers: int,
-        head: Head,
-    ) -> None:
+    def __init__(self, options: SeparateClassifiersOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
         self.options = options
-        self.num_layers = num_layers
+        self.num_layers = context.num_layers
+        layers = options.layers_used(context.exit_layers, context.num_layers)
         scale = layer_weights(layers, options.weights)
         self.scale = dict(zip(layers, scale, strict=True))
-        self.inner = [layer for layer in layers if layer != num_layers]
-        self.heads = nn.ModuleDict({str(layer): _own_head(head) for layer in self.inner})
-        self.soft_cap = head.soft_cap
+        self.inner = [layer for layer in layers if layer != self.num_layers]
+        self.heads = nn.ModuleDict({str(layer): _copied_head(context.head) for layer in self.inner})
+        self.soft_cap = context.head.soft_cap
 
     def layers(self, step: int) -> Sequence[int]:
         """All its exits and the last layer."""
@@ -139,7 +134,7 @@ class SeparateClassifiers(Objective):
         """The exits' own heads."""
         return {layer: self._head(layer) for layer in self.inner}
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
         last = self.num_layers
         loss, metrics = _cross_entropy(batch, batch.classifier, {last: self.scale[last]})
@@ -155,12 +150,12 @@ class SeparateClassifiers(Objective):
             metrics["separate_classifiers_kl"] = divergence.detach()
         return loss, {**metrics, "separate_classifiers_loss": loss.detach()}
 
-    def _head(self, layer: int) -> Head:
+    def _head(self, layer: int) -> OutputHead:
         own = self.heads[str(layer)]
         assert isinstance(own, nn.ModuleDict)
-        return Head(own["norm"], own["linear"], self.soft_cap)
+        return OutputHead(own["norm"], own["linear"], self.soft_cap)
 
-    def _divergence(self, batch: Batch) -> Tensor:
+    def _divergence(self, batch: LossInputs) -> Tensor:
         """Weighted KL(last || exit), each through its own head."""
         total = torch.zeros((), device=batch.labels.device)
         for layer in self.inner:
@@ -172,63 +167,65 @@ class SeparateClassifiers(Objective):
                 teacher=batch.classifier,
                 weights=[self.scale[layer], 0.0],
                 temperature=self.options.temperature,
-                mask=_spoken(batch, layer),
+                mask=_labelled(batch, layer),
             )
             total = total + divergence
         return total
 
 
-class TowardsLast(Objective):
-    """Draws layers to the last one: L_sim of appendix C in direction, or KL in what they predict.
+class CosineAlignment(Objective):
+    """Turns the states of layers towards the last one's: L_sim of appendix C."""
 
-    The two alternatives to the aligned loss that its paper names; added to a main loss.
-    """
-
-    def __init__(
-        self,
-        options: CosineAlignmentOptions | KLToLastOptions,
-        layers: Sequence[int],
-        num_layers: int,
-    ) -> None:
+    def __init__(self, options: CosineAlignmentOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
         self.options = options
-        self.chosen = tuple(layers)
-        self.num_layers = num_layers
+        self.num_layers = context.num_layers
+        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
 
     def layers(self, step: int) -> Sequence[int]:
-        """Its layers and the last."""
+        """See `Objective`."""
         return self.chosen
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        loss = self._loss(batch)
-        return loss, {f"{self.name}_loss": loss.detach()}
+        loss = cosine_alignment(
+            [batch.hidden.get(layer) for layer in range(1, self.num_layers + 1)],
+            exit_layers=self.chosen,
+            weights=self.options.weights,
+            detach_last=self.options.detach_last,
+            mask=batch.reached(self.num_layers),
+        )
+        return loss, {"cosine_alignment_loss": loss.detach()}
 
-    def _loss(self, batch: Batch) -> Tensor:
-        options, last = self.options, self.num_layers
-        hidden = [batch.hidden.get(layer) for layer in range(1, last + 1)]
-        match options:
-            case CosineAlignmentOptions():
-                return cosine_alignment(
-                    hidden,
-                    exit_layers=self.chosen,
-                    weights=options.weights,
-                    detach_last=options.detach_last,
-                    mask=batch.reached(last),
-                )
-            case KLToLastOptions():
-                return kl_to_last(
-                    hidden,
-                    batch.classifier,
-                    exit_layers=self.chosen,
-                    weights=options.weights,
-                    temperature=options.temperature,
-                    mask=_spoken(batch, last),
-                )
+
+class KLToLast(Objective):
+    """Turns what layers predict towards what the last one predicts."""
+
+    def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
+        super().__init__(options.name, options.weight)
+        self.options = options
+        self.num_layers = context.num_layers
+        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
+
+    def layers(self, step: int) -> Sequence[int]:
+        """See `Objective`."""
+        return self.chosen
+
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss = kl_to_last(
+            [batch.hidden.get(layer) for layer in range(1, self.num_layers + 1)],
+            batch.classifier,
+            exit_layers=self.chosen,
+            weights=self.options.weights,
+            temperature=self.options.temperature,
+            mask=_labelled(batch, self.num_layers),
+        )
+        return loss, {"kl_to_last_loss": loss.detach()}
 
 
 def _cross_entropy(
-    batch: Batch,
+    batch: LossInputs,
     classifier: Classifier,
     scale: Mapping[int, float],
     hidden: Mapping[int, Tensor] | None = None,
@@ -245,12 +242,12 @@ def _cross_entropy(
     return loss, {f"loss_layer_{layer}": value for layer, value in losses.items()}
 
 
-def _spoken(batch: Batch, layer: int) -> Tensor:
+def _labelled(batch: LossInputs, layer: int) -> Tensor:
     """Bool [B, T]: positions with a label and a state of their own at `layer`."""
     return batch.reached(layer) & (batch.labels >= 0)
 
 
-def _own_head(head: Head) -> nn.ModuleDict:
+def _copied_head(head: OutputHead) -> nn.ModuleDict:
     """A norm and an untied linear map, beginning as the model's own."""
     copied: Callable[[nn.Module], nn.Module] = copy.deepcopy
     own = nn.ModuleDict({"norm": copied(head.norm), "linear": copied(head.linear)})

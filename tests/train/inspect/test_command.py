@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from exitserve.cli import main
-from exitserve_training.inspect.run import Settings, inspect
-from exitserve_training.inspect.texts import cut_to
+from exitserve_training.inspect.generation import cut_to
+from exitserve_training.inspect.inspection import InspectionSettings, inspect
 from exitserve_training.tokenization import train_bpe
 
 MakeCheckpoint = Callable[..., Path]
@@ -32,7 +32,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(model: Path, book: Path, **keys: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "samples": 150, "batch_size": 4}
-    found = inspect(Settings(model=str(model), data=[str(book)], **(usual | keys)))
+    found = inspect(InspectionSettings(model=str(model), data=[str(book)], **(usual | keys)))
     return found.report
 
 

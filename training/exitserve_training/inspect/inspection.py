@@ -1,4 +1,4 @@
-"""`exitserve inspect`: all instruments on one checkpoint."""
+"""`exitserve inspect`: all measurements of one checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from exitserve.errors import ExitServeError
 from exitserve.report import machine, versions
 from exitserve_training.inspect import plots
 from exitserve_training.inspect.condensation import trend
+from exitserve_training.inspect.data import InspectionData, load_inspection_data, prompts
+from exitserve_training.inspect.generation import (
+    GenerationSettings,
+    generate_texts,
+    sentence_embedder,
+)
+from exitserve_training.inspect.measurements import LayerMeasurements, measure_layers
 from exitserve_training.inspect.probe import linear_probe, minimal_depth
-from exitserve_training.inspect.questions import Asked, ask, prompts
 from exitserve_training.inspect.similarity import (
     centred,
     cka_matrix,
@@ -26,22 +32,20 @@ from exitserve_training.inspect.similarity import (
     cosines,
     nc1,
 )
-from exitserve_training.inspect.states import Seen, watch
-from exitserve_training.inspect.texts import Writing, sentence_embedder, write_texts
 from exitserve_training.models import load_model
 
 SHARES = (0.9, 0.95, 0.99)
-"""Of the last layer's accuracy, for which the minimal depth is told."""
+"""Shares of the last layer's accuracy for which the minimal depth is reported."""
 MOST_CLASSES = 20
-"""Of a language model's tokens, the most frequent so many are the classes of NC1 and probes."""
+"""NC1 and probes of a language model take this many most frequent tokens as classes."""
 FEWEST_SAMPLES = 20
-"""A class with fewer sampled states is left out there."""
+"""Classes with fewer sampled states are left out of NC1 and probes."""
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the command line asks for."""
+class InspectionSettings:
+    """The options of the command line."""
 
     model: str
     data: list[str]
@@ -65,13 +69,13 @@ class Inspection:
     figures: dict[str, Figure]
 
 
-def inspect(settings: Settings) -> Inspection:
-    """Runs every instrument.
+def inspect(settings: InspectionSettings) -> Inspection:
+    """Makes every measurement.
 
     Raises:
         ExitServeError: the model or the data cannot be read, or states are not finite.
     """
-    asked = ask(
+    data = load_inspection_data(
         settings.model,
         settings.data,
         settings.fields,
@@ -80,30 +84,30 @@ def inspect(settings: Settings) -> Inspection:
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    if settings.prompts and asked.task != "next token":
+    if settings.prompts and data.task != "next token":
         raise ExitServeError("--prompts is for causal language models, which continue texts.")
-    model = load_model(settings.model, asked.task)
+    model = load_model(settings.model, data.task)
     model.train(False)
     if torch.cuda.is_available():
         torch.nn.Module.cuda(model)
     exits = _exit_layers(settings.model)
-    seen = watch(model, asked, settings.samples, settings.seed)
-    with_last = _with_last(seen)
+    measured = measure_layers(model, data, settings.samples, settings.seed)
+    with_last = _with_last(measured)
     report = {
         "kind": "inspection",
         "model": Path(settings.model).name,
         "architecture": type(model).__name__,
-        "task": asked.task,
-        "num_layers": seen.num_layers,
+        "task": data.task,
+        "num_layers": measured.num_layers,
         "exit_layers": exits,
-        "rows": asked.num_rows,
-        "said": seen.said,
-        "samples": len(seen.classes()),
+        "rows": data.num_rows,
+        "said": measured.labelled,
+        "samples": len(measured.classes()),
         "seed": settings.seed,
-        "layers": _layers(seen, settings.seed),
-        **_similarity(seen, with_last),
-        **_condensation(seen),
-        "texts": _texts(settings, asked, model, [*exits, seen.num_layers]),
+        "layers": _layers(measured, settings.seed),
+        **_similarity(measured, with_last),
+        **_condensation(measured),
+        "texts": _generated_texts(settings, data, model, [*exits, measured.num_layers]),
         "machine": machine(),
         "versions": versions(),
     }
@@ -117,20 +121,20 @@ def _exit_layers(model: str) -> list[int]:
     return [] if known is None else list(known.exit_layers)
 
 
-def _layers(seen: Seen, seed: int) -> dict[str, dict[str, float | None]]:
-    """What is one number for each depth."""
-    rows, classes = _frequent(seen.classes())
+def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float | None]]:
+    """The measurements that are one number for each depth."""
+    rows, classes = _frequent(measured.classes())
     half = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     first, second = half[: len(half) // 2], half[len(half) // 2 :]
     found: dict[str, dict[str, float | None]] = {}
-    for depth in range(1, seen.num_layers + 1):
-        states, labels = seen.features(depth), seen.classes()
-        loss = seen.nats[depth] / max(seen.said, 1)
+    for depth in range(1, measured.num_layers + 1):
+        states, labels = measured.features(depth), measured.classes()
+        loss = measured.nats[depth] / max(measured.labelled, 1)
         found[str(depth)] = {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700.0 else None,
-            "accuracy": seen.right[depth] / max(seen.said, 1),
-            "effective_rank": seen.ranks[depth] / max(seen.ranked, 1),
+            "accuracy": measured.right[depth] / max(measured.labelled, 1),
+            "effective_rank": measured.ranks[depth] / max(measured.ranked, 1),
             "probe_accuracy": None
             if classes < 2
             else linear_probe(states[first], labels[first], states[second], labels[second]),
@@ -156,9 +160,9 @@ def _nc1(states: Tensor, labels: Tensor, classes: int) -> float | None:
         return None  # all class means are equal: nothing to divide by
 
 
-def _similarity(seen: Seen, with_last: Mapping[int, Tensor]) -> dict[str, Any]:
+def _similarity(measured: LayerMeasurements, with_last: Mapping[int, Tensor]) -> dict[str, Any]:
     """COS and CKA of all pairs of layers, and the spread of cosines with the last."""
-    features = [seen.features(depth) for depth in range(1, seen.num_layers + 1)]
+    features = [measured.features(depth) for depth in range(1, measured.num_layers + 1)]
     levels = torch.tensor(QUARTILES, dtype=torch.float64)
     return {
         "cos": cos_matrix(features).tolist(),
@@ -170,42 +174,42 @@ def _similarity(seen: Seen, with_last: Mapping[int, Tensor]) -> dict[str, Any]:
     }
 
 
-def _with_last(seen: Seen) -> dict[int, Tensor]:
+def _with_last(measured: LayerMeasurements) -> dict[int, Tensor]:
     """Each sampled state's cosine with the last layer's, by depth."""
-    last = centred(seen.features(seen.num_layers))
+    last = centred(measured.features(measured.num_layers))
     return {
-        depth: cosines(centred(seen.features(depth)), last)
-        for depth in range(1, seen.num_layers + 1)
+        depth: cosines(centred(measured.features(depth)), last)
+        for depth in range(1, measured.num_layers + 1)
     }
 
 
-def _condensation(seen: Seen) -> dict[str, Any]:
-    assert seen.condensation is not None
-    means = seen.condensation.means()
+def _condensation(measured: LayerMeasurements) -> dict[str, Any]:
+    assert measured.condensation is not None
+    means = measured.condensation.means()
     rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
     return {
         "condensation": {
             "mean_cosine": {str(depth): mean for depth, mean in means.items()},
             "spearman": rho,
             "kendall": tau,
-            "histograms": seen.condensation.histograms().tolist(),
+            "histograms": measured.condensation.histograms().tolist(),
         }
     }
 
 
-def _texts(
-    settings: Settings, asked: Asked, model: Any, depths: Sequence[int]
+def _generated_texts(
+    settings: InspectionSettings, data: InspectionData, model: Any, depths: Sequence[int]
 ) -> dict[str, Any] | None:
     if not settings.prompts:
         return None
-    begun = list(prompts(asked, settings.prompts, settings.prompt_tokens))
+    begun = list(prompts(data, settings.prompts, settings.prompt_tokens))
     if not begun:
         raise ExitServeError(
             f"no text of the data is {settings.prompt_tokens} tokens long; lower --prompt-tokens."
         )
     embed = sentence_embedder(settings.sentence_model) if settings.sentence_model else None
-    writing = Writing(begun, settings.new_tokens, settings.seed)
-    return write_texts(model, asked.tokenizer, depths, writing, embed)
+    generation = GenerationSettings(begun, settings.new_tokens, settings.seed)
+    return generate_texts(model, data.tokenizer, depths, generation, embed)
 
 
 def _figures(report: Mapping[str, Any], with_last: Mapping[int, Tensor]) -> dict[str, Figure]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses import (
-    Head,
+    OutputHead,
     aligned_cross_entropy,
     chunked_cross_entropy,
     layer_quality,
@@ -215,7 +215,7 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
 def readers(classifier: nn.Module, soft_cap: float | None = None) -> dict[str, Classifier]:
     """The same function with gradients made in forward, and through checkpoints."""
     assert isinstance(classifier, nn.Sequential)
-    head = Head(classifier[0], classifier[1], soft_cap)
+    head = OutputHead(classifier[0], classifier[1], soft_cap)
     return {"head": head, "any": lambda states: head(states)}
 
 

@@ -1,4 +1,4 @@
-"""What an objective is given and gives back.
+"""The base class of objectives, and what it is given.
 
 Shapes: B rows, T tokens, L layers, D hidden.
 """
@@ -18,15 +18,15 @@ Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One forward pass, as objectives see it."""
+class LossInputs:
+    """What objectives read of one forward pass."""
 
     step: int
     """The optimizer step, from 0."""
     hidden: Mapping[int, Tensor]
-    """Depth to un-normed hidden states [B, T, D]; those that `Objective.layers` asked for."""
+    """Depth to un-normed hidden states [B, T, D]; those that `Objective.layers` names."""
     labels: Tensor
-    """[B, T], the token each position is to say; -100 where none."""
+    """[B, T], the target of each position; -100 where none."""
     mask: Tensor
     """Bool [B, T]: tokens, as opposed to padding."""
     classifier: Classifier
@@ -51,8 +51,8 @@ class Batch:
 class Objective(nn.Module, ABC):
     """One loss: hidden states, labels and head in; a scalar and named metrics out.
 
-    A module, because some have parameters of their own (NITP's projector, separate heads), which
-    are trained with the model and are no part of the checkpoint that is served.
+    A module, because some have parameters (NITP's projector, separate heads), which are trained
+    with the model and are not part of the served checkpoint.
     """
 
     in_evaluation = True
@@ -68,9 +68,9 @@ class Objective(nn.Module, ABC):
         """Depths whose hidden states it needs in this optimizer step."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """Returns the unweighted loss (scalar) and what to log."""
 
     def classifiers(self) -> Mapping[int, Classifier]:
-        """Heads of its own by depth, where evaluation must not use the shared one."""
+        """Heads by depth, where evaluation must not use the shared one."""
         return {}

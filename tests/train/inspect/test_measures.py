@@ -19,9 +19,9 @@ from torch import Tensor
 from exitserve.errors import ExitServeError
 from exitserve_training.inspect import condensation, similarity
 from exitserve_training.inspect.condensation import Condensation, trend
-from exitserve_training.inspect.generations import coherence, diversity
 from exitserve_training.inspect.probe import _logistic_regression, linear_probe, minimal_depth
 from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines, nc1
+from exitserve_training.inspect.text_quality import coherence, diversity
 from exitserve_training.losses.reference import spread
 
 # Sums of some thousands of float64 numbers of size 1, in another order.

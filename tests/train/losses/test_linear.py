@@ -13,8 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.decoder import DecoderParts
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import Head, aligned_cross_entropy, linear, linear_cross_entropy
-from exitserve_training.losses.linear import Tokens, grouped_cross_entropy
+from exitserve_training.losses import (
+    OutputHead,
+    aligned_cross_entropy,
+    linear,
+    linear_cross_entropy,
+)
+from exitserve_training.losses.linear import TokenGroup, grouped_cross_entropy
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
@@ -29,11 +34,11 @@ WIDTH, VOCAB = 8, 19
 
 def a_head(
     *, soft_cap: float | None = None, bias: bool = True, width: int = WIDTH, vocab: int = VOCAB
-) -> Head:
+) -> OutputHead:
     torch.manual_seed(1)
     norm = nn.RMSNorm(width)
     nn.init.uniform_(norm.weight, 0.5, 1.5)
-    return Head(norm, nn.Linear(width, vocab, bias=bias), soft_cap)
+    return OutputHead(norm, nn.Linear(width, vocab, bias=bias), soft_cap)
 
 
 def some_tokens(
@@ -47,13 +52,13 @@ def some_tokens(
     return hidden, labels, scale.clamp_min(0.0)
 
 
-def plain(hidden: Tensor, head: Head, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def plain(hidden: Tensor, head: OutputHead, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """All logits at once, the definition as it stands."""
     losses = functional.cross_entropy(head(hidden), labels, reduction="none")
     return (losses * scale).sum(), losses
 
 
-def leaves(head: Head, *hidden: Tensor) -> list[Tensor]:
+def leaves(head: OutputHead, *hidden: Tensor) -> list[Tensor]:
     return [*hidden, *head.norm.parameters(), *head.linear.parameters()]
 
 
@@ -317,7 +322,7 @@ def test_one_chunk_of_logits_and_one_sum_of_the_weight_are_all_that_is_large(
     width, vocab, count = 24, 100, 33
     head = a_head(width=width, vocab=vocab, bias=False)
     weight = head.linear.weight
-    groups = [Tokens(*some_tokens(count, seed, width, vocab)) for seed in range(3)]
+    groups = [TokenGroup(*some_tokens(count, seed, width, vocab)) for seed in range(3)]
     with Watch() as watch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         grouped_cross_entropy(groups, head, chunk_tokens=chunk)[0].backward()
     largest = max(size for size, _, _ in watch.made)
@@ -347,7 +352,7 @@ class Adapted(nn.Linear):
 
 def test_a_head_that_is_more_than_linear_takes_the_checkpointed_path() -> None:
     plain_head = a_head(bias=False)
-    adapted = Head(plain_head.norm, Adapted(WIDTH, VOCAB, bias=False))
+    adapted = OutputHead(plain_head.norm, Adapted(WIDTH, VOCAB, bias=False))
     assert plain_head.is_plain
     assert not adapted.is_plain
     hidden, labels, scale = some_tokens(6)

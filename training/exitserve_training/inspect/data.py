@@ -1,6 +1,6 @@
-"""What an inspected model is asked: batches of the user's file, whatever kind of model it is.
+"""The data of an inspection: batches of the user's files, for any kind of model.
 
-Language models read text cut into sequences; masked ones find hidden tokens in it; classifiers
+Language models read text cut into sequences, masked ones with some tokens masked; classifiers
 read labelled rows or images. Shapes: B rows, T tokens.
 """
 
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.inputs import batches, data_format, encoder
+from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.masking import Masking
@@ -23,7 +23,7 @@ from exitserve_training.models import check_fits, model_config
 from exitserve_training.packing import pack
 from exitserve_training.parts import Task, task_of
 from exitserve_training.sources import Document, read_documents
-from exitserve_training.tasks import HiddenToken, NextToken, Question, TaskInputs
+from exitserve_training.tasks import MaskedToken, NextToken, TaskBatch, TaskInputs
 from exitserve_training.tokenization import load_tokenizer
 
 MASKED_SHARE = 0.15
@@ -31,11 +31,11 @@ MASKED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class Asked:
+class InspectionData:
     """The batches of one inspection."""
 
     task: Task
-    questions: list[Question]
+    batches: list[TaskBatch]
     masks: list[torch.Tensor]
     """Bool [B, T] for each batch: positions that are tokens or image patches, not padding."""
     tokenizer: Any
@@ -45,25 +45,25 @@ class Asked:
 
     @property
     def num_rows(self) -> int:
-        """Sequences, texts or images, all in all."""
-        return sum(len(question.labels) for question in self.questions)
+        """The number of sequences, texts or images."""
+        return sum(len(batch.labels) for batch in self.batches)
 
 
-def ask(
+def load_inspection_data(
     model: str,
-    data: Sequence[str],
+    files: Sequence[str],
     fields: Mapping[str, Any],
     *,
     rows: int,
     length: int | None,
     batch_size: int,
     seed: int,
-) -> Asked:
+) -> InspectionData:
     """Reads the data for a checkpoint.
 
     Args:
         model: directory or hub id; its config says what kind it is.
-        data: files, globs, or folders of images.
+        files: files, globs, or folders of images.
         fields: `text_field` and the like, as in a recipe's `data`.
         rows: at most so many sequences, texts or images, drawn by the seed.
         length: tokens of a sequence of text; None for 256, or the model's context if shorter.
@@ -76,12 +76,12 @@ def ask(
     config = model_config(model)
     task = task_of((config.architectures or ["?"])[0])
     if task == "class":
-        return _classes(model, config, data, fields, rows, batch_size, seed)
+        return _classifier_data(model, config, files, fields, rows, batch_size, seed)
     tokenizer = load_tokenizer(model)
     context = int(config.max_position_embeddings)
     length = min(256, context) if length is None else length
     check_fits(config, tokenizer, length)
-    recipe = data_from({"files": list(data), **fields, "sequence_length": length})
+    recipe = data_from({"files": list(files), **fields, "sequence_length": length})
     documents = read_documents(recipe)
     packed = pack(documents, tokenizer, length)
     if not len(packed):
@@ -91,19 +91,19 @@ def ask(
     order = list(range(len(packed)))
     random.Random(seed).shuffle(order)
     ids = torch.tensor(packed.select(order[:rows])["input_ids"])
-    asks: TaskInputs = NextToken()
+    task_inputs: TaskInputs = NextToken()
     if task == "hidden token":
-        asks = _hidden(tokenizer, seed)
+        task_inputs = _masked_inputs(tokenizer, seed)
     parts = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
-    questions = [asks(None, {"input_ids": part}) for part in parts]
+    batches = [task_inputs(None, {"input_ids": part}) for part in parts]
     masks = [torch.ones_like(part, dtype=torch.bool) for part in parts]
-    return Asked(task, questions, masks, tokenizer, documents)
+    return InspectionData(task, batches, masks, tokenizer, documents)
 
 
-def _hidden(tokenizer: Any, seed: int) -> HiddenToken:
+def _masked_inputs(tokenizer: Any, seed: int) -> MaskedToken:
     if tokenizer.mask_token_id is None:
-        raise ExitServeError("this model's tokenizer has no mask token, so nothing can be hidden.")
-    return HiddenToken(
+        raise ExitServeError("this model's tokenizer has no mask token, so nothing can be masked.")
+    return MaskedToken(
         Masking(
             share=MASKED_SHARE,
             mask_id=int(tokenizer.mask_token_id),
@@ -114,48 +114,48 @@ def _hidden(tokenizer: Any, seed: int) -> HiddenToken:
     )
 
 
-def _classes(
+def _classifier_data(
     model: str,
     config: PreTrainedConfig,
-    data: Sequence[str],
+    files: Sequence[str],
     fields: Mapping[str, Any],
     rows: int,
     batch_size: int,
     seed: int,
-) -> Asked:
-    recipe = data_from({"format": data_format(config), "files": list(data), **fields})
+) -> InspectionData:
+    recipe = data_from({"format": data_format(config), "files": list(files), **fields})
     examples = read_examples(recipe, recipe.files)
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
     examples = examples.at(order[:rows])
     names = [name for _, name in sorted((config.id2label or {}).items())]
     encode = encoder(model, config)
-    questions, masks = [], []
-    for part in batches(examples, batch_size):
-        own = examples.at(part)
-        inputs = encode(own)
-        labels = torch.tensor(class_numbers(own, names))[:, None]
-        questions.append(Question(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
+    batches, masks = [], []
+    for part in batch_rows(examples, batch_size):
+        some = examples.at(part)
+        inputs = encode(some)
+        labels = torch.tensor(class_numbers(some, names))[:, None]
+        batches.append(TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
         if "attention_mask" in inputs:
             masks.append(inputs["attention_mask"].bool())
         else:
-            masks.append(torch.ones(len(own), 0, dtype=torch.bool))
-    return Asked("class", questions, masks, None, [])
+            masks.append(torch.ones(len(some), 0, dtype=torch.bool))
+    return InspectionData("class", batches, masks, None, [])
 
 
-def prompts(asked: Asked, count: int, tokens: int) -> Iterator[list[int]]:
-    """Beginnings for generation: at most `count`, each `tokens` long, spread over the texts.
+def prompts(data: InspectionData, count: int, tokens: int) -> Iterator[list[int]]:
+    """Prompts for generation: at most `count`, each `tokens` long, spread over the texts.
 
     Of each text its beginning; where there are fewer texts than prompts (a novel is one text),
     beginnings of lines further on as well.
     """
-    share = -(-count // max(1, len(asked.documents)))
+    share = -(-count // max(1, len(data.documents)))
     given = 0
-    for document in asked.documents:
+    for document in data.documents:
         for part in range(share):
             start = _line_after(document.text, part * len(document.text) // share)
             text = document.text[start : start + tokens * 20]
-            ids = asked.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) >= tokens and given < count:
                 given += 1
                 yield list(ids[:tokens])

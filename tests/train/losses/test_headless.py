@@ -337,8 +337,8 @@ def test_balanced_is_finite(
     ("change", "message"),
     [
         ({"labels": torch.tensor([0, 1])}, r"labels has shape \(2,\); expected \(3,\)"),
-        ({"labels": torch.tensor([0, 4, 1])}, "label 4 is no class: the logits have 4"),
-        ({"labels": torch.tensor([0, -1, 1])}, "label -1 is no class"),
+        ({"labels": torch.tensor([0, 4, 1])}, "label 4 is not a class: the logits have 4"),
+        ({"labels": torch.tensor([0, -1, 1])}, "label -1 is not a class"),
         ({"mask": torch.ones(2, dtype=torch.bool)}, "mask has shape"),
         ({"frequencies": torch.ones(3)}, r"frequencies have shape \(3,\)"),
         ({"frequencies": torch.tensor([1.0, 0.0, 1.0, 1.0])}, r"classes \[1\] occur"),

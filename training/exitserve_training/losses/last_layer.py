@@ -1,7 +1,7 @@
-"""Drawing shallow layers to the last one: in direction, or in what they predict.
+"""Alignment of shallow layers with the last: of directions, or of predictions.
 
 These are the two alternatives to the aligned loss that its paper names (aligned training). Both
-sum over layers with the weights lambda_l of `losses.weights`, and average over tokens:
+sum over layers with the weights lambda_l of `layer_weights`, and average over tokens:
 
     L_sim = sum over l = 1..L of lambda_l * (1 - cos(h^l, h^L))          appendix C
     L_KL  = sum over l = 1..L of lambda_l * T^2 * KL(p^L || p^l)         section 3, in words
@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from exitserve.errors import ExitServeError
+from exitserve_training.layer_weights import counted_layers, layer_weights
 from exitserve_training.losses.chunked import CHUNK_TOKENS, Classifier
 from exitserve_training.losses.tokens import (
     Reduction,
@@ -28,7 +29,6 @@ from exitserve_training.losses.tokens import (
     check_reduction,
     unit_vectors,
 )
-from exitserve_training.losses.weights import counted_layers, layer_weights
 
 
 def cosine_alignment(

@@ -1,0 +1,1 @@
+"""Aligned training: the aligned loss, plain cross-entropy, and what the paper compares with."""

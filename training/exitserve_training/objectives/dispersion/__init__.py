@@ -1,0 +1,1 @@
+"""The dispersion loss and its three alternatives (dispersion loss, table 1)."""

@@ -1,0 +1,1 @@
+"""Headless language models: contrastive weight tying instead of an LM head."""

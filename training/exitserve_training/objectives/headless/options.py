@@ -1,0 +1,18 @@
+"""Options of headless training. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from exitserve_training.objectives.options import ObjectiveOptions
+
+
+class HeadlessOptions(ObjectiveOptions):
+    """Contrastive weight tying instead of a head (headless language models, section 3.2)."""
+
+    implementation = "exitserve_training.objectives.headless.objective:Headless"
+    is_main = True
+
+    name: Literal["headless"] = "headless"
+    mask_repeated: bool = False
+    """Leave out of the negatives those that are the target token itself."""

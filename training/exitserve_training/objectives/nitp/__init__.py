@@ -1,0 +1,1 @@
+"""NITP: next implicit token prediction."""

@@ -1,0 +1,45 @@
+"""The NITP objective: predicts a shallow state of the next position. Added to a main loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from exitserve_training.losses import Projector, effective_rank, nitp
+from exitserve_training.objectives.nitp.options import NITPOptions
+from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.options import BuildContext
+
+
+class NITP(Objective):
+    """The last layer's state, projected, against the next position's shallow state."""
+
+    def __init__(self, options: NITPOptions, context: BuildContext) -> None:
+        super().__init__(options.name, options.weight)
+        self.options = options
+        self.target_layer, self.num_layers = options.layers_used((), context.num_layers)
+        self.projector = (
+            Projector(context.hidden_size, options.width) if options.project else nn.Identity()
+        )
+
+    def layers(self, step: int) -> Sequence[int]:
+        """The shallow target and the last layer."""
+        return (self.target_layer, self.num_layers)
+
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
+        """See `Objective`; in evaluation also the effective rank of the last layer."""
+        last = batch.state(self.num_layers, self.options.normed)
+        loss = nitp(
+            last,
+            batch.hidden[self.target_layer],
+            self.projector,
+            target_shift=self.options.target_shift,
+            distance=self.options.distance,
+            mask=batch.reached(self.num_layers),
+        )
+        metrics = {"nitp_loss": loss.detach()}
+        if not self.training:
+            rank = effective_rank(last.float(), mask=batch.reached(self.num_layers))
+            metrics["effective_rank"] = rank
+        return loss, metrics

@@ -1,0 +1,11 @@
+"""The base of all that a recipe can hold. Imports no torch."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors: a misspelt key must not silently train something else."""
+
+    model_config = ConfigDict(extra="forbid")
