@@ -94,6 +94,12 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return found
 
 
+def context_length_of(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a sequence that a `config.json` names; None where it names none."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
 def read_config(model: Path | str) -> dict[str, Any]:
     """Reads the `config.json` of a checkpoint directory or hub id.
 

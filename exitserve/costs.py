@@ -137,6 +137,27 @@ def token_bytes(shape: DecoderShape, context: int = 0) -> TokenCosts:
     )
 
 
+def serving_dtype(config: Mapping[str, Any], asked: str | None = None) -> str:
+    """The type that weights are served in: as asked, else as vLLM chooses by default.
+
+    vLLM serves a checkpoint in its own type, but one in float32 in bfloat16.
+
+    Args:
+        config: a parsed `config.json`.
+        asked: of `--dtype`; None or "auto" for the default.
+
+    Raises:
+        ExitServeError: the type asked for is unknown.
+    """
+    if asked is not None and asked != "auto":
+        if asked not in DTYPE_BYTES:
+            allowed = ", ".join(("auto", *DTYPE_BYTES))
+            raise ExitServeError(f"--dtype {asked!r} is unknown; allowed: {allowed}.")
+        return asked
+    own = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
+    return "float16" if own == "float16" else "bfloat16"
+
+
 def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
     """Reads the sizes from a `config.json` of the Llama type, a mixture of experts, or GPT-2.
 

@@ -1,7 +1,7 @@
-"""What every report has: where it ran, with which versions, and how it is written.
+"""Reports of commands: how they are written and shown, on which machine, with which versions.
 
 A reporting command leaves `report.json` (stable keys, `schema_version`), `report.md` and plots
-in its output folder. What stands in them is the command's own; this module knows none of it.
+in its output folder. What they contain is up to the command.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,33 @@ def write_report(
     (directory / "report.md").write_text(page, encoding="utf-8")
     for name, figure in (figures or {}).items():
         figure.savefig(directory / f"{name}.png", dpi=PLOT_DPI)
+
+
+def publish(
+    directory: Path | None,
+    data: Mapping[str, Any],
+    page: str,
+    figures: Mapping[str, Figure],
+    shown: Iterable[object],
+) -> None:
+    """Writes a report, prints its short form, and says where the whole of it is.
+
+    Args:
+        directory: as in `write_report`, which takes the next three too; None: only print.
+        data: the report.
+        page: the Markdown text.
+        figures: file name without suffix to matplotlib figure.
+        shown: tables and lines for the terminal.
+    """
+    from rich.console import Console
+
+    if directory is not None:
+        write_report(directory, data, page, figures)
+    console = Console()
+    for part in shown:
+        console.print(part, markup=False, highlight=False)
+    if directory is not None:
+        console.print(f"Report: {directory / 'report.md'}", markup=False)
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -23,8 +23,8 @@ from stages import StageError, last_lines
 
 from exitserve.bench.engines import Engines, Request
 from exitserve.bench.settings import Setting
-from exitserve.bench.synthetic import random_prompts
 from exitserve.engine.launch import start_engine, start_plain_engine
+from exitserve.synthetic_shapes import random_prompts
 
 STOP_SECONDS = 20
 

@@ -12,14 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import at_least, modes_of, numbers, thresholds_of
-from exitserve.bench import synthetic
+from exitserve import synthetic_shapes
+from exitserve.arguments import (
+    DEFAULT_THRESHOLDS,
+    ENGINE_DTYPES,
+    add_out_flags,
+    add_threshold_flags,
+    at_least,
+    batch_sizes_of,
+    check_dtype,
+    check_model_or_synthetic,
+    modes_of,
+    numbers,
+    thresholds_of,
+    verify_options,
+)
 from exitserve.bench.prompts import encode, load_prompts, take
-from exitserve.bench.settings import BenchPlan, make_settings, verify_options
+from exitserve.bench.settings import BenchPlan, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 
-DTYPES = ("auto", "float32", "bfloat16")
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
 
@@ -50,8 +62,7 @@ def add_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     _add_settings(parser)
     _add_work(parser)
     _add_shape(parser)
@@ -60,19 +71,7 @@ def add_command(subparsers: Any) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_argument_group("what is compared")
-    exits.add_argument(
-        "--thresholds",
-        metavar="T,T",
-        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
-        "agreement (default 0.5,0.7,0.9)",
-    )
-    exits.add_argument(
-        "--modes",
-        metavar="M,M",
-        default="confidence",
-        help="in which each threshold is measured, of confidence, defer, verify (default: the "
-        "first)",
-    )
+    add_threshold_flags(exits, default=None)
     exits.add_argument(
         "--num-drafts", type=int, metavar="N", help="most tokens drafted at a time (verify)"
     )
@@ -95,14 +94,14 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
     work.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
     engine = parser.add_argument_group("both engines")
-    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(DTYPES))
+    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("instead of MODEL: a shape with random weights")
-    shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
+    shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic_shapes.SHAPES))
     shape.add_argument(
         "--force-exit-layer",
         nargs="+",
@@ -113,7 +112,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens",
         type=int,
         metavar="N",
-        help=f"length of its random prompts, default {synthetic.PROMPT_TOKENS}",
+        help=f"length of its random prompts, default {synthetic_shapes.PROMPT_TOKENS}",
     )
     shape.add_argument(
         "--force-confidence",
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
     with plan_of(args) as plan:
         out = prepare_out_dir(args.out, overwrite=args.overwrite)
-        data = _with_progress(plan, out / "engines.log")
+        data = _compare(plan, out / "engines.log")
     _publish(out, data)
     return 0
 
@@ -152,8 +151,7 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
     Raises:
         ExitServeError: an argument is wrong.
     """
-    if (args.model is None) == (args.synthetic is None):
-        raise ExitServeError("give either MODEL, a checkpoint directory, or --synthetic NAME.")
+    check_model_or_synthetic(args)
     if args.synthetic is None:
         if args.force_exit_layer:
             raise ExitServeError(
@@ -167,7 +165,7 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
             )
         yield _plan(args, Path(args.model))
         return
-    synthetic.check_name(args.synthetic)
+    synthetic_shapes.check_name(args.synthetic)
     if args.force_acceptance is not None and args.force_confidence is None:
         raise ExitServeError("--force-acceptance goes with --force-confidence.")
     for name, flag in (("exit_layers", "--exit-layers"), ("fixed_layers", "--fixed-layers")):
@@ -176,7 +174,7 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
     if args.prompts is not None:
         raise ExitServeError("--prompts does not go with --synthetic: its prompts are random.")
     with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
-        synthetic.write_checkpoint(args.synthetic, Path(directory))
+        synthetic_shapes.write_checkpoint(args.synthetic, Path(directory))
         yield _plan(args, Path(directory))
 
 
@@ -200,17 +198,10 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     if "verify" in modes:
         options |= verify_options(args.num_drafts)
     rules = check_rules(model_dir, options)
-    default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
+    default_thresholds = str(synthetic_shapes.NEVER_PASSED) if is_synthetic else DEFAULT_THRESHOLDS
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = thresholds_of(given)
-    batch_sizes = [
-        at_least(1, size, "--batch-sizes")
-        for size in numbers(args.batch_sizes, int, "--batch-sizes")
-    ]
-    if not batch_sizes or len(set(batch_sizes)) != len(batch_sizes):
-        raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
-    if args.dtype not in DTYPES:
-        raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
+    batch_sizes = batch_sizes_of(args.batch_sizes)
     settings = make_settings(rules, thresholds, fixed, mixed, modes)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
@@ -226,7 +217,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         prompt_source=source,
         max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
         repeats=at_least(1, args.repeats, "--repeats"),
-        dtype=args.dtype,
+        dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
         num_drafts=args.num_drafts,
@@ -252,11 +243,11 @@ def _context(args: argparse.Namespace) -> int | None:
         return at_least(MIN_TOKENS, args.max_model_len, "--max-model-len")
     if args.synthetic is None:
         return None
-    return synthetic.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)
+    return synthetic_shapes.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)
 
 
 def _prompt_tokens(args: argparse.Namespace) -> int:
-    given = synthetic.PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
+    given = synthetic_shapes.PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
     return at_least(1, given, "--prompt-tokens")
 
 
@@ -266,8 +257,8 @@ def _prompts(
     """Token ids of `count` prompts, and a word on where they are from."""
     if args.synthetic is not None:
         length = _prompt_tokens(args)
-        vocab_size: int = synthetic.SHAPES[args.synthetic]["vocab_size"]
-        ids = synthetic.random_prompts(vocab_size, count, length)
+        vocab_size: int = synthetic_shapes.SHAPES[args.synthetic]["vocab_size"]
+        ids = synthetic_shapes.random_prompts(vocab_size, count, length)
         return tuple(map(tuple, ids)), f"{length} random tokens each"
     source = "bundled prompts" if args.prompts is None else args.prompts.name
     return take(encode(load_prompts(args.prompts), model_dir), count), source
@@ -295,51 +286,24 @@ def mix_of(text: str) -> tuple[float, int]:
     return mix
 
 
-def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:
-    """Runs the plan; what the engines write to the error stream goes to `log`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _compare(job: BenchPlan, log: Path) -> dict[str, Any]:
+    """Runs the comparison; what the engines write to the error stream goes to `log`."""
     from exitserve.bench.run import compare
     from exitserve.engine_logs import error_stream, errors_to
+    from exitserve.progress import share_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # On the error stream, so that what goes to a pipe is the table alone.
-    with error_stream() as screen, errors_to(log):
-        console = Console(file=screen)
-        # Whatever else writes to the error stream goes to the log, not above the bar.
-        bar = Progress(
-            *columns, console=console, disable=not console.is_terminal, redirect_stderr=False
-        )
-        task = bar.add_task("", total=1.0)
-
-        def progress(doing: str, done: float) -> None:
-            bar.update(task, description=doing, completed=done)
-            if not console.is_terminal:  # a log file: lines instead of a bar
-                console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
-
-        with bar:
-            return compare(plan, progress)
+    with error_stream() as screen, errors_to(log), share_bar(screen) as progress:
+        return compare(job, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
-    from rich.console import Console
+    from exitserve.bench import page
+    from exitserve.report import publish, terminal_table
 
-    from exitserve.bench.page import (
-        SHORT_HEADERS,
-        SYNTHETIC,
-        markdown,
-        plot,
-        short_rows,
-        title_of,
-    )
-    from exitserve.report import terminal_table, write_report
-
-    write_report(out, data, markdown(data), {"wall_speedup": plot(data)})
-    console = Console()
-    console.print(terminal_table(title_of(data), SHORT_HEADERS, short_rows(data["cases"])))
-    if data["synthetic"]:
-        console.print(SYNTHETIC)
-    for note in data["notes"]:
-        console.print(f"Warning: {note}")
-    console.print(f"Report: {out / 'report.md'}")
+    rows = page.short_rows(data["cases"])
+    shown = [
+        terminal_table(page.title_of(data), page.SHORT_HEADERS, rows),
+        *([page.SYNTHETIC] if data["synthetic"] else []),
+        *(f"Warning: {note}" for note in data["notes"]),
+    ]
+    publish(out, data, page.markdown(data), {"wall_speedup": page.plot(data)}, shown)

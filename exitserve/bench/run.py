@@ -9,7 +9,7 @@ all of them alike. Wall speedup is formed within a repeat, against plain vLLM of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,11 @@ from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
+from exitserve.progress import ShareProgress
 from exitserve.report import machine, versions
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of all passes that is done, 0..1."""
 
-
-def compare(plan: BenchPlan, progress: Progress) -> dict[str, Any]:
+def compare(plan: BenchPlan, progress: ShareProgress) -> dict[str, Any]:
     """Runs a plan.
 
     Returns:
@@ -95,7 +93,7 @@ def _check_lengths(plan: BenchPlan, max_model_len: int) -> None:
         )
 
 
-def _observe(plan: BenchPlan, engines: Engines, progress: Progress) -> list[Observed]:
+def _observe(plan: BenchPlan, engines: Engines, progress: ShareProgress) -> list[Observed]:
     """All passes; one `Observed` for each batch size and setting, in the plan's order."""
     total = len(plan.batch_sizes) * len(plan.settings) * (plan.repeats + 1)
     done = 0
@@ -167,7 +165,7 @@ def _trace(
         )
 
 
-def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress) -> None:
+def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: ShareProgress) -> None:
     """What the full-depth model, fed the same text, would choose too, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 

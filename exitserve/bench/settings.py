@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exitserve.arguments import calibrated_fields
+from exitserve.arguments import calibrated_fields, threshold_label, verify_options
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
@@ -38,9 +38,7 @@ class Setting:
     def label(self) -> str:
         """For tables and plots."""
         if self.mode in BY_CONFIDENCE:
-            name = "threshold" if self.mode == "confidence" else self.mode
-            value = self.exit_threshold
-            return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
+            return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":
@@ -128,12 +126,6 @@ class BenchPlan:
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""
         return max(1, self.requests // batch_size) * batch_size
-
-
-def verify_options(num_drafts: int | None) -> dict[str, Any]:
-    """What lets an engine verify; the threshold is only its default, which no request takes."""
-    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
-    return options if num_drafts is None else options | {"num_drafts": num_drafts}
 
 
 def make_settings(

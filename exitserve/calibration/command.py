@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import numbers
+from exitserve.arguments import check_context, numbers
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
 from exitserve.calibration_record import CALIBRATED_MODES, Calibration
 from exitserve.checkpoint import (
@@ -22,13 +20,12 @@ from exitserve.checkpoint import (
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from exitserve.calibration.outcomes import Piece, Source
     from exitserve.calibration.pieces import Parts
     from exitserve.calibration.risks import Target
-    from exitserve.calibration.run import Asked, Found, Progress
+    from exitserve.calibration.run import Asked, Found
     from exitserve.costs import TokenCosts
+    from exitserve.progress import StepProgress
     from exitserve.reference import Reference
     from exitserve.windows import Documents, Window
 
@@ -106,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the text is too little.
     """
+    from exitserve.progress import step_bars
     from exitserve.report import prepare_out_dir
 
     directory = Path(args.model)
@@ -113,14 +111,14 @@ def run(args: argparse.Namespace) -> int:
     targets = targets_of(args, config)
     check_text(args)
     out = prepare_out_dir(args.out or directory / "calibration", overwrite=args.out is None)
-    with _progress() as progress:
+    with step_bars() as progress:
         calibration, data, found = calibrate(args, block, config, targets, progress)
-    from exitserve.calibration.page import publish
+    from exitserve.calibration.page import show_report
 
     kept = any(one.point is not None for one in found.promised)
     if kept and not args.dry_run:
         _write(directory, block, calibration, found)
-    publish(out, data)
+    show_report(out, data)
     if kept and not args.dry_run:
         print(f"Written into {directory / 'config.json'}; `exitserve serve {directory}` uses it.")
     return 0
@@ -135,11 +133,7 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
         )
     if args.dry_run and args.out is None:
         raise ExitServeError("--dry-run writes a report only: say where to, --out DIR.")
-    context = config.get("max_position_embeddings", config.get("n_positions"))
-    if isinstance(context, int) and args.window > context:
-        raise ExitServeError(
-            f"--window {args.window} is longer than the model's context of {context} tokens."
-        )
+    check_context(args.window, config, "--window")
     block = parse_multi_exit(config)
     num_layers = num_layers_of(config)
     if args.exit_layers:
@@ -160,7 +154,7 @@ def calibrate(
     block: MultiExit,
     config: dict[str, Any],
     targets: list[Target],
-    progress: Progress,
+    progress: StepProgress,
 ) -> tuple[Calibration, dict[str, Any], Found]:
     """Reads the text, calibrates, and returns the block for the checkpoint, the report, and all."""
     import torch
@@ -226,12 +220,12 @@ def _asked(
 
 def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
     """What the parts of a token cost, at half the window's context."""
-    from exitserve.costs import shape_of, token_bytes
-    from exitserve.planning.sources import measured_costs, serving_dtype
+    from exitserve.costs import serving_dtype, shape_of, token_bytes
+    from exitserve.step_costs import measured_costs
 
     context = args.window // 2
     if args.costs == BYTES:
-        return token_bytes(shape_of(config, serving_dtype(config, None)), context)
+        return token_bytes(shape_of(config, serving_dtype(config)), context)
     device = None if args.costs == MEASURED else args.costs
     return measured_costs(config, dtype=None, context=context, device=device)
 
@@ -255,7 +249,7 @@ def _written(
     args: argparse.Namespace,
     reference: Reference,
     prompts: list[tuple[int, ...]],
-    progress: Progress,
+    progress: StepProgress,
 ) -> list[Piece]:
     """What the model writes after prompts."""
     from exitserve.calibration.pieces import written_by
@@ -280,31 +274,3 @@ def _write(directory: Path, block: MultiExit, calibration: Calibration, found: F
     if found.criterion == "gate":
         save_gates(directory, found.gates)
     write_multi_exit(directory, replace(block, criterion=found.criterion, calibration=calibration))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the error stream for each kind of work; lines where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def progress(doing: str, done: int, total: int) -> None:
-            if doing not in tasks:
-                for task in tasks.values():  # what ended early shows as done
-                    bar.stop_task(task)
-                tasks[doing] = bar.add_task(doing, total=total)
-                if not console.is_terminal:
-                    console.print(f"{doing} ({total})", markup=False, highlight=False)
-            bar.update(tasks[doing], completed=done)
-
-        yield progress

@@ -18,9 +18,9 @@ from exitserve.report import (
     machine,
     machine_line,
     markdown_table,
+    publish,
     terminal_table,
     versions,
-    write_report,
 )
 from exitserve.windows import Documents
 
@@ -116,24 +116,20 @@ def reliability(scores: ExitScores, criterion: str) -> list[dict[str, float | in
     return found
 
 
-def publish(out: Path, data: Mapping[str, Any]) -> None:
+def show_report(out: Path, data: Mapping[str, Any]) -> None:
     """Writes the report, and prints its short table."""
-    from rich.console import Console
-
-    figures = {"pareto": pareto(data), "reliability": reliability_plot(data)}
-    write_report(out, data, markdown(data), figures)
-    console = Console()
     calibration = data["calibration"]
     title = (
         f"criterion {calibration['criterion']}, mode {calibration['mode']}, confidence level "
         f"{calibration['confidence_level']:g}"
     )
-    console.print(terminal_table(title, HEADERS, rows(data)))
-    for line in choices(data):
-        console.print(line, markup=False, highlight=False)
-    for line in warnings(data):
-        console.print(f"Warning: {line}")
-    console.print(f"Report: {out / 'report.md'}")
+    shown = [
+        terminal_table(title, HEADERS, rows(data)),
+        *choices(data),
+        *(f"Warning: {line}" for line in warnings(data)),
+    ]
+    figures = {"pareto": pareto(data), "reliability": reliability_plot(data)}
+    publish(out, data, markdown(data), figures, shown)
 
 
 def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:

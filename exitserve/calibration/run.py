@@ -31,6 +31,7 @@ from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.gates import Gate
 from exitserve.policy import Mode
+from exitserve.progress import StepProgress
 from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
@@ -40,9 +41,6 @@ TOO_FAR = 0.06
 """Choices this much above the risk of the easiest target are not looked at."""
 FULL_DEPTH = OperatingPoint(agreement=None, thresholds={}, eos_thresholds={})
 """What `auto` means where nothing could be promised."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many steps of it are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ class Found:
 class Calibrator:
     """Runs pieces through the oracle; what full depth says of each is kept."""
 
-    def __init__(self, reference: Reference, asked: Asked, progress: Progress) -> None:
+    def __init__(self, reference: Reference, asked: Asked, progress: StepProgress) -> None:
         self._reference, self._asked, self._progress = reference, asked, progress
         self._full: dict[Piece, FullDepth] = {}
 
@@ -278,7 +276,7 @@ class Calibrator:
 class _Steps:
     """Tells progress, one kind of work after the other."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: StepProgress) -> None:
         self._progress = progress
 
     def of(self, doing: str, total: int) -> Callable[[], None]:

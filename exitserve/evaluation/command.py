@@ -13,9 +13,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import at_least, modes_of, thresholds_of
-from exitserve.bench.command import DTYPES
-from exitserve.bench.settings import verify_options
+from exitserve.arguments import (
+    DEFAULT_THRESHOLDS,
+    add_out_flags,
+    add_threshold_flags,
+    at_least,
+    check_context,
+    check_dtype,
+    modes_of,
+    thresholds_of,
+    verify_options,
+    words,
+)
+from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.engine.options import EXIT_CHECKS
 from exitserve.errors import ExitServeError
@@ -49,23 +59,9 @@ def add_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     exits = parser.add_argument_group("what is compared with full depth")
-    exits.add_argument(
-        "--thresholds",
-        default="0.5,0.7,0.9",
-        metavar="T,T",
-        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
-        "agreement (default %(default)s)",
-    )
-    exits.add_argument(
-        "--modes",
-        metavar="M,M",
-        default="confidence",
-        help="in which each threshold is measured, of confidence, defer, verify (default: the "
-        "first); auto has the mode of its calibration",
-    )
+    add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
     exits.add_argument(
         "--exit-checks", choices=EXIT_CHECKS, default="paying", help="as in `exitserve serve`"
     )
@@ -126,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(plan.model)
     windows = windows_of(plan.documents, tokenizer, plan.window, plan.windows, plan.seed)
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    data = _with_progress(plan, windows, tasks, out)
+    data = _evaluate(plan, windows, tasks, out)
     _publish(out, data)
     return 0
 
@@ -142,12 +138,12 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
     served_architecture(args.model)
     modes = modes_of(args.modes)
     options: dict[str, Any] = {"exit_checks": args.exit_checks}
-    rules = check_rules(args.model, options | (verify_options(None) if "verify" in modes else {}))
+    rules = check_rules(args.model, options | (verify_options() if "verify" in modes else {}))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     prompt_tokens = at_least(1, args.prompt_tokens, "--prompt-tokens")
     # One token at the least is decoded, and one more is there to be predicted.
     window = at_least(prompt_tokens + 2, args.window, "--window")
-    _check_context(args.model, window)
+    check_context(window, read_config(args.model), "--window")
     return EvalPlan(
         model=str(args.model),
         rules=rules,
@@ -162,16 +158,8 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
     )
 
 
-def _check_context(model: str, window: int) -> None:
-    from exitserve.checkpoint import read_config
-
-    context = read_config(model).get("max_position_embeddings")
-    if isinstance(context, int) and window > context:
-        raise ExitServeError(f"--window {window} exceeds the model's context of {context}.")
-
-
 def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
-    names = tuple(part.strip() for part in (args.tasks or "").split(",") if part.strip())
+    names = tuple(words(args.tasks or ""))
     if not names:
         for flag in ("task_path", "endpoint", "limit"):
             if getattr(args, flag) is not None:
@@ -181,9 +169,8 @@ def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
         raise ExitServeError(
             "--tasks needs lm-eval, which is not installed: pip install 'exitserve[eval]'."
         )
-    if args.dtype not in DTYPES:
-        raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
-    options = ["--dtype", args.dtype, *(["--enforce-eager"] if args.enforce_eager else [])]
+    options = ["--dtype", check_dtype(args.dtype)]
+    options += ["--enforce-eager"] if args.enforce_eager else []
     if args.max_model_len is not None:
         options += ["--max-model-len", str(at_least(2, args.max_model_len, "--max-model-len"))]
     return TaskPlan(
@@ -208,51 +195,27 @@ def _tasks(plan: EvalPlan) -> Mapping[str, Any]:
         return load_tasks(plan.tasks)
 
 
-def _with_progress(
-    plan: EvalPlan, windows: Any, tasks: Mapping[str, Any], out: Path
-) -> dict[str, Any]:
-    """Runs the plan; what libraries write to the error stream goes to a log."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _evaluate(plan: EvalPlan, windows: Any, tasks: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """Runs the evaluation; what libraries write to the error stream goes to a log."""
     from exitserve.engine_logs import error_stream, errors_to
     from exitserve.evaluation.run import evaluate
+    from exitserve.progress import share_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with error_stream() as screen, errors_to(out / "eval.log"):
-        console = Console(file=screen)
-        bar = Progress(
-            *columns, console=console, disable=not console.is_terminal, redirect_stderr=False
-        )
-        row = bar.add_task("", total=1.0)
-        shown = ""
-
-        def progress(doing: str, done: float) -> None:
-            nonlocal shown
-            bar.update(row, description=doing, completed=done)
-            if not console.is_terminal and doing != shown:  # a log file: lines instead of a bar
-                console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
-            shown = doing
-
-        with bar:
-            return evaluate(plan, windows, tasks, out, progress)
+    with error_stream() as screen, errors_to(out / "eval.log"), share_bar(screen) as progress:
+        return evaluate(plan, windows, tasks, out, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from exitserve.evaluation import page
-    from exitserve.report import terminal_table, write_report
+    from exitserve.report import publish, terminal_table
 
-    write_report(out, data, page.markdown(data), {"retention": page.plot(data)})
-    console = Console()
+    shown = []
     if data["cases"][0]["tasks"]:
         rows = page.task_rows(data["cases"])
-        console.print(terminal_table("tasks", page.SHORT_TASK_HEADERS, rows))
+        shown.append(terminal_table("tasks", page.SHORT_TASK_HEADERS, rows))
     rows = page.text_rows(data["cases"])
-    console.print(terminal_table(page.title_of(data), page.SHORT_HEADERS, rows))
-    if least := page.minimum_line(data):
-        console.print(least)
-    for note in (page.warning_of(data), *data["notes"]):
-        console.print(f"Warning: {note}")
-    console.print(f"Report: {out / 'report.md'}")
+    shown.append(terminal_table(page.title_of(data), page.SHORT_HEADERS, rows))
+    least = page.minimum_line(data)
+    lines = [least] if least else []
+    lines += [f"Warning: {note}" for note in (page.warning_of(data), *data["notes"])]
+    publish(out, data, page.markdown(data), {"retention": page.plot(data)}, [*shown, *lines])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from exitserve.evaluation.endpoint import Endpoint, check_fields, find
 from exitserve.evaluation.oracle import Seen, measure, report_of, rounded
 from exitserve.evaluation.settings import EvalPlan, TaskPlan
+from exitserve.progress import ShareProgress
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
 from exitserve.server.local import LocalServer
@@ -19,9 +20,6 @@ from exitserve.windows import Window
 if TYPE_CHECKING:
     # lm-eval, which it needs, may not be installed.
     from exitserve.evaluation.harness import Score
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of all work that is done, 0..1."""
 
 NOT_TIMED: dict[str, Any] = {
     "batch_size": None,
@@ -39,7 +37,7 @@ def evaluate(
     windows: Sequence[Window],
     tasks: Mapping[str, Any],
     out: Path,
-    progress: Progress,
+    progress: ShareProgress,
 ) -> dict[str, Any]:
     """Runs a plan.
 
@@ -48,7 +46,7 @@ def evaluate(
         windows: of the plan's documents.
         tasks: lm-eval's, by name; empty without `plan.tasks`.
         out: for the log of a server that is started.
-        progress: see `Progress`.
+        progress: see `ShareProgress`.
 
     Returns:
         The report without its `schema_version`; see docs/eval.md for the keys.

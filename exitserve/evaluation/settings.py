@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import calibrated_fields
+from exitserve.arguments import calibrated_fields, threshold_label
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.windows import Documents
@@ -32,11 +32,7 @@ class Setting:
 
 def label_of(mode: str, exit_threshold: float | str | None) -> str:
     """Names a setting."""
-    if exit_threshold is None:
-        return "full depth"
-    name = "threshold" if mode == "confidence" else mode
-    value = exit_threshold
-    return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
+    return "full depth" if exit_threshold is None else threshold_label(mode, exit_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exitserve.costs import DecoderShape
-from exitserve.planning.predict import StepCosts, break_even_share, speedup
+from exitserve.planning.predict import break_even_share, speedup
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
@@ -18,8 +18,9 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
-from exitserve.planning.sources import Source
 from exitserve.report import machine, versions
+from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.sources import Source
 
 ROWS_SHOWN = 8
 """Exit layers in tables: about as many, evenly spread, the best ones, and those declared."""

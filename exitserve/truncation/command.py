@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.checkpoint import num_layers_of, read_config
+from exitserve.arguments import check_context
+from exitserve.checkpoint import context_length_of, num_layers_of, read_config
+from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import check_depth, doubt, trained_depths
 
@@ -72,10 +74,10 @@ def add_truncate(subparsers: Any) -> None:
 def _truncate(args: argparse.Namespace) -> int:
     _check(args)
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+    from exitserve.progress import byte_bar
     from exitserve.report import terminal_table
-    from exitserve.truncation.fit import served_dtype, table
+    from exitserve.truncation.fit import table
     from exitserve.truncation.run import truncate
 
     job, sizes, budget = _job(args)
@@ -84,15 +86,13 @@ def _truncate(args: argparse.Namespace) -> int:
     depths = sorted({*trained_depths(job.config), job.num_layers, len(sizes.layers)})
     context = _context(args, job.config)
     headers, rows = table(sizes, depths, budget, context)
-    title = f"{Path(args.model).name} in {served_dtype(job.config)}"
+    title = f"{Path(args.model).name} in {serving_dtype(job.config)}"
     console.print(terminal_table(title, headers, rows))
     if warning := doubt(job.config, job.num_layers):
         console.print(warning, style="yellow", soft_wrap=True)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
-        task = progress.add_task("writing", total=total)
-        made = truncate(job, lambda count: progress.advance(task, count))
+    total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
+    with byte_bar("writing", total) as advance:
+        made = truncate(job, advance)
     if made.perplexity is not None:
         console.print(f"Perplexity at this depth: {made.perplexity.value:.3f}")
     console.print(f"{job.num_layers} of {made.full_depth} layers: {args.out}", soft_wrap=True)
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
     """What to write, the full model's sizes, and the budget in bytes where one was given."""
-    from exitserve.truncation.fit import Load, deepest_fit, parse_size, served_dtype, sizes_of
+    from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
     from exitserve.truncation.run import Job, check_family, check_names, check_out
     from exitserve.truncation.source import local_checkpoint
     from exitserve.truncation.weights import read_weights
@@ -129,7 +129,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
     directory = local_checkpoint(args.model)
     weights = read_weights(directory)
     check_names(weights, full)
-    sizes = sizes_of(config, weights.tensors, served_dtype(config))
+    sizes = sizes_of(config, weights.tensors, serving_dtype(config))
     layers = args.layers
     if budget is not None:
         load = Load(requests=args.requests, context=_context(args, config))
@@ -148,11 +148,6 @@ def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
 
 def _context(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     """Tokens of a request, as asked for or by default."""
-    longest = config.get("max_position_embeddings", config.get("n_positions"))
     if args.context is None:
-        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
-    if longest and args.context > longest:
-        raise ExitServeError(
-            f"--context {args.context} is longer than the model's context of {longest} tokens."
-        )
-    return int(args.context)
+        return min(DEFAULT_CONTEXT, context_length_of(config) or DEFAULT_CONTEXT)
+    return check_context(args.context, config, "--context")

@@ -93,12 +93,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
-def served_dtype(config: Mapping[str, Any]) -> str:
-    """The type that vLLM serves a checkpoint in by default: its own, but bfloat16 for float32."""
-    own = config.get("dtype", config.get("torch_dtype"))
-    return own if own in DTYPE_BYTES and own != "float32" else "bfloat16"
-
-
 def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: str) -> Sizes:
     """Reads the sizes off a checkpoint.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.bench import prompts, synthetic
+from exitserve import synthetic_shapes
+from exitserve.bench import prompts
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.command import add_command, plan_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
@@ -102,11 +103,11 @@ def test_a_synthetic_plan_forces_its_layers_and_measures_checks_that_never_pass(
         assert plan.synthetic
         assert "synthetic" in plan.model_name
         assert plan.settings[2:] == (
-            Setting(mode="confidence", exit_threshold=synthetic.NEVER_PASSED),
+            Setting(mode="confidence", exit_threshold=synthetic_shapes.NEVER_PASSED),
             Setting(mode="fixed", exit_layer=6),
             Setting(mode="fixed", exit_layer=12),
         )
-        assert {len(prompt) for prompt in plan.prompts} == {synthetic.PROMPT_TOKENS}
+        assert {len(prompt) for prompt in plan.prompts} == {synthetic_shapes.PROMPT_TOKENS}
         directory = plan.model_dir
         assert directory.is_dir()
     assert not directory.exists()
@@ -145,9 +146,9 @@ def test_who_exits_is_drawn_not_the_first(model: Path, ids: Path) -> None:
     assert fields != sorted(fields, key=str, reverse=True)
 
 
-@pytest.mark.parametrize("name", synthetic.SHAPES)
+@pytest.mark.parametrize("name", synthetic_shapes.SHAPES)
 def test_shapes_have_the_size_of_their_name(name: str) -> None:
-    shape = shape_of(synthetic.SHAPES[name], "bfloat16")
+    shape = shape_of(synthetic_shapes.SHAPES[name], "bfloat16")
     numbers = (shape.num_layers * shape.layer_bytes + 2 * shape.head_bytes) / shape.dtype_bytes
     size, unit = float(name[6:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
     assert numbers == pytest.approx(size * unit, rel=0.12)
@@ -156,7 +157,7 @@ def test_shapes_have_the_size_of_their_name(name: str) -> None:
 def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
     short = ("--synthetic", "llama-1.3b", "--mixed", "0.7@6")
     with plan_of(parse(*short)) as plan:
-        assert plan.max_model_len == synthetic.MIN_CONTEXT
+        assert plan.max_model_len == synthetic_shapes.MIN_CONTEXT
     with plan_of(parse(*short, "--prompt-tokens", 4096, "--max-tokens", 100)) as plan:
         assert {len(prompt) for prompt in plan.prompts} == {4096}
         assert plan.max_model_len == 4196

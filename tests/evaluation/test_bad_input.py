@@ -50,7 +50,7 @@ def fails(bundled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (("--data", "none.txt"), "cannot read the text file 'none.txt'"),
         (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
         (("--window", "33"), "--window must be at least 34"),
-        (("--window", "513"), "exceeds the model's context of 512"),
+        (("--window", "513"), "longer than the model's context of 512"),
         (("--window", "512", "--data", str(TASKS / "complete_python.yaml")), "needs 512 tokens"),
         (("--endpoint", "http://127.0.0.1:1"), "--endpoint goes with --tasks"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.planning.predict import Curve, StepCosts, expected_seconds, speedup
+from exitserve.planning.predict import expected_seconds, speedup
 from exitserve.planning.recommend import (
     MOST_LAYERS,
     WORTH,
@@ -19,6 +19,7 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
+from exitserve.step_costs.curves import Curve, StepCosts
 
 
 def flat(seconds: float, more: float = 0.0) -> Curve:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.checkpoint import read_config
+from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
 from exitserve.truncation.fit import (
     USABLE,
@@ -16,7 +17,6 @@ from exitserve.truncation.fit import (
     Sizes,
     deepest_fit,
     parse_size,
-    served_dtype,
     sizes_of,
     table,
 )
@@ -78,7 +78,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 def test_floats_are_counted_as_served_and_the_rest_as_stored(quantised: Path, bundled: Path):
     """int8 weights stay, their float32 scales and everything else become bfloat16."""
     config = read_config(quantised)
-    assert served_dtype(config) == "bfloat16"
+    assert serving_dtype(config) == "bfloat16"
     whole = sizes_of(config, read_weights(bundled).tensors, "bfloat16")
     eight = sizes_of(config, read_weights(quantised).tensors, "bfloat16")
     assert eight.outside == whole.outside

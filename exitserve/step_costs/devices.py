@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError, nearest
-from exitserve.planning.predict import Curve, StepCosts
+from exitserve.step_costs.curves import Curve, StepCosts
 
 SOURCE = "vendor figures from memory, unverified"
 

@@ -34,8 +34,8 @@ from torch.nn import functional
 
 from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError
-from exitserve.planning.predict import Curve, StepCosts
 from exitserve.report import machine
+from exitserve.step_costs.curves import Curve, StepCosts
 from exitserve_kernels.exit_check import check_logits
 
 SECONDS = 4.0
