@@ -25,7 +25,7 @@ from exitserve import synthetic_shapes
 from exitserve.planning.predict import expected_seconds, forced_seconds
 from exitserve.report import machine, markdown_table, versions, write_json
 from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.sources import Source, step_costs
+from exitserve.step_costs.sources import CostSource, step_costs
 
 LAYERS = (6, 12)
 MIX = "0.7@6"
@@ -69,7 +69,7 @@ def main() -> int:
     return 1 if worst > ALLOWED else 0
 
 
-def _plan(shape: str, sizes: list[int]) -> Source:
+def _plan(shape: str, sizes: list[int]) -> CostSource:
     """The costs that `exitserve plan --synthetic` would use."""
     context = synthetic_shapes.PROMPT_TOKENS + MAX_TOKENS // 2
     found = step_costs(synthetic_shapes.SHAPES[shape], batch_sizes=sizes, context=context)

@@ -19,7 +19,7 @@ from exitserve.reference import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullDepth:
+class FullDepthPass:
     """What full depth says after each decode token."""
 
     token: Tensor
@@ -29,7 +29,7 @@ class FullDepth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class ExitPass:
     """What was said with exits, and what full depth thinks of it."""
 
     depth: Tensor
@@ -44,25 +44,27 @@ class Judged:
     """[N - 1] surprise at the tokens that follow, by the logits of its depth."""
 
 
-def full_depth(reference: Reference, token_ids: Sequence[int], prompt_length: int) -> FullDepth:
+def run_full_depth(
+    reference: Reference, token_ids: Sequence[int], prompt_length: int
+) -> FullDepthPass:
     """Runs a text at full depth."""
     trace = reference.trace(token_ids, prompt_length, ExitPolicy.off())
     logits = trace.logits[prompt_length:]
-    return FullDepth(token=logits.argmax(dim=-1), nats=_nats(logits, token_ids, prompt_length))
+    return FullDepthPass(token=logits.argmax(dim=-1), nats=_nats(logits, token_ids, prompt_length))
 
 
-def judged(
+def run_with_exits(
     reference: Reference,
     token_ids: Sequence[int],
     prompt_length: int,
     policy: ExitPolicy,
-    full: FullDepth,
-) -> Judged:
+    full: FullDepthPass,
+) -> ExitPass:
     """Runs a text with exits; `full` is what full depth says of the same text."""
     trace = reference.trace(token_ids, prompt_length, policy)
     logits = trace.logits[prompt_length:]
     token = logits.argmax(dim=-1)
-    return Judged(
+    return ExitPass(
         depth=trace.depth[prompt_length:],
         checks=trace.checks[prompt_length:],
         token=token,

@@ -21,14 +21,14 @@ STDERR = 2
 
 
 @contextmanager
-def error_stream() -> Iterator[TextIO]:
-    """The error stream as it is now; it stays so inside `errors_to`."""
+def visible_stderr() -> Iterator[TextIO]:
+    """The error stream as it is now; it stays so inside `redirect_stderr`."""
     with os.fdopen(os.dup(STDERR), "w", buffering=1, encoding="utf-8") as stream:
         yield stream
 
 
 @contextmanager
-def errors_to(log: Path) -> Iterator[None]:
+def redirect_stderr(log: Path) -> Iterator[None]:
     """Sends the error stream of this process, and of those it starts, to `log`.
 
     Where the block fails, the log is shown too, unless the user's mistake is known: that has a

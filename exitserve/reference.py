@@ -38,7 +38,7 @@ from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
 
 @dataclass(frozen=True)
-class Trace:
+class OracleTrace:
     """What a teacher-forced frozen-row pass found for each of T input tokens."""
 
     logits: Tensor
@@ -100,7 +100,9 @@ class Reference:
         self.eos_token_ids = torch.tensor(ends, dtype=torch.long, device=self.device)
 
     @torch.no_grad()
-    def trace(self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy) -> Trace:
+    def trace(
+        self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy
+    ) -> OracleTrace:
         """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
         decode = torch.arange(len(input_ids), device=self.device) >= prompt_length
         rows = _FrozenRows(self, policy, decode, self._schedule(policy))
@@ -309,12 +311,12 @@ class _FrozenRows:
                 self.schedule.saw(depth, passes)
         return checked
 
-    def finish(self, hidden: Tensor) -> Trace:
+    def finish(self, hidden: Tensor) -> OracleTrace:
         """Full-depth logits for active rows, the check's own logits for frozen ones."""
         logits = self.ref.parts.classify(hidden)
         for row, row_logits in self.exit_logits.items():
             logits[row] = row_logits
-        return Trace(logits=logits, depth=self.depth, checks=self.checks)
+        return OracleTrace(logits=logits, depth=self.depth, checks=self.checks)
 
 
 def _hidden_of(output: Any) -> Tensor:

@@ -163,10 +163,10 @@ def _passed(
     fields = setting.fields(work.batch)
     batch = [Request(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
     if spec.exits is None or not traced:
-        found = engines.run(setting, batch, work.max_tokens)
+        found = engines.run_batch(setting, batch, work.max_tokens)
         return Passed(tokens=found.tokens, times=found.times)
     before = engines.counts(setting)
-    found = engines.run(setting, batch, work.max_tokens, "gpu")
+    found = engines.run_batch(setting, batch, work.max_tokens, "gpu")
     return Passed(
         tokens=found.tokens,
         times=found.times,

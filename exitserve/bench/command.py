@@ -1,4 +1,4 @@
-"""`exitserve bench`: from arguments to a plan, a run and a report.
+"""`exitserve bench`: from arguments to a job, a run and a report.
 
 Light to import: torch and vLLM are loaded only once the arguments are known to be good.
 """
@@ -27,8 +27,8 @@ from exitserve.arguments import (
     thresholds_of,
     verify_options,
 )
-from exitserve.bench.prompts import encode, load_prompts, take
-from exitserve.bench.settings import BenchPlan, make_settings
+from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
+from exitserve.bench.settings import BenchJob, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 
@@ -40,7 +40,7 @@ Runs the same requests through plain vLLM and through exitserve at every setting
 and repeated, and writes report.json, report.md and a plot."""
 _EXAMPLES = """\
 examples:
-  a checkpoint, at three confidence thresholds, one request at a time and eight together:
+  a checkpoint, at three confidence thresholds, one request at a time and eight joined:
     exitserve bench MODEL --thresholds 0.5,0.7,0.9 --batch-sizes 1,8 --out DIR
   the machinery alone, at a size where layers dominate; every token exits at layer 6, then at 12:
     exitserve bench --synthetic llama-350m --force-exit-layer 6 12 --out DIR
@@ -137,16 +137,16 @@ def run(args: argparse.Namespace) -> int:
     """
     from exitserve.report import prepare_out_dir
 
-    with plan_of(args) as plan:
+    with job_of(args) as job:
         out = prepare_out_dir(args.out, overwrite=args.overwrite)
-        data = _compare(plan, out / "engines.log")
+        data = _compare(job, out / "engines.log")
     _publish(out, data)
     return 0
 
 
 @contextmanager
-def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
-    """The plan that the arguments ask for; a synthetic checkpoint lasts as long as the context.
+def job_of(args: argparse.Namespace) -> Iterator[BenchJob]:
+    """The job that the arguments ask for; a synthetic checkpoint lasts as long as the context.
 
     Raises:
         ExitServeError: an argument is wrong.
@@ -163,7 +163,7 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
             raise ExitServeError(
                 "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
             )
-        yield _plan(args, Path(args.model))
+        yield _job(args, Path(args.model))
         return
     synthetic_shapes.check_name(args.synthetic)
     if args.force_acceptance is not None and args.force_confidence is None:
@@ -175,10 +175,10 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
         raise ExitServeError("--prompts does not go with --synthetic: its prompts are random.")
     with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
         synthetic_shapes.write_checkpoint(args.synthetic, Path(directory))
-        yield _plan(args, Path(directory))
+        yield _job(args, Path(directory))
 
 
-def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
+def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     is_synthetic = args.synthetic is not None
     served_architecture(model_dir)
     mixed = [mix_of(part) for text in args.mixed or [] for part in text.split(",")]
@@ -205,7 +205,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     settings = make_settings(rules, thresholds, fixed, mixed, modes)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
-    return BenchPlan(
+    return BenchJob(
         model_dir=model_dir,
         model_name=f"synthetic {args.synthetic}" if is_synthetic else str(args.model),
         synthetic=is_synthetic,
@@ -261,7 +261,7 @@ def _prompts(
         ids = synthetic_shapes.random_prompts(vocab_size, count, length)
         return tuple(map(tuple, ids)), f"{length} random tokens each"
     source = "bundled prompts" if args.prompts is None else args.prompts.name
-    return take(encode(load_prompts(args.prompts), model_dir), count), source
+    return first_prompts(encode_prompts(load_prompts(args.prompts), model_dir), count), source
 
 
 def mix_of(text: str) -> tuple[float, int]:
@@ -286,13 +286,13 @@ def mix_of(text: str) -> tuple[float, int]:
     return mix
 
 
-def _compare(job: BenchPlan, log: Path) -> dict[str, Any]:
+def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
     """Runs the comparison; what the engines write to the error stream goes to `log`."""
     from exitserve.bench.run import compare
-    from exitserve.engine_logs import error_stream, errors_to
+    from exitserve.engine_logs import redirect_stderr, visible_stderr
     from exitserve.progress import share_bar
 
-    with error_stream() as screen, errors_to(log), share_bar(screen) as progress:
+    with visible_stderr() as screen, redirect_stderr(log), share_bar(screen) as progress:
         return compare(job, progress)
 
 

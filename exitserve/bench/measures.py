@@ -29,7 +29,7 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Tokens per second over all requests of a batch together."""
+        """Tokens per second over all requests of a batch joined."""
         return self.tokens / self.seconds
 
 
@@ -67,7 +67,7 @@ def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
             yield from itertools.repeat((later - earlier) / count, count)
 
 
-def together(timings: Iterable[Timing]) -> Timing:
+def joined(timings: Iterable[Timing]) -> Timing:
     """Batches that ran one after the other, as one."""
     parts = list(timings)
     return Timing(
@@ -96,7 +96,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def steps_of(
     depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, propagates: bool = True
 ) -> list[Step]:
-    """The decode steps of one batch whose requests all started together.
+    """The decode steps of one batch whose requests all started joined.
 
     Args:
         depths: [B] depths of each request's decode tokens.
@@ -116,14 +116,14 @@ def steps_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Whose weights the decode steps read, each time once for all tokens together."""
+    """Whose weights the decode steps read, each time once for all tokens joined."""
 
     layers: int
     heads: int
 
 
 @dataclass(kw_only=True)
-class Observed:
+class Measurements:
     """Everything seen of one setting at one batch size."""
 
     setting: Setting
@@ -151,13 +151,13 @@ class Observed:
 
 
 def case_of(
-    seen: Observed, plain: Observed, shape: DecoderShape, exit_layers: Sequence[int]
+    seen: Measurements, plain: Measurements, shape: DecoderShape, exit_layers: Sequence[int]
 ) -> dict[str, Any]:
     """One entry of the report's `cases`.
 
     Args:
         seen: the setting.
-        plain: plain vLLM at the same batch size; repeat r of both ran close together.
+        plain: plain vLLM at the same batch size; repeat r of both ran close joined.
         shape: for the limit and the full depth.
         exit_layers: the model's; each is listed in `exit_layers`, used or not.
     """

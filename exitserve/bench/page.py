@@ -117,7 +117,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
         f"- {settings['requests']} requests ({settings['prompts']}), {settings['max_tokens']} "
         f"tokens each, greedy, end of sequence ignored; in full batches (at least one), whose "
-        f"requests start together.",
+        f"requests start joined.",
         f"- One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
         f"without tracing. The settings of a repeat run one after the other, each repeat "
         f"starting at another one; wall speedup is formed within a repeat.",

@@ -69,7 +69,7 @@ def _from_json(line: str, where: str) -> Prompt:
     raise ExitServeError(f"{where} has no usable prompt; write {wanted}.")
 
 
-def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:
+def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:
     """Turns prompts into token ids with the checkpoint's tokenizer, as vLLM would.
 
     Raises:
@@ -96,6 +96,6 @@ def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]
     return encoded
 
 
-def take(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+def first_prompts(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
     """`count` prompts, starting again from the first where there are too few."""
     return tuple(prompts[index % len(prompts)] for index in range(count))

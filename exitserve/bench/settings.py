@@ -86,7 +86,7 @@ OFF = Setting(mode="off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchPlan:
+class BenchJob:
     """A checked request for a comparison."""
 
     model_dir: Path

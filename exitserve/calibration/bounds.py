@@ -52,7 +52,7 @@ class Gambler:
         self._count, self._total, self._squares = 1, 0.5, 0.25
         self._capital = self._highest = 0.0
 
-    def sees(self, loss: float) -> None:
+    def bet_on(self, loss: float) -> None:
         """Bets on one more loss.
 
         Raises:
@@ -79,11 +79,11 @@ def p_value(
     """A gambler's p-value after `losses`; arguments as in `Gambler`, by default all are planned."""
     gambler = Gambler(limit, delta, len(losses) if planned is None else planned)
     for loss in losses:
-        gambler.sees(loss)
+        gambler.bet_on(loss)
     return gambler.p_value
 
 
-def least_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
+def min_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
     """How many losses a test of `limit` at `delta` needs, if every one is `perfect`."""
     boldest = math.log1p(BOLDNESS / (1.0 - limit) * (limit - perfect))
     count = max(1, math.floor(math.log(1.0 / delta) / boldest))

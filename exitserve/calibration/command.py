@@ -21,9 +21,9 @@ from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
     from exitserve.calibration.outcomes import Piece, Source
-    from exitserve.calibration.pieces import Parts
+    from exitserve.calibration.pieces import PieceSplit
     from exitserve.calibration.risks import Target
-    from exitserve.calibration.run import Asked, Found
+    from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.costs import TokenCosts
     from exitserve.progress import StepProgress
     from exitserve.reference import Reference
@@ -155,30 +155,30 @@ def calibrate(
     config: dict[str, Any],
     targets: list[Target],
     progress: StepProgress,
-) -> tuple[Calibration, dict[str, Any], Found]:
+) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
     """Reads the text, calibrates, and returns the block for the checkpoint, the report, and all."""
     import torch
 
-    from exitserve.calibration.bounds import least_pieces
+    from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.outcomes import Piece
     from exitserve.calibration.page import provenance_of, report
-    from exitserve.calibration.pieces import check_enough, split
+    from exitserve.calibration.pieces import check_enough, split_pieces
     from exitserve.calibration.run import Calibrator
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
     documents = read_documents(args.data)
     delta = 1.0 - args.confidence_level
-    asked = _asked(args, block, config, targets, delta)
+    job = _job(args, block, config, targets, delta)
     windows = _windows(args, documents)
     count = round(args.generated_share * len(windows))
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
     prompts = [window.token_ids[: args.prompt_tokens] for window in windows[:count]]
 
-    def check(written: list[Piece]) -> Parts:
-        parts = split([*text, *written])
+    def check(written: list[Piece]) -> PieceSplit:
+        parts = split_pieces([*text, *written])
         sources = _sources(args)
-        least = least_pieces(targets[0].limit, delta, targets[0].perfect)
+        least = min_pieces(targets[0].limit, delta, targets[0].perfect)
         check_enough(parts, sources, least, documents.name, targets[0].name)
         return parts
 
@@ -187,33 +187,33 @@ def calibrate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
     parts = check(_written(args, reference, prompts, progress))
-    found = Calibrator(reference, asked, progress).run(parts)
+    found = Calibrator(reference, job, progress).calibrate(parts)
     source = provenance_of(documents, parts, args)
-    calibration = found.calibration(asked, source)
-    data = report(str(args.model), block.exit_layers, asked, found, calibration)
+    calibration = found.calibration(job, source)
+    data = report(str(args.model), block.exit_layers, job, found, calibration)
     return calibration, data, found
 
 
-def _asked(
+def _job(
     args: argparse.Namespace,
     block: MultiExit,
     config: dict[str, Any],
     targets: list[Target],
     delta: float,
-) -> Asked:
-    from exitserve.calibration.bounds import least_pieces
+) -> CalibrationJob:
+    from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.choice import end_limit
-    from exitserve.calibration.run import Asked
+    from exitserve.calibration.run import CalibrationJob
     from exitserve.costs import break_even_rates
 
-    return Asked(
+    return CalibrationJob(
         target=targets[0],
         others=tuple(targets[1:]),
         mode=args.mode,
         delta=delta,
         costs=_costs(args, config),
         break_even=break_even_rates(config, block.exit_layers),
-        fewest_ends=least_pieces(end_limit(targets[0]), delta),
+        fewest_ends=min_pieces(end_limit(targets[0]), delta),
         most_tokens=args.window - args.prompt_tokens,
     )
 
@@ -231,12 +231,12 @@ def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
 
 
 def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
-    from exitserve.calibration.pieces import independent
+    from exitserve.calibration.pieces import independent_windows
     from exitserve.windows import load_tokenizer, windows_of
 
     tokenizer = load_tokenizer(args.model)
     every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)
-    return independent(every, args.windows, SEED, running=documents.running)
+    return independent_windows(every, args.windows, SEED, running=documents.running)
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -252,7 +252,7 @@ def _written(
     progress: StepProgress,
 ) -> list[Piece]:
     """What the model writes after prompts."""
-    from exitserve.calibration.pieces import written_by
+    from exitserve.calibration.pieces import model_continuations
 
     done = 0
 
@@ -262,10 +262,12 @@ def _written(
         progress("the model writes", done, len(prompts))
 
     tokens = args.window - args.prompt_tokens
-    return written_by(reference, prompts, tokens, args.temperature, SEED, advance)
+    return model_continuations(reference, prompts, tokens, args.temperature, SEED, advance)
 
 
-def _write(directory: Path, block: MultiExit, calibration: Calibration, found: Found) -> None:
+def _write(
+    directory: Path, block: MultiExit, calibration: Calibration, found: CalibrationResult
+) -> None:
     from dataclasses import replace
 
     from exitserve.checkpoint import write_multi_exit

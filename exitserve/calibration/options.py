@@ -1,4 +1,4 @@
-"""What a calibration is asked to keep, and on which text: options of `exitserve calibrate`."""
+"""Options of `exitserve calibrate`: what to keep, how surely, and on which text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.risks import Target
 
 AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
-"""Promised for requests that ask for a target, where the text is enough to show it."""
+"""TargetResult for requests that ask for a target, where the text is enough to show it."""
 DEFAULT_AGREEMENT = 0.99
 
 
@@ -78,7 +78,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
-    """The asked target first."""
+    """The target that was asked for, then those of `AGREEMENTS`."""
     from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
 
     if not 0.5 <= args.confidence_level < 1.0:

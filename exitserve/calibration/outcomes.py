@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from exitserve.agreement import FullDepth, full_depth, judged
+from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
@@ -49,14 +49,16 @@ class Outcome:
     """Those of them with which full depth does not agree."""
 
 
-def full_depth_of(reference: Reference, piece: Piece) -> FullDepth:
+def run_at_full_depth(reference: Reference, piece: Piece) -> FullDepthPass:
     """Runs a piece at full depth."""
-    return full_depth(reference, piece.token_ids, piece.prompt_length)
+    return run_full_depth(reference, piece.token_ids, piece.prompt_length)
 
 
-def outcome(reference: Reference, piece: Piece, full: FullDepth, policy: ExitPolicy) -> Outcome:
+def measure_outcome(
+    reference: Reference, piece: Piece, full: FullDepthPass, policy: ExitPolicy
+) -> Outcome:
     """Runs a piece with exits; `full` is what full depth says of it."""
-    found = judged(reference, piece.token_ids, piece.prompt_length, policy, full)
+    found = run_with_exits(reference, piece.token_ids, piece.prompt_length, policy, full)
     stays = found.depth == reference.parts.num_layers
     early = ~stays & torch.isin(found.token, reference.eos_token_ids)
     return Outcome(
@@ -91,7 +93,7 @@ class Summary:
     full_perplexity: float
 
 
-def summary(outcomes: Iterable[Outcome]) -> Summary:
+def summarise(outcomes: Iterable[Outcome]) -> Summary:
     """Summarises outcomes, each weighted by its tokens."""
     every = list(outcomes)
     tokens = sum(one.tokens for one in every)

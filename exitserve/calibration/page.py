@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.calibration.choice import Candidate, cost_of
-from exitserve.calibration.outcomes import summary
-from exitserve.calibration.pieces import Parts
-from exitserve.calibration.run import Asked, Found
+from exitserve.calibration.choice import Choice, relative_cost
+from exitserve.calibration.outcomes import summarise
+from exitserve.calibration.pieces import PieceSplit
+from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
 from exitserve.calibration_record import Calibration
 from exitserve.report import (
@@ -37,7 +37,11 @@ HEADERS = ("target", "agreement", "mean depth", "perplexity", "cost")
 
 
 def report(
-    model: str, exit_layers: Sequence[int], asked: Asked, found: Found, calibration: Calibration
+    model: str,
+    exit_layers: Sequence[int],
+    job: CalibrationJob,
+    found: CalibrationResult,
+    calibration: Calibration,
 ) -> dict[str, Any]:
     """What `report.json` holds."""
     return {
@@ -45,7 +49,7 @@ def report(
         "model": model,
         "machine": machine(),
         "versions": versions(),
-        "num_layers": asked.costs.num_layers,
+        "num_layers": job.costs.num_layers,
         "exit_layers": list(exit_layers),
         "calibration": calibration.to_json(),
         "promised": [
@@ -58,7 +62,7 @@ def report(
             for one in found.promised
         ],
         "curves": {
-            name: [_choice(one, asked) for one in curve] for name, curve in found.curves.items()
+            name: [_choice(one, job) for one in curve] for name, curve in found.curves.items()
         },
         "reliability": {
             str(layer): reliability(scores, found.criterion)
@@ -67,7 +71,9 @@ def report(
     }
 
 
-def provenance_of(documents: Documents, parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
+def provenance_of(
+    documents: Documents, parts: PieceSplit, args: argparse.Namespace
+) -> dict[str, Any]:
     """Which text, how it was used, when, and with what."""
     sources = ("text", "generated")
     return {
@@ -85,15 +91,15 @@ def provenance_of(documents: Documents, parts: Parts, args: argparse.Namespace) 
     }
 
 
-def _choice(candidate: Candidate, asked: Asked) -> dict[str, Any]:
-    found = summary(candidate.selected)
+def _choice(candidate: Choice, job: CalibrationJob) -> dict[str, Any]:
+    found = summarise(candidate.selected)
     return {
         "thresholds": {str(layer): value for layer, value in candidate.proposal.thresholds},
         "agreement": round(found.agreement, 5),
         "mean_depth": round(found.mean_depth, 4),
         "perplexity": round(found.perplexity, 4),
         "full_depth_perplexity": round(found.full_perplexity, 4),
-        "cost": round(cost_of(found, asked.costs, asked.mode), 4),
+        "cost": round(relative_cost(found, job.costs, job.mode), 4),
     }
 
 

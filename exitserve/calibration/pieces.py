@@ -26,7 +26,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Parts:
+class PieceSplit:
     """The pieces, by what they are for; no piece is in two of them."""
 
     fit: list[Piece]
@@ -41,7 +41,9 @@ SHARES = (0.1, 0.2)
 """Of the pieces: for fitting and for selection; the rest is for the test, which needs the most."""
 
 
-def independent(windows: Sequence[Window], count: int, seed: int, *, running: bool) -> list[Window]:
+def independent_windows(
+    windows: Sequence[Window], count: int, seed: int, *, running: bool
+) -> list[Window]:
     """At most `count` windows in random order: one of each document.
 
     Windows of one document depend on each other, which the test must not ignore. Of running text
@@ -55,9 +57,9 @@ def independent(windows: Sequence[Window], count: int, seed: int, *, running: bo
     return shuffled[:count]
 
 
-def split(pieces: Sequence[Piece]) -> Parts:
+def split_pieces(pieces: Sequence[Piece]) -> PieceSplit:
     """Cuts pieces in random order into their three parts, each source by itself."""
-    parts = Parts([], [], [])
+    parts = PieceSplit([], [], [])
     for source in ("text", "generated"):
         own = [piece for piece in pieces if piece.source == source]
         first, second = (round(share * len(own)) for share in SHARES)
@@ -70,7 +72,7 @@ def split(pieces: Sequence[Piece]) -> Parts:
 
 
 @torch.no_grad()
-def written_by(
+def model_continuations(
     reference: Reference,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
@@ -120,7 +122,7 @@ def written_by(
 
 
 def check_enough(
-    parts: Parts, sources: Sequence[Source], least: int, name: str, target: str
+    parts: PieceSplit, sources: Sequence[Source], least: int, name: str, target: str
 ) -> None:
     """Raises `ExitServeError`, with what is needed, if a test could not pass on so little text.
 

@@ -42,7 +42,7 @@ class Proposal:
     """At which it is the best."""
 
 
-def proposals(
+def propose(
     scores: Mapping[int, ExitScores],
     criterion: str,
     costs: TokenCosts,
@@ -61,13 +61,13 @@ def proposals(
     """
     found: dict[tuple[tuple[int, float], ...], Proposal] = {}
     for price in prices:
-        thresholds = _Problem(scores, criterion, costs, price, propagates).solved()
+        thresholds = _ThresholdSearch(scores, criterion, costs, price, propagates).best_thresholds()
         if thresholds:
             found.setdefault(thresholds, Proposal(criterion, thresholds, price))
     return list(found.values())
 
 
-def between(first: Proposal, second: Proposal) -> list[Proposal]:
+def interpolated(first: Proposal, second: Proposal) -> list[Proposal]:
     """`BETWEEN` choices between two, thresholds evenly between theirs.
 
     At a layer that only one of them checks, the other's threshold is 1, which nobody passes.
@@ -110,7 +110,7 @@ def end_thresholds(
     return found
 
 
-class _Problem:
+class _ThresholdSearch:
     """Least cost at one price. All costs are shares of a full-depth token."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Problem:
         ]
         self._thresholds = [NEVER] * len(self._layers)
 
-    def solved(self) -> tuple[tuple[int, float], ...]:
+    def best_thresholds(self) -> tuple[tuple[int, float], ...]:
         """Thresholds of the layers that are checked."""
         for _ in range(SWEEPS):
             before = list(self._thresholds)

@@ -15,7 +15,7 @@ from exitserve.errors import ExitServeError
 MOST_NATS = 0.5
 """A piece whose loss in nats per token changes by more counts as if it changed by this much."""
 MOST_INCREASE = 0.5
-"""Of perplexity, that can be asked for: ln 1.5 is below `MOST_NATS`."""
+"""The most increase of perplexity that may be asked for: ln 1.5 is below `MOST_NATS`."""
 
 
 @dataclass(frozen=True)

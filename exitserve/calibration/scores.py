@@ -39,7 +39,7 @@ class ExitScores:
 
 
 @torch.no_grad()
-def states_of(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
+def exit_states(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
     """Normed states [N, D] of a piece's decode tokens at each exit, and full depth's tokens [N]."""
     parts = reference.parts
     depths = [*reference.exit_layers, parts.num_layers]
@@ -68,7 +68,7 @@ def exit_scores(
     """
     found: dict[int, list[ExitScores]] = {layer: [] for layer in reference.exit_layers}
     for piece in pieces:
-        states, token = states_of(reference, piece)
+        states, token = exit_states(reference, piece)
         for layer, normed in states.items():
             logits = reference.parts.classify_normed(normed)
             never = torch.full((len(logits),), torch.inf, device=logits.device)
@@ -94,7 +94,7 @@ def _joined(scores: Sequence[ExitScores]) -> ExitScores:
     )
 
 
-def fitted_gates(
+def fit_gates(
     reference: Reference, pieces: Sequence[Piece], advance: Callable[[], None]
 ) -> dict[int, Gate]:
     """Fits a gate to each exit layer: does full depth agree with what this exit says?
@@ -109,7 +109,7 @@ def fitted_gates(
     tokens = 0
     for piece in pieces:
         if tokens < GATE_TOKENS:
-            normed, token = states_of(reference, piece)
+            normed, token = exit_states(reference, piece)
             tokens += len(token)
             for layer, rows in normed.items():
                 with torch.no_grad():

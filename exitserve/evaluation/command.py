@@ -1,4 +1,4 @@
-"""`exitserve eval`: from arguments to a plan, a run and a report.
+"""`exitserve eval`: from arguments to a job, a run and a report.
 
 Light to import: torch, transformers and lm-eval are loaded only once the arguments are known to be
 good.
@@ -29,7 +29,7 @@ from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.engine.options import EXIT_CHECKS
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import EvalPlan, TaskPlan, make_settings
+from exitserve.evaluation.settings import EvalJob, TaskJob, make_settings
 
 _HELP = """\
 Measures what early exit does to quality, at every threshold: perplexity and agreement with full
@@ -112,23 +112,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the server or a task fails.
     """
-    plan = plan_of(args)
+    job = job_of(args)
     from exitserve.evaluation.run import check_server
     from exitserve.report import prepare_out_dir
     from exitserve.windows import load_tokenizer, windows_of
 
-    check_server(plan)
-    tasks = _tasks(plan)
-    tokenizer = load_tokenizer(plan.model)
-    windows = windows_of(plan.documents, tokenizer, plan.window, plan.windows, plan.seed)
+    check_server(job)
+    tasks = _tasks(job)
+    tokenizer = load_tokenizer(job.model)
+    windows = windows_of(job.documents, tokenizer, job.window, job.windows, job.seed)
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    data = _evaluate(plan, windows, tasks, out)
+    data = _evaluate(job, windows, tasks, out)
     _publish(out, data)
     return 0
 
 
-def plan_of(args: argparse.Namespace) -> EvalPlan:
-    """The plan that the arguments ask for.
+def job_of(args: argparse.Namespace) -> EvalJob:
+    """The job that the arguments ask for.
 
     Raises:
         ExitServeError: an argument is wrong.
@@ -144,7 +144,7 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
     # One token at the least is decoded, and one more is there to be predicted.
     window = at_least(prompt_tokens + 2, args.window, "--window")
     check_context(window, read_config(args.model), "--window")
-    return EvalPlan(
+    return EvalJob(
         model=str(args.model),
         rules=rules,
         exit_checks=args.exit_checks,
@@ -154,11 +154,11 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
         prompt_tokens=prompt_tokens,
         windows=at_least(1, args.windows, "--windows"),
         seed=args.seed,
-        tasks=_task_plan(args),
+        tasks=_task_job(args),
     )
 
 
-def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
+def _task_job(args: argparse.Namespace) -> TaskJob | None:
     names = tuple(words(args.tasks or ""))
     if not names:
         for flag in ("task_path", "endpoint", "limit"):
@@ -173,7 +173,7 @@ def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
     options += ["--enforce-eager"] if args.enforce_eager else []
     if args.max_model_len is not None:
         options += ["--max-model-len", str(at_least(2, args.max_model_len, "--max-model-len"))]
-    return TaskPlan(
+    return TaskJob(
         names=names,
         path=args.task_path,
         limit=None if args.limit is None else at_least(1, args.limit, "--limit"),
@@ -184,25 +184,29 @@ def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
     )
 
 
-def _tasks(plan: EvalPlan) -> Mapping[str, Any]:
+def _tasks(job: EvalJob) -> Mapping[str, Any]:
     """lm-eval's tasks by name, loaded without what it and `datasets` print meanwhile."""
-    if plan.tasks is None:
+    if job.tasks is None:
         return {}
-    from exitserve.engine_logs import errors_to
+    from exitserve.engine_logs import redirect_stderr
     from exitserve.evaluation.harness import load_tasks
 
-    with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, errors_to(Path(log.name)):
-        return load_tasks(plan.tasks)
+    with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, redirect_stderr(Path(log.name)):
+        return load_tasks(job.tasks)
 
 
-def _evaluate(plan: EvalPlan, windows: Any, tasks: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def _evaluate(job: EvalJob, windows: Any, tasks: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """Runs the evaluation; what libraries write to the error stream goes to a log."""
-    from exitserve.engine_logs import error_stream, errors_to
+    from exitserve.engine_logs import redirect_stderr, visible_stderr
     from exitserve.evaluation.run import evaluate
     from exitserve.progress import share_bar
 
-    with error_stream() as screen, errors_to(out / "eval.log"), share_bar(screen) as progress:
-        return evaluate(plan, windows, tasks, out, progress)
+    with (
+        visible_stderr() as screen,
+        redirect_stderr(out / "eval.log"),
+        share_bar(screen) as progress,
+    ):
+        return evaluate(job, windows, tasks, out, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:

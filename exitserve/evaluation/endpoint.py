@@ -28,7 +28,7 @@ class Endpoint:
     """Most tokens of a request, prompt and answer together."""
 
 
-def find(url: str, model: str, rules: ExitRules) -> Endpoint:
+def find_endpoint(url: str, model: str, rules: ExitRules) -> Endpoint:
     """Asks a server what it serves.
 
     Args:

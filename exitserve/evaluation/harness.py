@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve.evaluation.endpoint import Endpoint
-from exitserve.evaluation.settings import Setting, TaskPlan
+from exitserve.evaluation.settings import EvalSetting, TaskJob
 
 GENERATIVE = "generate_until"
 SEED = 1234
@@ -31,7 +31,7 @@ SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class TaskScore:
     """What lm-eval says of one task under one setting."""
 
     task: str
@@ -46,13 +46,13 @@ class Score:
 class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
     """lm-eval's client of a completions server, which sends exit fields and keeps the depths."""
 
-    def __init__(self, endpoint: Endpoint, tokenizer: str, plan: TaskPlan) -> None:
+    def __init__(self, endpoint: Endpoint, tokenizer: str, job: TaskJob) -> None:
         """Connects to a server.
 
         Args:
             endpoint: the server.
             tokenizer: directory of the checkpoint.
-            plan: concurrency, chat.
+            job: concurrency, chat.
         """
         super().__init__(
             base_url=f"{endpoint.url}/v1/completions",
@@ -60,10 +60,10 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
             tokenizer=tokenizer,
             tokenizer_backend="huggingface",
             # As the server encodes prompts itself; a chat template brings its own special tokens.
-            add_bos_token=not plan.chat,
+            add_bos_token=not job.chat,
             # lm-eval takes one off for a token to generate, which it then counts once more.
             max_length=endpoint.context + 1,
-            num_concurrent=plan.concurrency,
+            num_concurrent=job.concurrency,
             max_retries=1,
             seed=SEED,
         )
@@ -83,7 +83,7 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
         return texts
 
 
-def load_tasks(plan: TaskPlan) -> dict[str, Any]:
+def load_tasks(job: TaskJob) -> dict[str, Any]:
     """Task name to lm-eval's task; groups are taken apart.
 
     Relative paths of data files count from the folder of `--task-path`.
@@ -91,18 +91,18 @@ def load_tasks(plan: TaskPlan) -> dict[str, Any]:
     Raises:
         ExitServeError: a task is unknown, cannot be loaded, or generates nothing.
     """
-    if plan.path is not None and not plan.path.is_dir():
-        raise ExitServeError(f"--task-path '{plan.path}' is no folder; give the one of your tasks.")
-    manager = _manager(plan)
-    for name in plan.names:
+    if job.path is not None and not job.path.is_dir():
+        raise ExitServeError(f"--task-path '{job.path}' is no folder; give the one of your tasks.")
+    manager = _manager(job)
+    for name in job.names:
         if name not in manager.task_index:
             raise ExitServeError(
                 f"task {name!r} is unknown to lm-eval.{nearest(name, manager.all_tasks)} Tasks of "
                 f"your own go into a folder given with --task-path."
             )
     tasks: dict[str, Any] = {}
-    for name in plan.names:
-        with contextlib.chdir(plan.path or Path.cwd()):
+    for name in job.names:
+        with contextlib.chdir(job.path or Path.cwd()):
             tasks |= _load(manager, name)
     for name, task in tasks.items():
         if task.OUTPUT_TYPE != GENERATIVE:
@@ -114,14 +114,14 @@ def load_tasks(plan: TaskPlan) -> dict[str, Any]:
     return tasks
 
 
-def _manager(plan: TaskPlan) -> TaskManager:
+def _manager(job: TaskJob) -> TaskManager:
     """What finds the tasks: in the folder given, or also among lm-eval's own thousands."""
-    if plan.path is not None:
-        own = TaskManager(include_path=str(plan.path.resolve()), include_defaults=False)
+    if job.path is not None:
+        own = TaskManager(include_path=str(job.path.resolve()), include_defaults=False)
         # A group may hold tasks of lm-eval's.
-        if set(plan.names) <= set(own.all_subtasks):
+        if set(job.names) <= set(own.all_subtasks):
             return own
-    return TaskManager(include_path=None if plan.path is None else str(plan.path.resolve()))
+    return TaskManager(include_path=None if job.path is None else str(job.path.resolve()))
 
 
 def _load(manager: TaskManager, name: str) -> dict[str, Any]:
@@ -138,29 +138,29 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
 
 def run_tasks(
     tasks: Mapping[str, Any],
-    settings: Sequence[Setting],
-    plan: TaskPlan,
+    settings: Sequence[EvalSetting],
+    job: TaskJob,
     endpoint: Endpoint,
     tokenizer: str,
-) -> Iterator[tuple[Setting, Score]]:
+) -> Iterator[tuple[EvalSetting, TaskScore]]:
     """Runs every task under every setting, and yields each score as it is there.
 
     Raises:
         ExitServeError: answers of a task do not fit the context, the server fails, or lm-eval
             refuses the task.
     """
-    client = ExitCompletions(endpoint, tokenizer, plan)
+    client = ExitCompletions(endpoint, tokenizer, job)
     for name, task in tasks.items():
         _prepare(task, endpoint)
         for setting in settings:
             client.fields, client.depths = dict(setting.fields), []
-            with _told_in_one_line(name, endpoint):
+            with _one_line_errors(name, endpoint):
                 found = evaluate(
                     lm=client,
                     task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}},
-                    limit=plan.limit,
+                    limit=job.limit,
                     log_samples=False,
-                    apply_chat_template=plan.chat,
+                    apply_chat_template=job.chat,
                 )
             yield setting, _score_of(name, found, client.depths)
 
@@ -179,7 +179,7 @@ def _prepare(task: Any, endpoint: Endpoint) -> None:
 
 
 @contextlib.contextmanager
-def _told_in_one_line(name: str, endpoint: Endpoint) -> Iterator[None]:
+def _one_line_errors(name: str, endpoint: Endpoint) -> Iterator[None]:
     try:
         yield
     except (requests.RequestException, aiohttp.ClientError, TimeoutError) as error:
@@ -191,7 +191,7 @@ def _told_in_one_line(name: str, endpoint: Endpoint) -> Iterator[None]:
         raise ExitServeError(f"lm-eval refuses task {name!r}: {error}") from error
 
 
-def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> Score:
+def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> TaskScore:
     results, better = found["results"][name], found["higher_is_better"][name]
     metrics = {}
     for key, value in results.items():
@@ -206,7 +206,7 @@ def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> Sco
         }
     if not metrics:
         raise ExitServeError(f"task {name!r} has no metric that is a number.")
-    return Score(
+    return TaskScore(
         task=name,
         samples=found["n-samples"][name]["effective"],
         metrics=metrics,

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.agreement import FullDepth, full_depth, judged
-from exitserve.evaluation.settings import Setting
+from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
+from exitserve.evaluation.settings import EvalSetting
 from exitserve.reference import Reference
 from exitserve.windows import Window
 
@@ -54,10 +54,10 @@ class Tally:
 
 
 @dataclass
-class Seen:
+class SettingQuality:
     """What the oracle found of one setting."""
 
-    setting: Setting
+    setting: EvalSetting
     by_depth: dict[int, Tally] = field(default_factory=dict)
     """Ascending, exit layers that no token stopped at among them; last full depth."""
     drafted: int = 0
@@ -79,13 +79,13 @@ class Seen:
         return layers / self.whole.tokens
 
 
-def measure(
+def measure_quality(
     reference: Reference,
     windows: Sequence[Window],
     prompt_tokens: int,
-    settings: Sequence[Setting],
+    settings: Sequence[EvalSetting],
     progress: Callable[[], None],
-) -> list[Seen]:
+) -> list[SettingQuality]:
     """Passes every window once for each setting.
 
     Args:
@@ -96,9 +96,9 @@ def measure(
         progress: called after each window.
     """
     depths = (*reference.exit_layers, reference.parts.num_layers)
-    found = [Seen(setting, {depth: Tally() for depth in depths}) for setting in settings]
+    found = [SettingQuality(setting, {depth: Tally() for depth in depths}) for setting in settings]
     for window in windows:
-        full = full_depth(reference, window.token_ids, prompt_tokens)
+        full = run_full_depth(reference, window.token_ids, prompt_tokens)
         for seen in found:
             _add(seen, reference, window.token_ids, prompt_tokens, full)
         progress()
@@ -106,7 +106,11 @@ def measure(
 
 
 def _add(
-    seen: Seen, reference: Reference, ids: Sequence[int], prompt_tokens: int, full: FullDepth
+    seen: SettingQuality,
+    reference: Reference,
+    ids: Sequence[int],
+    prompt_tokens: int,
+    full: FullDepthPass,
 ) -> None:
     """Adds one window: those of its decode tokens that another follows."""
     policy, count = seen.setting.policy, len(full.nats)
@@ -114,7 +118,7 @@ def _add(
     depth = torch.full((count,), last, device=reference.device)
     agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats
     if policy.mode != "off":
-        found = judged(reference, ids, prompt_tokens, policy, full)
+        found = run_with_exits(reference, ids, prompt_tokens, policy, full)
         if policy.mode == "verify":
             exited = found.depth[:count] < last
             seen.drafted += int(exited.sum())
@@ -126,7 +130,7 @@ def _add(
         tally.add(agrees[here], nats[here])
 
 
-def report_of(seen: Seen) -> list[dict[str, Any]]:
+def depth_entries(seen: SettingQuality) -> list[dict[str, Any]]:
     """`by_depth` of a case: what stopped where, and how good it was."""
     total = seen.whole.tokens
     return [

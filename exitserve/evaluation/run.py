@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.evaluation.endpoint import Endpoint, check_fields, find
-from exitserve.evaluation.oracle import Seen, measure, report_of, rounded
-from exitserve.evaluation.settings import EvalPlan, TaskPlan
+from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
+from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
+from exitserve.evaluation.settings import EvalJob, TaskJob
 from exitserve.progress import ShareProgress
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
@@ -19,7 +19,7 @@ from exitserve.windows import Window
 
 if TYPE_CHECKING:
     # lm-eval, which it needs, may not be installed.
-    from exitserve.evaluation.harness import Score
+    from exitserve.evaluation.harness import TaskScore
 
 NOT_TIMED: dict[str, Any] = {
     "batch_size": None,
@@ -33,18 +33,18 @@ NOT_TIMED: dict[str, Any] = {
 
 
 def evaluate(
-    plan: EvalPlan,
+    job: EvalJob,
     windows: Sequence[Window],
     tasks: Mapping[str, Any],
     out: Path,
     progress: ShareProgress,
 ) -> dict[str, Any]:
-    """Runs a plan.
+    """Runs a job.
 
     Args:
-        plan: what is asked.
-        windows: of the plan's documents.
-        tasks: lm-eval's, by name; empty without `plan.tasks`.
+        job: what is asked.
+        windows: of the job's documents.
+        tasks: lm-eval's, by name; empty without `job.tasks`.
         out: for the log of a server that is started.
         progress: see `ShareProgress`.
 
@@ -54,7 +54,7 @@ def evaluate(
     Raises:
         ExitServeError: the server is not the right one, or it or a task fails.
     """
-    steps = len(tasks) * len(plan.settings) + len(windows)
+    steps = len(tasks) * len(job.settings) + len(windows)
     done = 0
 
     def passed(doing: str) -> None:
@@ -62,80 +62,80 @@ def evaluate(
         done += 1
         progress(doing, done / steps)
 
-    scores: dict[str, list[Score]] = {setting.label: [] for setting in plan.settings}
-    if plan.tasks is not None:
+    scores: dict[str, list[TaskScore]] = {setting.label: [] for setting in job.settings}
+    if job.tasks is not None:
         from exitserve.evaluation.harness import run_tasks
 
-        progress("asking the server" if plan.tasks.endpoint else "starting a server", 0.0)
-        with _server(plan, plan.tasks, out) as endpoint:
-            for setting, score in run_tasks(tasks, plan.settings, plan.tasks, endpoint, plan.model):
+        progress("asking the server" if job.tasks.endpoint else "starting a server", 0.0)
+        with _server(job, job.tasks, out) as endpoint:
+            for setting, score in run_tasks(tasks, job.settings, job.tasks, endpoint, job.model):
                 scores[setting.label].append(score)
                 passed(f"{score.task}: {setting.label}")
     progress("loading the model in float32", done / steps)
-    reference = load_reference(plan.model, exit_checks=plan.exit_checks)
-    found = measure(
+    reference = load_reference(job.model, exit_checks=job.exit_checks)
+    found = measure_quality(
         reference,
         windows,
-        plan.prompt_tokens,
-        plan.settings,
+        job.prompt_tokens,
+        job.settings,
         lambda: passed("held-out text, every setting"),
     )
-    return _report(plan, windows, found, scores)
+    return _report(job, windows, found, scores)
 
 
 def _report(
-    plan: EvalPlan,
+    job: EvalJob,
     windows: Sequence[Window],
-    found: Sequence[Seen],
-    scores: Mapping[str, Sequence[Score]],
+    found: Sequence[SettingQuality],
+    scores: Mapping[str, Sequence[TaskScore]],
 ) -> dict[str, Any]:
     full = found[0].whole.perplexity
     cases = [
-        case_of(seen, scores[seen.setting.label], full, plan.rules.exit_layers) for seen in found
+        case_of(seen, scores[seen.setting.label], full, job.rules.exit_layers) for seen in found
     ]
     for case in cases:
         add_retention(case, cases[0])
     return {
         "kind": "evaluation",
-        "model": plan.model,
+        "model": job.model,
         "synthetic": False,
         "machine": machine(),
         "versions": versions(),
-        "settings": _settings_block(plan, windows),
+        "settings": _settings_block(job, windows),
         "minimum_retention": least_retained(cases),
         "notes": notes_on(cases),
         "cases": cases,
     }
 
 
-def check_server(plan: EvalPlan) -> None:
+def check_server(job: EvalJob) -> None:
     """Looks at the server that was named, if one was, before anything slow starts.
 
     Raises:
         ExitServeError: it is not the right one, or refuses a setting.
     """
-    if plan.tasks is not None and plan.tasks.endpoint is not None:
-        endpoint = find(plan.tasks.endpoint, plan.model, plan.rules)
-        check_fields(endpoint, (setting.fields for setting in plan.settings))
+    if job.tasks is not None and job.tasks.endpoint is not None:
+        endpoint = find_endpoint(job.tasks.endpoint, job.model, job.rules)
+        check_fields(endpoint, (setting.fields for setting in job.settings))
 
 
 @contextmanager
-def _server(plan: EvalPlan, asked: TaskPlan, out: Path) -> Iterator[Endpoint]:
+def _server(job: EvalJob, asked: TaskJob, out: Path) -> Iterator[Endpoint]:
     """The running server that was named, or one that runs as long as the context."""
     if asked.endpoint is not None:
-        yield find(asked.endpoint, plan.model, plan.rules)
+        yield find_endpoint(asked.endpoint, job.model, job.rules)
         return
-    options = [*asked.server_options, "--exit-checks", plan.exit_checks]
-    if any(setting.policy.mode == "verify" for setting in plan.settings):
+    options = [*asked.server_options, "--exit-checks", job.exit_checks]
+    if any(setting.policy.mode == "verify" for setting in job.settings):
         # The threshold is only its default, which no request takes.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]
-    with LocalServer(plan.model, *options, log=out / "server.log") as server:
-        yield find(server.url, plan.model, plan.rules)
+    with LocalServer(job.model, *options, log=out / "server.log") as server:
+        yield find_endpoint(server.url, job.model, job.rules)
 
 
 def case_of(
-    seen: Seen,
-    scores: Sequence[Score],
+    seen: SettingQuality,
+    scores: Sequence[TaskScore],
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def case_of(
         "thresholds": {str(layer): _finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
         if policy.mode != "off"
         else {},
-        "by_depth": report_of(seen),
+        "by_depth": depth_entries(seen),
         "tasks": {score.task: _task_of(score, full) for score in scores},
     }
 
@@ -177,7 +177,7 @@ def _finite(value: float) -> float | None:
     return None if value == float("inf") else value
 
 
-def _task_of(score: Score, full: int) -> dict[str, Any]:
+def _task_of(score: TaskScore, full: int) -> dict[str, Any]:
     """A task under one setting; its first metric is the score."""
     name, first = next(iter(score.metrics.items()))
     depths = score.depths
@@ -230,19 +230,19 @@ def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return min(found, key=lambda one: one["retention"], default=None)
 
 
-def _settings_block(plan: EvalPlan, windows: Sequence[Window]) -> dict[str, Any]:
-    tasks = plan.tasks
+def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
+    tasks = job.tasks
     return {
-        "num_layers": plan.rules.num_layers,
-        "exit_layers": list(plan.rules.exit_layers),
-        "exit_checks": plan.exit_checks,
-        "criterion": plan.rules.criterion,
-        "data": plan.documents.provenance(),
+        "num_layers": job.rules.num_layers,
+        "exit_layers": list(job.rules.exit_layers),
+        "exit_checks": job.exit_checks,
+        "criterion": job.rules.criterion,
+        "data": job.documents.provenance(),
         "windows": len(windows),
-        "window_tokens": plan.window,
-        "prompt_tokens": plan.prompt_tokens,
-        "decode_tokens": len(windows) * (plan.window - plan.prompt_tokens - 1),
-        "seed": plan.seed,
+        "window_tokens": job.window,
+        "prompt_tokens": job.prompt_tokens,
+        "decode_tokens": len(windows) * (job.window - job.prompt_tokens - 1),
+        "seed": job.seed,
         "tasks": None
         if tasks is None
         else {

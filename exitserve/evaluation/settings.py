@@ -14,7 +14,7 @@ from exitserve.windows import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class EvalSetting:
     """One rule for all requests; the first of an evaluation is full depth."""
 
     fields: Mapping[str, Any]
@@ -36,7 +36,7 @@ def label_of(mode: str, exit_threshold: float | str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskPlan:
+class TaskJob:
     """Tasks of lm-eval, and the server that they run against."""
 
     names: tuple[str, ...]
@@ -54,14 +54,14 @@ class TaskPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalPlan:
+class EvalJob:
     """A checked request for an evaluation."""
 
     model: str
     """As it was given: a directory."""
     rules: ExitRules
     exit_checks: str
-    settings: tuple[Setting, ...]
+    settings: tuple[EvalSetting, ...]
     """Full depth first."""
     documents: Documents
     window: int
@@ -71,12 +71,12 @@ class EvalPlan:
     windows: int
     """Most windows."""
     seed: int
-    tasks: TaskPlan | None
+    tasks: TaskJob | None
 
 
 def make_settings(
     rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
-) -> tuple[Setting, ...]:
+) -> tuple[EvalSetting, ...]:
     """Full depth, then every number in every mode; calibrated ones bring a mode of their own.
 
     Raises:
@@ -97,7 +97,7 @@ def make_settings(
             if not isinstance(value, str)
         ]
     asked += [(word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)]
-    settings = [Setting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
+    settings = [EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
     for value, fields in asked:
         policy = rules.policy_for(fields)
         if policy.mode == "off":
@@ -105,7 +105,7 @@ def make_settings(
                 f"threshold {value} never exits for this checkpoint; full depth is always "
                 f"measured, so leave it away."
             )
-        settings.append(Setting(fields=fields, policy=policy, exit_threshold=value))
+        settings.append(EvalSetting(fields=fields, policy=policy, exit_threshold=value))
     if len(settings) == 1:
         raise ExitServeError("--thresholds names none; give numbers below 1, or auto.")
     return tuple(settings)

@@ -62,7 +62,7 @@ def left_by(depth: float) -> float:
     raise ValueError(f"depth {depth} must be a share, 0..1.")
 
 
-def choose(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
+def choose_layers(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
     """The exit layers with the least mean time of a step; one to four of them.
 
     Args:

@@ -14,13 +14,13 @@ from exitserve.planning.recommend import (
     SHARES,
     WORTH,
     break_even_total,
-    choose,
+    choose_layers,
     shares_at,
     verdict,
 )
 from exitserve.report import machine, versions
 from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.sources import Source
+from exitserve.step_costs.sources import CostSource
 
 ROWS_SHOWN = 8
 """Exit layers in tables: about as many, evenly spread, the best ones, and those declared."""
@@ -28,7 +28,7 @@ WAYS = {"compacted": True, "masked": False}
 
 
 def make_plan(
-    source: Source,
+    source: CostSource,
     *,
     model: str,
     batch_sizes: Sequence[int],
@@ -50,7 +50,7 @@ def make_plan(
     # On a CPU the engine compacts; in a GPU's graph all rows keep their places.
     way = "compacted" if source.measured and source.details["threads"] else "masked"
     first = batch_sizes[0]
-    layers = choose(costs, first, exit_share, compacts=WAYS[way])
+    layers = choose_layers(costs, first, exit_share, compacts=WAYS[way])
     shares = sorted({*SHARES, exit_share})
 
     def choice(layers: Sequence[int]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from exitserve.step_costs.devices import SOURCE, device_named, roofline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CostSource:
     """Costs of a model's parts, and where they are from."""
 
     costs: StepCosts
@@ -35,7 +35,7 @@ def step_costs(
     device: str | None = None,
     overhead: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
-) -> Source:
+) -> CostSource:
     """What the parts of a decode step cost.
 
     Args:
@@ -58,7 +58,7 @@ def step_costs(
     if figures is None:
         source = _measured(shape, served, batch_sizes, context, progress)
     else:
-        source = Source(
+        source = CostSource(
             costs=roofline(shape, figures, context, max(batch_sizes)),
             shape=shape,
             dtype=served,
@@ -97,10 +97,10 @@ def _measured(
     batch_sizes: Sequence[int],
     context: int,
     progress: Callable[[float], None],
-) -> Source:
-    from exitserve.step_costs.timing import UNSTEADY, measure  # loads torch
+) -> CostSource:
+    from exitserve.step_costs.timing import UNSTEADY, time_step  # loads torch
 
-    found = measure(shape, dtype, rows_to_time(batch_sizes), context, progress)
+    found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
     notes = []
     if found.unsteadiness > UNSTEADY:
         notes.append(
@@ -113,7 +113,7 @@ def _measured(
         "rounds": found.rounds,
         "unsteadiness": round(found.unsteadiness, 3),
     }
-    return Source(
+    return CostSource(
         costs=found.costs,
         shape=shape,
         dtype=dtype,

@@ -54,11 +54,11 @@ EXITS_SECONDS = 0.6e-3, 0.05e-3
 we do for exits besides (planning, norms, small copies, recording). From "Where a step goes" in
 benchmarks/2026-11-21-cpu.md and -epyc.md."""
 
-Run = Callable[[], object]
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class StepTimings:
     """What was found, and how far to trust it."""
 
     costs: StepCosts
@@ -71,13 +71,13 @@ class Measured:
     rounds: int
 
 
-def measure(
+def time_step(
     shape: DecoderShape,
     dtype: str,
     rows: Sequence[int],
     context: int,
     progress: Callable[[float], None] = lambda done: None,
-) -> Measured:
+) -> StepTimings:
     """Times the parts of a step.
 
     Args:
@@ -94,14 +94,14 @@ def measure(
     _check_memory(shape, max(rows), context, device)
     with _threads(device) as threads, torch.inference_mode():
         timer = _graph_timer if device.type == "cuda" else partial(_timer, threads=threads)
-        parts = _Parts(shape, getattr(torch, dtype), device, max(rows), context)
-        works = {
+        parts = _StepParts(shape, getattr(torch, dtype), device, max(rows), context)
+        work_by_part = {
             (name, count): timer(work)
             for count in rows
-            for name, work in parts.works(count).items()
+            for name, work in parts.work_by_part(count).items()
         }
-        works["read", 1] = timer(parts.read)
-        times = _rounds(works, progress)
+        work_by_part["read", 1] = timer(parts.read)
+        times = _rounds(work_by_part, progress)
     least = {key: min(found) for key, found in times.items()}
     on_cpu = device.type == "cpu"
 
@@ -112,7 +112,7 @@ def measure(
         # On a GPU passes are scheduled ahead, and exits are decided inside the graph.
         return Curve(tuple((n, (first + (n - 1) * more) * on_cpu) for n in rows))
 
-    return Measured(
+    return StepTimings(
         costs=StepCosts(
             num_layers=shape.num_layers,
             matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
@@ -131,11 +131,11 @@ def measure(
 
 
 def _rounds(
-    works: Mapping[tuple[str, int], Callable[[], float]], progress: Callable[[float], None]
+    work_by_part: Mapping[tuple[str, int], Callable[[], float]], progress: Callable[[float], None]
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds of every part in every round; a first one warms up."""
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
-    for work in works.values():
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in work_by_part}
+    for work in work_by_part.values():
         work()
     start = time.perf_counter()
     for done in range(ROUNDS.stop - 1):
@@ -143,13 +143,13 @@ def _rounds(
         if done >= ROUNDS.start and elapsed > SECONDS:
             break
         progress(min(elapsed / SECONDS, done / ROUNDS.start, 1.0))
-        for key, work in works.items():
+        for key, work in work_by_part.items():
             times[key].append(work())
     progress(1.0)
     return times
 
 
-class _Parts:
+class _StepParts:
     """Made-up weights, and the work to be timed on them."""
 
     def __init__(
@@ -193,7 +193,7 @@ class _Parts:
     def _full(self, *sizes: int) -> Tensor:
         return torch.full(sizes, 0.01, dtype=self._dtype, device=self._device)
 
-    def works(self, rows: int) -> dict[str, Run]:
+    def work_by_part(self, rows: int) -> dict[str, Work]:
         """The parts for a number of rows."""
         heads, _, size = self._heads
         state = self._full(rows, self._shape.hidden_size)
@@ -316,7 +316,7 @@ def _threads(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _timer(work: Run, threads: int) -> Callable[[], float]:
+def _timer(work: Work, threads: int) -> Callable[[], float]:
     """Does the work once and tells the seconds."""
     # One thread's own time leaves out what others do on its core; several wait for each other.
     clock = time.thread_time if threads == 1 else time.perf_counter
@@ -329,7 +329,7 @@ def _timer(work: Run, threads: int) -> Callable[[], float]:
     return run
 
 
-def _graph_timer(work: Run) -> Callable[[], float]:
+def _graph_timer(work: Work) -> Callable[[], float]:
     """The same on a GPU, from a graph, as vLLM runs it there."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):

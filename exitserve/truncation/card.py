@@ -14,7 +14,7 @@ from exitserve.gates import FILE as GATES
 from exitserve.truncation.perplexity import Perplexity
 
 CARD = "README.md"
-CARRIED = (
+COPIED_FILES = (
     GATES,
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
@@ -95,7 +95,7 @@ class Truncation:
         return self.num_layers in (*exits, self.full_depth)
 
 
-def card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
+def model_card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
     """The page, with its metadata.
 
     Args:
@@ -168,9 +168,9 @@ def licence_of(directory: Path) -> dict[str, str]:
     return {key: str(metadata[key]) for key in LICENCE_KEYS if metadata.get(key)}
 
 
-def carried(directory: Path) -> Iterator[Path]:
+def files_to_copy(directory: Path) -> Iterator[Path]:
     """The files of a checkpoint to copy, relative to it."""
-    for pattern in CARRIED:
+    for pattern in COPIED_FILES:
         for path in sorted(directory.glob(pattern)):
             if path.is_file():
                 yield path.relative_to(directory)

@@ -15,7 +15,7 @@ from exitserve.first_layers import check_depth, doubt, trained_depths
 
 if TYPE_CHECKING:
     from exitserve.truncation.fit import Sizes
-    from exitserve.truncation.run import Job
+    from exitserve.truncation.run import TruncationJob
 
 DESCRIPTION = """\
 Write the first layers of a checkpoint, with the same norm and head, as a checkpoint of its own.
@@ -77,7 +77,7 @@ def _truncate(args: argparse.Namespace) -> int:
 
     from exitserve.progress import byte_bar
     from exitserve.report import terminal_table
-    from exitserve.truncation.fit import table
+    from exitserve.truncation.fit import depth_table
     from exitserve.truncation.run import truncate
 
     job, sizes, budget = _job(args)
@@ -85,7 +85,7 @@ def _truncate(args: argparse.Namespace) -> int:
     # Before anything is written, so that a wrong choice can be stopped.
     depths = sorted({*trained_depths(job.config), job.num_layers, len(sizes.layers)})
     context = _context(args, job.config)
-    headers, rows = table(sizes, depths, budget, context)
+    headers, rows = depth_table(sizes, depths, budget, context)
     title = f"{Path(args.model).name} in {serving_dtype(job.config)}"
     console.print(terminal_table(title, headers, rows))
     if warning := doubt(job.config, job.num_layers):
@@ -112,10 +112,10 @@ def _check(args: argparse.Namespace) -> None:
             raise ExitServeError(f"no data file at '{path}'.")
 
 
-def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
+def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     """What to write, the full model's sizes, and the budget in bytes where one was given."""
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
-    from exitserve.truncation.run import Job, check_family, check_names, check_out
+    from exitserve.truncation.run import TruncationJob, check_family, check_names, check_out
     from exitserve.truncation.source import local_checkpoint
     from exitserve.truncation.weights import read_weights
 
@@ -134,7 +134,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
     if budget is not None:
         load = Load(requests=args.requests, context=_context(args, config))
         layers = deepest_fit(sizes, trained_depths(config) or range(1, full + 1), budget, load)
-    job = Job(
+    job = TruncationJob(
         model=args.model,
         directory=directory,
         config=config,

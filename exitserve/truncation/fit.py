@@ -132,14 +132,14 @@ def deepest_fit(sizes: Sizes, depths: Sequence[int], budget: int, load: Load) ->
         return max(fitting)
     least = min(depths)
     raise ExitServeError(
-        f"no depth fits {in_words(budget)}: the smallest, {least} of {len(sizes.layers)} layers, "
-        f"needs {in_words(sizes.budget(least, load))} for its weights and "
+        f"no depth fits {format_bytes(budget)}: the smallest, {least} of {len(sizes.layers)} "
+        f"layers, needs {format_bytes(sizes.budget(least, load))} for its weights and "
         f"{load.requests} x {load.context} tokens of context ({1 - USABLE:.0%} left for the "
         f"rest); give more, or a lower --context or --requests."
     )
 
 
-def in_words(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for a reader: `3.4 GiB`."""
     for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
@@ -148,7 +148,7 @@ def in_words(count: float) -> str:
     return f"{count:.1f} {unit}"
 
 
-def table(
+def depth_table(
     sizes: Sizes, depths: Sequence[int], budget: int | None, context: int
 ) -> tuple[list[str], list[list[str]]]:
     """Headers and rows that compare depths, the full one among them.
@@ -167,8 +167,8 @@ def table(
     for depth in depths:
         row = [
             f"{depth} of {full}",
-            in_words(sizes.weights(depth)),
-            in_words(depth * sizes.kv_token),
+            format_bytes(sizes.weights(depth)),
+            format_bytes(depth * sizes.kv_token),
         ]
         if budget is not None:
             tokens, whole = sizes.kv_tokens(depth, budget), sizes.kv_tokens(full, budget)

@@ -98,7 +98,7 @@ def _documents(path: Path) -> Iterator[str]:
             yield str(found)
 
 
-def read_data(model_dir: Path, files: Sequence[Path]) -> Tensor:
+def read_windows(model_dir: Path, files: Sequence[Path]) -> Tensor:
     """Windows [W, T] of files, in the tokens of a local checkpoint.
 
     Raises:
@@ -115,7 +115,7 @@ def read_data(model_dir: Path, files: Sequence[Path]) -> Tensor:
     return torch.tensor(token_windows(files, tokenizer, length=length))
 
 
-def measure(model_dir: Path, windows: Tensor, files: Sequence[Path]) -> Perplexity:
+def measure_perplexity(model_dir: Path, windows: Tensor, files: Sequence[Path]) -> Perplexity:
     """The perplexity of a local checkpoint in float32, on windows [W, T] of some files.
 
     Raises:

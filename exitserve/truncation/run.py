@@ -13,15 +13,15 @@ from exitserve.checkpoint import num_layers_of, parse_multi_exit
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import cut_config, layer_of
-from exitserve.truncation.card import CARD, Truncation, card, carried, licence_of
-from exitserve.truncation.perplexity import Perplexity, measure, read_data
+from exitserve.truncation.card import CARD, Truncation, files_to_copy, licence_of, model_card
+from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 from exitserve.truncation.weights import StoredWeights, write_weights
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TruncationJob:
     """What is to be written where."""
 
     model: str
@@ -76,7 +76,7 @@ def check_out(out: Path) -> None:
         raise ExitServeError(f"--out '{out}' exists; give another, or remove it.")
 
 
-def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
+def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
     """Writes the checkpoint; on any failure nothing is left of it.
 
     Args:
@@ -98,7 +98,7 @@ def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Trunca
             "the perplexity of quantised weights is not measured, since transformers runs them "
             "otherwise than vLLM does; leave out --data."
         )
-    windows = read_data(job.directory, job.data) if job.data else None
+    windows = read_windows(job.directory, job.data) if job.data else None
     # Beside its destination, so that it is never there half-written and needs no second copy.
     partial = job.out.parent / f".{job.out.name}.partial"
     try:
@@ -106,12 +106,12 @@ def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Trunca
         partial.mkdir(parents=True)
         write_weights(kept, partial, advance)
         _write_config(job, partial)
-        for path in carried(job.directory):
+        for path in files_to_copy(job.directory):
             (partial / path).parent.mkdir(exist_ok=True)
             shutil.copyfile(job.directory / path, partial / path)
-        found = None if windows is None else measure(partial, windows, job.data)
-        made = _described(job, found)
-        page = card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
+        found = None if windows is None else measure_perplexity(partial, windows, job.data)
+        made = _summary_of(job, found)
+        page = model_card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
         (partial / CARD).write_text(page, encoding="utf-8")
         partial.replace(job.out)
     except OSError as error:
@@ -121,11 +121,11 @@ def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Trunca
     return made
 
 
-def _is_from_hub(job: Job) -> bool:
+def _is_from_hub(job: TruncationJob) -> bool:
     return not Path(job.model).is_dir()
 
 
-def _write_config(job: Job, directory: Path) -> None:
+def _write_config(job: TruncationJob, directory: Path) -> None:
     if job.num_layers == num_layers_of(job.config):
         shutil.copyfile(job.directory / "config.json", directory / "config.json")
         return
@@ -133,7 +133,7 @@ def _write_config(job: Job, directory: Path) -> None:
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
-def _described(job: Job, perplexity: Perplexity | None) -> Truncation:
+def _summary_of(job: TruncationJob, perplexity: Perplexity | None) -> Truncation:
     # A folder's own path is nobody else's business.
     source = job.model if _is_from_hub(job) else job.directory.resolve().name
     return Truncation(

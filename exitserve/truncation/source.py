@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from exitserve.errors import ExitServeError
-from exitserve.truncation.card import CARD, CARRIED
+from exitserve.truncation.card import CARD, COPIED_FILES
 
 
 def local_checkpoint(model: str) -> Path:
@@ -21,7 +21,13 @@ def local_checkpoint(model: str) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", CARD, *CARRIED, "model*.safetensors", "*.safetensors.index.json"]
+    patterns = [
+        "config.json",
+        CARD,
+        *COPIED_FILES,
+        "model*.safetensors",
+        "*.safetensors.index.json",
+    ]
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's errors are of these

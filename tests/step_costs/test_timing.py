@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from exitserve.step_costs.sources import step_costs
-from exitserve.step_costs.timing import measure
+from exitserve.step_costs.timing import time_step
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -30,7 +30,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_type_can_be_timed(dtype: str) -> None:
     shape = step_costs(TINY, dtype=dtype, device=None).shape
-    found = measure(shape, dtype, (1, 2), 16)
+    found = time_step(shape, dtype, (1, 2), 16)
     assert found.costs.full(2) > 0
     assert found.bandwidth > 1e8
     assert found.unsteadiness >= 1
