@@ -1,4 +1,4 @@
-"""How much key-value cache a comparison needs where vLLM is told a size: on CPUs."""
+"""The size of the key-value cache that a comparison needs; on CPUs vLLM must be told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from exitserve.checkpoint import read_config
 from exitserve.costs import DTYPE_BYTES, shape_of
 
 BLOCK_TOKENS = 128
-"""No smaller than vLLM's blocks on CPUs. A request's last block is seldom full."""
+"""At least as large as vLLM's blocks on CPUs; a request's last block is rarely full."""
 
 
 def cache_gib(job: BenchJob) -> int:
@@ -21,7 +21,7 @@ def cache_gib(job: BenchJob) -> int:
     config = read_config(job.model_dir)
     declared = config.get("dtype") or config.get("torch_dtype")
     dtype = declared if job.dtype == "auto" else job.dtype
-    # Where the engine picks the type, float32 is the largest that it can pick.
+    # Where the engine chooses the type, float32 is the largest that it may choose.
     shape = shape_of(config, dtype if dtype in DTYPE_BYTES else "float32")
     longest = max(map(len, job.prompts)) + job.max_tokens
     context = job.max_model_len or config.get("max_position_embeddings") or 0

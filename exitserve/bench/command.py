@@ -1,4 +1,4 @@
-"""`exitserve bench`: from arguments to a job, a run and a report.
+"""The command: from arguments to a job, the comparison and a report.
 
 Light to import: torch and vLLM are loaded only once the arguments are known to be good.
 """
@@ -40,7 +40,7 @@ Runs the same requests through plain vLLM and through exitserve at every setting
 and repeated, and writes report.json, report.md and a plot."""
 _EXAMPLES = """\
 examples:
-  a checkpoint, at three confidence thresholds, one request at a time and eight joined:
+  a checkpoint, at three confidence thresholds, one request at a time and eight together:
     exitserve bench MODEL --thresholds 0.5,0.7,0.9 --batch-sizes 1,8 --out DIR
   the machinery alone, at a size where layers dominate; every token exits at layer 6, then at 12:
     exitserve bench --synthetic llama-350m --force-exit-layer 6 12 --out DIR
@@ -49,7 +49,7 @@ examples:
       --mixed 0.7@6 --out DIR
 
 A batch reads a layer's weights if any of its requests needs the layer. The column `limit` says
-what exits can give at most; a wall speedup means something only beside it."""
+what exits can give at most; read a wall speedup beside it."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -73,26 +73,44 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_argument_group("what is compared")
     add_threshold_flags(exits, default=None)
     exits.add_argument(
-        "--num-drafts", type=int, metavar="N", help="most tokens drafted at a time (verify)"
+        "--num-drafts", type=int, metavar="N", help="mode verify: most tokens drafted at a time"
     )
-    exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
+    exits.add_argument(
+        "--fixed-layers", metavar="N,N", help="also measure every token exiting at layer N"
+    )
     exits.add_argument(
         "--mixed",
         action="append",
         metavar="SHARE@N",
-        help="also this share of the requests (0.7@6: seven in ten) exiting at layer N on every "
-        "token, the others never; again or with commas for more",
+        help="also measure a mix: 0.7@6 has seven in ten requests exit at layer 6 on every token, "
+        "the others never; repeat it, or separate by commas, for more",
     )
-    exits.add_argument("--exit-layers", metavar="N,N", help="instead of the checkpoint's own")
-    exits.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
+    exits.add_argument("--exit-layers", metavar="N,N", help="replace the checkpoint's exit layers")
+    exits.add_argument(
+        "--batch-sizes",
+        default="1,8",
+        metavar="B,B",
+        help="requests decoding together (default %(default)s)",
+    )
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("requests")
-    work.add_argument("--prompts", type=Path, metavar="FILE", help="text lines or .jsonl")
-    work.add_argument("--requests", type=int, default=8, metavar="N", help="default %(default)s")
-    work.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
-    work.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
+    work.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one on each line of a text file or .jsonl (default: bundled)",
+    )
+    work.add_argument(
+        "--requests", type=int, default=8, metavar="N", help="in each pass (default %(default)s)"
+    )
+    work.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="of each (default %(default)s)"
+    )
+    work.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed passes (default %(default)s)"
+    )
     engine = parser.add_argument_group("both engines")
     engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
@@ -118,13 +136,13 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--force-confidence",
         type=float,
         metavar="P",
-        help="each check passes with this probability; exit layers are then not forced one by one",
+        help="each check passes with this probability, instead of every token exiting at one layer",
     )
     shape.add_argument(
         "--force-acceptance",
         type=float,
         metavar="P",
-        help="with --force-confidence: each draft is accepted with this one (default 1)",
+        help="with --force-confidence: each draft is accepted with this probability (default 1)",
     )
 
 
@@ -132,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code.
 
     Raises:
-        ExitServeError: an argument is wrong. Nothing slow has been started yet, save where a
-            prompt turns out to be longer than the model's context.
+        ExitServeError: an argument is wrong. Only a prompt longer than the model's context is
+            found after the engines were started.
     """
     from exitserve.report import prepare_out_dir
 
@@ -146,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def job_of(args: argparse.Namespace) -> Iterator[BenchJob]:
-    """The job that the arguments ask for; a synthetic checkpoint lasts as long as the context.
+    """The job that the arguments ask for; a synthetic checkpoint is removed at the end.
 
     Raises:
         ExitServeError: an argument is wrong.
@@ -226,7 +244,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
 
 
 def _forced(args: argparse.Namespace) -> dict[str, float] | None:
-    """Shares drawn by lot instead of what checks and judges find."""
+    """Probabilities that replace the outcomes of checks and of verification; None: none do."""
     if args.force_confidence is None:
         return None
     acceptance = 1.0 if args.force_acceptance is None else args.force_acceptance
@@ -254,7 +272,7 @@ def _prompt_tokens(args: argparse.Namespace) -> int:
 def _prompts(
     args: argparse.Namespace, model_dir: Path, count: int
 ) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Token ids of `count` prompts, and a word on where they are from."""
+    """Token ids of `count` prompts, and where they are from, in words."""
     if args.synthetic is not None:
         length = _prompt_tokens(args)
         vocab_size: int = synthetic_shapes.SHAPES[args.synthetic]["vocab_size"]
@@ -265,7 +283,7 @@ def _prompts(
 
 
 def mix_of(text: str) -> tuple[float, int]:
-    """Reads `0.7@6`: a share of the requests, and the layer at which it exits.
+    """Reads `0.7@6`: a share of the requests, and the layer at which they exit.
 
     Raises:
         ExitServeError: it is not of that form, or the share not between 0 and 1.

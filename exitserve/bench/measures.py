@@ -1,4 +1,4 @@
-"""From timed passes to the numbers of a report. Pure arithmetic; knows no engine."""
+"""From timed passes to the numbers of a report. Pure arithmetic, no engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from exitserve.costs import DecoderShape, Step, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 
 NOISE = 0.02
-"""A wall speedup above its limit by no more than this share is taken for noise."""
+"""A wall speedup may exceed its limit by this share and still count as noise."""
 UNSTEADY = 1.25
-"""Repeats of one setting that differ by more than this factor say more about the machine."""
+"""If repeats of a setting differ by more than this factor, the machine was unsteady."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Tokens per second over all requests of a batch joined."""
+        """Tokens per second over all requests of a batch together."""
         return self.tokens / self.seconds
 
 
 def timing_of(times: Sequence[Sequence[float]]) -> Timing:
     """Times the decoding of one batch.
 
-    It starts when every request has its first token, so that no prompt is being processed any
-    more, and ends when the first request has its last, so that the batch is full throughout.
-    (Long prompts are processed one after the other; early requests decode meanwhile.)
+    It starts when every request has its first token, so that no prompt is being processed, and
+    ends when the first request has its last, so that the batch is full throughout. (Long prompts
+    are processed one after the other, while earlier requests decode already.)
 
     Args:
         times: [B] moments in seconds at which each request's tokens arrived.
@@ -59,7 +59,7 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
 
 
 def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
-    """Seconds for each token of a request in (start, end]; tokens of one moment share its gap."""
+    """Seconds for each token of a request in (start, end]; tokens that come together share them."""
     moments = list(dict.fromkeys(times))
     for earlier, later in itertools.pairwise(moments):
         if start < later <= end:
@@ -67,8 +67,8 @@ def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
             yield from itertools.repeat((later - earlier) / count, count)
 
 
-def joined(timings: Iterable[Timing]) -> Timing:
-    """Batches that ran one after the other, as one."""
+def joined_timing(timings: Iterable[Timing]) -> Timing:
+    """The timing of several batches together."""
     parts = list(timings)
     return Timing(
         tokens=sum(part.tokens for part in parts),
@@ -96,7 +96,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def steps_of(
     depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, propagates: bool = True
 ) -> list[Step]:
-    """The decode steps of one batch whose requests all started joined.
+    """The decode steps of one batch whose requests all started together.
 
     Args:
         depths: [B] depths of each request's decode tokens.
@@ -116,7 +116,7 @@ def steps_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Whose weights the decode steps read, each time once for all tokens joined."""
+    """Reads of weights in decode steps, each for all tokens of the step together."""
 
     layers: int
     heads: int
@@ -124,15 +124,15 @@ class Reads:
 
 @dataclass(kw_only=True)
 class Measurements:
-    """Everything seen of one setting at one batch size."""
+    """What was measured of one setting at one batch size."""
 
     setting: Setting
     batch_size: int
     requests: int
-    """Sent in a pass."""
+    """In a pass."""
     depths: list[int] = field(default_factory=list)
-    """Depth of every decode token of the traced pass. A request's first token is not among
-    them: it comes from the prompt pass, always at full depth, and is not timed either."""
+    """Depth of every decode token of the traced pass. A request's first token comes from the
+    prompt pass, always at full depth; it is neither counted nor timed."""
     steps: list[Step] = field(default_factory=list)
     checks: int = 0
     """Exit checks that the engine made in the traced pass; each reads the head once."""
@@ -141,13 +141,13 @@ class Measurements:
     repeats: list[Timing] = field(default_factory=list)
     agreement: float | None = None
     perplexity: float | None = None
-    """Of the generated text, in the eyes of the full-depth model."""
+    """Of the generated text under the full-depth model."""
     layers_later: int = 0
-    """Layers run for tokens beyond their depth: those deferred, and those of rejected drafts."""
+    """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: Reads | None = None
     """Counted by the engine; None for plain vLLM."""
     drafts: tuple[int, int] | None = None
-    """Tokens drafted and accepted; None in modes that draft none."""
+    """Tokens drafted and accepted; None in modes without drafts."""
 
 
 def case_of(
@@ -157,9 +157,9 @@ def case_of(
 
     Args:
         seen: the setting.
-        plain: plain vLLM at the same batch size; repeat r of both ran close joined.
+        plain: plain vLLM at the same batch size; repeat r of both ran close together.
         shape: for the limit and the full depth.
-        exit_layers: the model's; each is listed in `exit_layers`, used or not.
+        exit_layers: the model's; the case lists all, used or not.
     """
     ratios = [
         mine.rate / theirs.rate for mine, theirs in zip(seen.repeats, plain.repeats, strict=True)
@@ -168,7 +168,7 @@ def case_of(
     full = shape.num_layers
     limit = limit_speedup(shape, seen.steps, seen.checks)
     if seen.setting.mode == "verify" and seen.reads is not None:
-        # Its steps are not tokens, so the engine's own count of what it read is the measure.
+        # A step gives several tokens, so the limit is taken from what the engine counted.
         limit = limit_of_reads(shape, seen.steps, seen.reads.layers, seen.reads.heads)
     wall = spread(ratios)
     actual = seen.setting.actual_share(seen.requests)
@@ -203,7 +203,7 @@ def case_of(
 
 
 def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before believing the numbers: results that need an explanation."""
+    """Warnings about results that a reader should not take at face value."""
     notes, unsteady = [], []
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
@@ -215,8 +215,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         if wall["min"] > limit * (1.0 + NOISE) and case["mode"] == "verify":
             notes.append(
-                f"{where}: wall speedup is above the limit, which is that of the traced pass: it "
-                f"drafted where the timed ones stepped aside."
+                f"{where}: wall speedup is above the limit, which was taken from the traced pass: "
+                f"it drafted in steps where the timed passes did not."
             )
         elif wall["min"] > limit * (1.0 + NOISE):
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
@@ -225,8 +225,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
         elif case["mode"] == "off" and wall["max"] < 1.0 - NOISE:
             notes.append(
                 f"{where}: wall speedup {wall['median']:.2f} for the same work. Either exitserve "
-                f"has overhead, or the memory of its processes lies less well than plain vLLM's "
-                f"in this run; run again, and read the other settings against this one."
+                f"has overhead, or the memory of its processes is placed less well than plain "
+                f"vLLM's in this run; run again, and compare the other settings with this one."
             )
     if unsteady:
         notes.append(

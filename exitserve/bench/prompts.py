@@ -33,7 +33,8 @@ def load_prompts(path: Path | None) -> tuple[Prompt, ...]:
 
     Args:
         path: None for the bundled ones. A `.jsonl` line is an object with `prompt` (text) or
-            `prompt_token_ids` (whole numbers). In a text file `\n` within a line stays as it is.
+            `prompt_token_ids` (whole numbers). In a text file the two characters
+            `\n` within a line stay as they are.
 
     Raises:
         ExitServeError: the file is missing, empty, or a line is malformed.
@@ -97,5 +98,5 @@ def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[i
 
 
 def first_prompts(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """`count` prompts, starting again from the first where there are too few."""
+    """The first `count` prompts, repeated from the start where there are too few."""
     return tuple(prompts[index % len(prompts)] for index in range(count))

@@ -2,8 +2,8 @@
 
 For each batch size, an untimed pass of every setting warms the engine up and is traced (depths,
 tokens); tracing therefore costs the timed passes nothing. Then every repeat runs all settings
-one after the other, starting at another one each time, so that slow drifts of the machine meet
-all of them alike. Wall speedup is formed within a repeat, against plain vLLM of that repeat.
+one after the other, starting at another one each time, so that slow drifts of the machine affect
+all of them alike. Wall speedup compares a setting with plain vLLM in the same repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exitserve.bench.measures import (
     Measurements,
     Reads,
     case_of,
-    joined,
+    joined_timing,
     notes_on,
     steps_of,
     timing_of,
@@ -35,7 +35,7 @@ from exitserve.report import machine, versions
 
 
 def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
-    """Runs a job.
+    """Runs the comparison.
 
     Returns:
         The report without its `schema_version`; see docs/benchmarks.md for the keys.
@@ -94,7 +94,7 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
 
 
 def _observe(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
-    """All passes; one `Measurements` for each batch size and setting, in the job's order."""
+    """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
     total = len(job.batch_sizes) * len(job.settings) * (job.repeats + 1)
     done = 0
     observed = []
@@ -115,7 +115,7 @@ def _observe(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                     passes = (
                         engines.run_batch(setting, batch, job.max_tokens) for batch in batches
                     )
-                    seen[setting].repeats.append(joined(timing_of(p.times) for p in passes))
+                    seen[setting].repeats.append(joined_timing(timing_of(p.times) for p in passes))
                 done += 1
         observed += list(seen.values())
     return observed
@@ -135,7 +135,7 @@ def _trace(
     batches: Sequence[Sequence[Request]],
     seen: Measurements,
 ) -> None:
-    """The untimed pass: keeps tokens, depths, steps and checks."""
+    """The untimed pass: records tokens, depths, steps and checks."""
     before = engines.counts(seen.setting)
     for index, batch in enumerate(batches):
         key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
@@ -154,13 +154,13 @@ def _trace(
         )
         prompts = (request.prompt for request in batch)
         seen.sequences += list(zip(prompts, result.tokens, strict=True))
-    # Counter's own minus would drop zeros, which is all the same, and nothing here decreases.
+    # Subtracting counters drops zeros, which read as 0 all the same.
     counts = engines.counts(seen.setting) - before
     seen.checks, seen.layers_later = counts["checks"], counts["layers_later"]
     if seen.setting.mode == "verify":
         seen.drafts = counts["drafted"], counts["accepted"]
     if seen.setting != PLAIN:
-        # Each batch began with one prompt pass, which is no decode step.
+        # Each batch began with one prompt pass, which is not a decode step.
         seen.reads = Reads(
             layers=counts["layers"] - len(batches) * job.rules.num_layers,
             heads=counts["heads"] - len(batches),
@@ -168,7 +168,7 @@ def _trace(
 
 
 def _add_agreement(job: BenchJob, observed: list[Measurements], progress: ShareProgress) -> None:
-    """What the full-depth model, fed the same text, would choose too, and its perplexity."""
+    """Adds agreement with full depth on the generated text, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 
     progress("agreement with full depth, in float32", 1.0)
@@ -183,7 +183,7 @@ def _add_agreement(job: BenchJob, observed: list[Measurements], progress: ShareP
             counts.append(known[text])
         tokens = sum(total for _, total, _ in counts)
         seen.agreement = sum(equal for equal, _, _ in counts) / tokens
-        seen.perplexity = math.exp(sum(surprise for _, _, surprise in counts) / tokens)
+        seen.perplexity = math.exp(sum(nats for _, _, nats in counts) / tokens)
 
 
 def _agreeing(
@@ -193,6 +193,6 @@ def _agreeing(
     log-likelihoods in nats), the first token left out."""
     text = [*prompt, *generated]
     logits = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).logits[len(prompt) :]
-    said = torch.tensor(generated[1:])
-    surprise = functional.cross_entropy(logits, said, reduction="sum")
-    return int((logits.argmax(dim=-1) == said).sum()), len(said), float(surprise)
+    following = torch.tensor(generated[1:])
+    nats = functional.cross_entropy(logits, following, reduction="sum")
+    return int((logits.argmax(dim=-1) == following).sum()), len(following), float(nats)

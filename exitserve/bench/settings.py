@@ -1,4 +1,4 @@
-"""What a comparison is asked to do, and the settings that it puts beside plain vLLM."""
+"""The job of a comparison, and the settings that it compares with plain vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
 
 MIX_SEED = 0
-"""Draws the requests of a mixed setting that exit: the same ones in every pass and run."""
+"""Of the draw which requests of a mixed setting exit: the same in every pass and run."""
 
 Fields = dict[str, Any]
 """A request's extra arguments."""
@@ -28,11 +28,11 @@ class Setting:
 
     mode: Mode
     exit_threshold: float | str | None = None
-    """A number, or a word for calibrated ones (`exitserve.arguments.calibrated_fields`)."""
+    """A number, or a word for calibrated thresholds (`exitserve.arguments.calibrated_fields`)."""
     exit_layer: int | None = None
     exit_share: float | None = None
-    """Of a mixed setting: which part of the requests exits at `exit_layer`, on every token. The
-    others run at full depth."""
+    """Mixed settings: share of the requests that exit at `exit_layer` on every token; the others
+    run at full depth."""
 
     @property
     def label(self) -> str:
@@ -46,9 +46,9 @@ class Setting:
         return "plain vLLM" if self.mode == "plain" else "exits off"
 
     def fields(self, count: int) -> list[Fields]:
-        """What each of the `count` requests of a pass asks for, in the order they are sent.
+        """Exit fields of each of the `count` requests of a pass, in the order they are sent.
 
-        Full depth is asked for by name, not by default.
+        Requests at full depth say so too, whatever the engine's default is.
         """
         if self.mode == "plain":
             return [{}] * count
@@ -64,19 +64,20 @@ class Setting:
         return [early if self.mode == "fixed" else off] * count
 
     def _exiting(self, count: int) -> set[int]:
-        """Which requests of a mixed pass exit: as near to the share as whole requests allow."""
+        """Indices of the requests that exit in a mixed pass, as near to the share as can be."""
         exits = math.floor((self.exit_share or 0) * count + 0.5)
         return set(random.Random(MIX_SEED).sample(range(count), exits))
 
     def actual_share(self, count: int) -> float | None:
-        """The part of `count` requests that a mixed setting lets exit; None for the others."""
+        """Share of `count` requests that exit under a mixed setting; None for other settings."""
         return len(self._exiting(count)) / count if self.mode == "mixed" else None
 
 
 def policy_of(fields: Fields, rules: ExitRules) -> ExitPolicy:
-    """What the engine makes of a request's fields; raises `ExitServeError` if they do not fit.
+    """The policy of a request with these fields; full depth without fields, as plain vLLM is sent.
 
-    No fields are plain vLLM's, which knows no exits.
+    Raises:
+        ExitServeError: the model does not allow them.
     """
     return rules.policy_for(fields) if fields else ExitPolicy.off()
 
@@ -87,7 +88,7 @@ OFF = Setting(mode="off")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchJob:
-    """A checked request for a comparison."""
+    """What a comparison was asked to do, checked."""
 
     model_dir: Path
     model_name: str
@@ -99,7 +100,7 @@ class BenchJob:
     prompts: tuple[tuple[int, ...], ...]
     """Token ids; at least as many as the largest batch."""
     requests: int
-    """Sent in a pass, as many as make full batches; at least one batch."""
+    """Requests of a pass; only full batches are sent, at least one."""
     prompt_source: str
     max_tokens: int
     repeats: int
@@ -109,15 +110,15 @@ class BenchJob:
     num_drafts: int | None = None
     """Tokens that requests of mode "verify" may draft at a time; None for the default."""
     forced: Mapping[str, float] | None = None
-    """Shares of checks that pass and of drafts that are accepted, drawn by lot."""
+    """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
     @property
     def verifies(self) -> bool:
-        """Whether any setting needs a server of mode "verify"."""
+        """Whether any setting needs an engine started for mode "verify"."""
         return any(setting.mode == "verify" for setting in self.settings)
 
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
-        """Exit options of an engine; one for mode "verify" is an engine of its own."""
+        """Exit options of an engine; settings of mode "verify" have an engine of their own."""
         options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
         if self.forced is not None:
             options["forced"] = dict(self.forced)
@@ -139,10 +140,10 @@ def make_settings(
 
     Args:
         rules: what the model allows.
-        thresholds: of the settings by confidence; calibrated ones bring a mode of their own.
+        thresholds: of the settings by confidence; calibrated ones come with their mode.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
-        modes: those in which each threshold is measured.
+        modes: in which each numeric threshold is measured.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -164,8 +165,8 @@ def make_settings(
             mode = rules.policy_for(calibrated_fields(word)).mode
             if mode == "off":
                 raise ExitServeError(
-                    f"'{word}' means full depth for this checkpoint, which is always measured; "
-                    f"leave it away."
+                    f"'{word}' means full depth for this checkpoint, which is always measured: "
+                    f"leave it out."
                 )
             settings.append(Setting(mode=mode, exit_threshold=word))
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
@@ -186,6 +187,6 @@ def make_settings(
 
 
 def rotated(settings: Sequence[Setting], repeat: int) -> list[Setting]:
-    """The order of one repeat: a later start each time, so that no setting always goes first."""
+    """The order of one repeat: rotated, so that each setting goes first equally often."""
     shift = repeat % len(settings)
     return [*settings[shift:], *settings[:shift]]

@@ -1,4 +1,4 @@
-"""`exitserve calibrate`: thresholds that keep a target, into the checkpoint."""
+"""The command: from arguments to a calibration, its report, and the checkpoint's new block."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ BYTES, MEASURED = "bytes", "measured"
 """Kinds of `--costs`; any other word is a device."""
 
 _HELP = """\
-Chooses exit layers, and a threshold for each, that cost least while a target is kept: by
-default, that 99 % of the tokens are those of full depth. The choice is made on one part of the
-text and tested on another, with a finite-sample guarantee: with the confidence level, the target
-holds on text of the same kind. Thresholds go into the checkpoint's config.json, where
-`exitserve serve` finds them; a report with plots goes into --out.
+Chooses exit layers and a threshold for each, so that tokens cost as little as possible while a
+target is kept: by default, that 99 % of the tokens are those of full depth. The choice is made on
+one part of the text and tested on another, with a finite-sample guarantee: at the given confidence
+level, the target holds on text of the same kind. Thresholds go into the checkpoint's config.json,
+where `exitserve serve` finds them; a report with plots goes into --out.
 
 FILE is held-out text (or .jsonl with a "text" on each line), of the kind that will be served.
-Half of the windows are only prompts: the model writes on by itself, and the promise is tested
-on that too."""
+Half of the windows serve as prompts only: the model continues them, and the promise is tested on
+its own text too."""
 _EXAMPLES = """\
 examples:
   exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
@@ -52,11 +52,12 @@ examples:
   exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
 then
   exitserve serve MODEL                              # the calibrated thresholds are its default
-  {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another promise
+  {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another target
 
-A test needs text: at least 321 windows for an agreement of 0.99 at a confidence of 0.95 if no
-token is ever wrong, about three times as many in practice, and as many that the model writes. A
-row of a .jsonl gives one window; a text file is cut into many, and the promise is about it."""
+The test needs much text: for an agreement of 0.99 at a confidence of 0.95 at least 321 windows if
+no token is ever wrong, about three times as many in practice, and the same number of continuations
+by the model. Each row of a .jsonl gives one window. A text file is cut into many, and the promise
+then holds for that text."""
 
 
 def add_calibrate(subparsers: Any) -> None:
@@ -81,17 +82,19 @@ def add_calibrate(subparsers: Any) -> None:
         "--mode",
         choices=CALIBRATED_MODES,
         default="confidence",
-        help="in which the thresholds will be served (default %(default)s)",
+        help="mode in which the thresholds will be served (default %(default)s)",
     )
     parser.add_argument(
-        "--exit-layers", metavar="N,N", help="instead of the checkpoint's own, for good"
+        "--exit-layers",
+        metavar="N,N",
+        help="replace the checkpoint's exit layers, in its config.json too",
     )
     parser.add_argument(
         "--costs",
         metavar="HOW",
         default=BYTES,
-        help=f"what a token's parts cost: {BYTES} that are read (default), {MEASURED} on this "
-        f"machine as exitserve plan does, or a device of its table such as h200",
+        help=f"prices of layers and checks: {BYTES} read (default), {MEASURED} on this machine as "
+        f"exitserve plan does, or the figures of a device such as h200",
     )
     add_text(parser)
     parser.set_defaults(run=run)
@@ -128,11 +131,11 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
     config = read_config(args.model)
     if not directory.is_dir() and not args.dry_run:
         raise ExitServeError(
-            f"'{args.model}' is a hub id, into which nothing can be written: download it to a "
-            f"directory first, or --dry-run for the report alone."
+            f"'{args.model}' is a hub id, and thresholds cannot be written there: download it to a "
+            f"directory first, or give --dry-run for the report alone."
         )
     if args.dry_run and args.out is None:
-        raise ExitServeError("--dry-run writes a report only: say where to, --out DIR.")
+        raise ExitServeError("--dry-run writes nothing but a report: say where with --out DIR.")
     check_context(args.window, config, "--window")
     block = parse_multi_exit(config)
     num_layers = num_layers_of(config)
@@ -142,8 +145,8 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
     if block is None or not block.exit_layers:
         raise ExitServeError(
             f"'{args.model}' declares no exits, so there is nothing to calibrate: `exitserve plan` "
-            f"tells which exits could pay, `exitserve train` trains them; or name layers that were "
-            f"trained elsewhere, --exit-layers N,N."
+            f"tells which exits could pay, and `exitserve train` trains them. Layers that were "
+            f"trained elsewhere can be named with --exit-layers N,N."
         )
     block.validate(num_layers)
     return block, config
@@ -156,7 +159,7 @@ def calibrate(
     targets: list[Target],
     progress: StepProgress,
 ) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
-    """Reads the text, calibrates, and returns the block for the checkpoint, the report, and all."""
+    """Reads the text and calibrates; returns the checkpoint's record, the report, the result."""
     import torch
 
     from exitserve.calibration.bounds import min_pieces
@@ -182,7 +185,7 @@ def calibrate(
         check_enough(parts, sources, least, documents.name, targets[0].name)
         return parts
 
-    # Before anything slow starts; and again, since some continuations are too short to count.
+    # Before anything slow starts; and again below, since continuations may be too short to count.
     check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
@@ -219,7 +222,7 @@ def _job(
 
 
 def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
-    """What the parts of a token cost, at half the window's context."""
+    """What the parts of a token cost, at a context of half a window."""
     from exitserve.costs import serving_dtype, shape_of, token_bytes
     from exitserve.step_costs import measured_costs
 
@@ -240,7 +243,7 @@ def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    """Where pieces are from."""
+    """The sources that pieces come from."""
     text: list[Source] = ["text"] if args.generated_share < 1.0 else []
     return [*text, "generated"] if args.generated_share > 0.0 else text
 
@@ -251,7 +254,7 @@ def _written(
     prompts: list[tuple[int, ...]],
     progress: StepProgress,
 ) -> list[Piece]:
-    """What the model writes after prompts."""
+    """The model's continuations of the prompts."""
     from exitserve.calibration.pieces import model_continuations
 
     done = 0

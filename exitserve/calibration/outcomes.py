@@ -1,4 +1,4 @@
-"""What the oracle makes of a piece of text under some thresholds: means over its tokens."""
+"""What exits give on pieces of text, by the oracle: means over tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Source = Literal["text", "generated"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text as a request would see it: a prompt, and what follows it."""
+    """One request's text: a prompt, and what follows it."""
 
     token_ids: tuple[int, ...]
     prompt_length: int
     source: Source
-    """Held-out text, or what the model itself wrote after a prompt."""
+    """Held-out text, or a continuation that the model itself wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class Outcome:
     """Share of tokens equal to full depth's."""
     depth: float
     checks: float
-    """Reads of the head for a check, per token."""
+    """Exit checks per token, each a read of the head."""
     stays: float
     """Share of tokens that ran all layers."""
     nats: float
     full_nats: float
-    """Loss on the following tokens, with exits and at full depth."""
+    """Mean negative log-likelihood of the following tokens, with exits and at full depth."""
     ends: int
-    """Tokens that left early with an end of sequence."""
+    """Ends of sequence that exited early."""
     wrong_ends: int
-    """Those of them with which full depth does not agree."""
+    """Those of them that are not full depth's token."""
 
 
 def run_at_full_depth(reference: Reference, piece: Piece) -> FullDepthPass:
@@ -57,7 +57,7 @@ def run_at_full_depth(reference: Reference, piece: Piece) -> FullDepthPass:
 def measure_outcome(
     reference: Reference, piece: Piece, full: FullDepthPass, policy: ExitPolicy
 ) -> Outcome:
-    """Runs a piece with exits; `full` is what full depth says of it."""
+    """Runs a piece with exits, given its full-depth pass."""
     found = run_with_exits(reference, piece.token_ids, piece.prompt_length, policy, full)
     stays = found.depth == reference.parts.num_layers
     early = ~stays & torch.isin(found.token, reference.eos_token_ids)
@@ -94,7 +94,7 @@ class Summary:
 
 
 def summarise(outcomes: Iterable[Outcome]) -> Summary:
-    """Summarises outcomes, each weighted by its tokens."""
+    """Means over outcomes, each weighted by its tokens."""
     every = list(outcomes)
     tokens = sum(one.tokens for one in every)
 

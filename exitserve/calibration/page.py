@@ -43,7 +43,7 @@ def report(
     found: CalibrationResult,
     calibration: Calibration,
 ) -> dict[str, Any]:
-    """What `report.json` holds."""
+    """The report without its `schema_version`; see docs/calibrate.md for the keys."""
     return {
         "command": "calibrate",
         "model": model,
@@ -74,7 +74,7 @@ def report(
 def provenance_of(
     documents: Documents, parts: PieceSplit, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Which text, how it was used, when, and with what."""
+    """The text, how it was used, the date, and the versions."""
     sources = ("text", "generated")
     return {
         "data": documents.provenance(),
@@ -91,10 +91,10 @@ def provenance_of(
     }
 
 
-def _choice(candidate: Choice, job: CalibrationJob) -> dict[str, Any]:
-    found = summarise(candidate.selected)
+def _choice(choice: Choice, job: CalibrationJob) -> dict[str, Any]:
+    found = summarise(choice.outcomes)
     return {
-        "thresholds": {str(layer): value for layer, value in candidate.proposal.thresholds},
+        "thresholds": {str(layer): value for layer, value in choice.proposal.thresholds},
         "agreement": round(found.agreement, 5),
         "mean_depth": round(found.mean_depth, 4),
         "perplexity": round(found.perplexity, 4),
@@ -104,7 +104,7 @@ def _choice(candidate: Choice, job: CalibrationJob) -> dict[str, Any]:
 
 
 def reliability(scores: ExitScores, criterion: str) -> list[dict[str, float | int]]:
-    """How often full depth agrees with an exit, by its confidence, in `BINS` bins of one width."""
+    """Share of tokens equal to full depth's, by confidence, in `BINS` bins of equal width."""
     confidence = scores.confidence[criterion]
     found: list[dict[str, float | int]] = []
     for index in range(BINS):
@@ -139,7 +139,7 @@ def show_report(out: Path, data: Mapping[str, Any]) -> None:
 
 
 def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The table of what is promised."""
+    """One row for each target, in the order of `HEADERS`."""
     table: list[tuple[str, ...]] = []
     for one in data["promised"]:
         if not one["kept"]:
@@ -160,7 +160,7 @@ def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def choices(data: Mapping[str, Any]) -> list[str]:
-    """The thresholds of each target, a line each."""
+    """One line of thresholds for each target."""
     lines = []
     for one in data["promised"]:
         exits = [f"{layer} above {value:.3f}" for layer, value in (one["thresholds"] or {}).items()]
@@ -172,7 +172,7 @@ def choices(data: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(data: Mapping[str, Any]) -> list[str]:
-    """What a reader must know."""
+    """What a reader must know before relying on the promises."""
     lines = []
     first = data["promised"][0]
     if not first["kept"]:
@@ -185,14 +185,14 @@ def warnings(data: Mapping[str, Any]) -> list[str]:
     missing = [one["target"] for one in data["promised"][1:] if not one["kept"]]
     if missing:
         lines.append(
-            f"no thresholds of their own for {', '.join(missing)}: requests that ask for it get "
-            f"those of a higher promise, or full depth."
+            f"no thresholds could be shown to keep {', '.join(missing)}: requests that ask for it "
+            f"get those of a stricter target, or full depth."
         )
     return lines
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """The page."""
+    """The page `report.md`."""
     calibration = data["calibration"]
     provenance = calibration["provenance"]
     lines = [
@@ -207,9 +207,9 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
         *(f"- {line}" for line in choices(data)),
         "",
-        "Agreement, depth and perplexity are those of the test's text. Cost is that of a mean "
-        "token as a share of a full-depth token, at batch 1; it is not a wall speedup: `exitserve "
-        "bench --thresholds auto` measures that.",
+        "Agreement, depth and perplexity were measured on the test's text. Cost is that of an "
+        "average token as a share of a full-depth token, at batch 1. It is not a wall speedup: "
+        "measure that with `exitserve bench --thresholds auto`.",
         "",
         *(f"**Warning**: {line}" for line in warnings(data)),
         "",
@@ -225,7 +225,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def _tested(provenance: Mapping[str, Any]) -> list[str]:
-    """What the test's text was."""
+    """Describes the text of the test."""
     windows, data = provenance["windows"]["test"], provenance["data"]
     name = f"`{data['name']}` (sha256 {data['sha256'][:12]}...)"
     found = []

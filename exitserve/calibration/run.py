@@ -1,4 +1,4 @@
-"""A whole calibration: text, gates, proposals under each criterion, order, test, promise."""
+"""A calibration from its text to its promises: gates, proposals for each criterion, tests."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
 COMPARED = 50
-"""Pieces of each source on which criteria are compared; the winner bet_on all."""
+"""Pieces of each source on which criteria are compared; the winner is measured on all."""
 TOO_FAR = 0.06
-"""Choices this much above the risk of the easiest target are not looked at."""
+"""Once a choice is riskier than every target by this much, riskier ones are not measured."""
 FULL_DEPTH = OperatingPoint(agreement=None, thresholds={}, eos_thresholds={})
 """What `auto` means where nothing could be promised."""
 
@@ -54,47 +54,47 @@ class CalibrationJob:
     """What a calibration was asked to do."""
 
     target: Target
-    """What `auto` must keep."""
+    """What the thresholds of `auto` must keep."""
     others: tuple[Target, ...]
-    """Of agreement, for requests that ask for another."""
+    """Targets of agreement, for requests that send `exit_target`."""
     mode: Mode
     delta: float
     """One less the confidence level."""
     costs: TokenCosts
     break_even: Mapping[int, float]
-    """Of the check schedule, as it is served."""
+    """Success rates for the check schedule, by exit layer, as the server has them."""
     fewest_ends: int
-    """Early ends of sequence to be seen at a layer before it may have any."""
+    """A layer must have seen this many ends of sequence before any may exit there."""
     most_tokens: int
-    """Decode tokens of a piece."""
+    """Most decode tokens of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetResult:
-    """What came of one target."""
+    """The thresholds found for one target, if any."""
 
     target: Target
     point: OperatingPoint | None
-    """None where nothing could be promised: full depth."""
+    """None where nothing could be promised, which means full depth."""
     kept: int
     """Choices that passed the test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """Everything that a calibration found."""
+    """What a calibration found."""
 
     criterion: str
     gates: Mapping[int, Gate]
     promised: tuple[TargetResult, ...]
     """The target that was asked for first."""
     curves: Mapping[str, Sequence[Choice]]
-    """By criterion, the choices as the comparison saw them, the safest first."""
+    """By criterion, the choices measured when criteria were compared, the safest first."""
     scores: Mapping[int, ExitScores]
-    """Of the pieces for selection, at full depth."""
+    """By exit layer, on the pieces for selection at full depth."""
 
     def calibration(self, job: CalibrationJob, provenance: Mapping[str, Any]) -> Calibration:
-        """What goes into the checkpoint."""
+        """The record for the checkpoint."""
         first, *others = self.promised
         points = [one.point for one in others if one.point is not None]
         return Calibration(
@@ -110,14 +110,14 @@ class CalibrationResult:
 
 
 class Calibrator:
-    """Runs pieces through the oracle; what full depth says of each is kept."""
+    """Runs pieces through the oracle, and keeps the full-depth pass of each."""
 
     def __init__(self, reference: Reference, job: CalibrationJob, progress: StepProgress) -> None:
         self._reference, self._job, self._progress = reference, job, progress
         self._full: dict[Piece, FullDepthPass] = {}
 
     def calibrate(self, parts: PieceSplit) -> CalibrationResult:
-        """Calibrates on the pieces."""
+        """Fits gates, chooses the criterion, and tests choices for every target."""
         steps = _StepCounter(self._progress)
         with_gates = steps.begin("fitting gates", len(parts.fit))
         gates = fit_gates(self._reference, parts.fit, with_gates) if parts.fit else {}
@@ -152,7 +152,7 @@ class Calibrator:
         pieces: Sequence[Piece],
         advance: Callable[[], None],
     ) -> list[Choice]:
-        """Runs proposals, the safest first, until they are of no use for any target."""
+        """Measures proposals, the safest first, until they are too risky for every target."""
         choices = []
         for proposal in found:
             choice = Choice(proposal, self._ends(scores, proposal), ())
@@ -161,7 +161,7 @@ class Calibrator:
             for piece in pieces:
                 outcomes.append(self._outcome(choice, judge, piece))
                 advance()
-            choices.append(replace(choice, selected=tuple(outcomes)))
+            choices.append(replace(choice, outcomes=tuple(outcomes)))
             targets = (self._job.target, *self._job.others)
             if all(self._is_too_far(choices[-1], target) for target in targets):
                 break
@@ -169,7 +169,7 @@ class Calibrator:
 
     @staticmethod
     def _is_too_far(choice: Choice, target: Target) -> bool:
-        risk = mean_risk(choice.selected, target)
+        risk = mean_risk(choice.outcomes, target)
         return target.grows and risk > target.limit + TOO_FAR
 
     def _ends(self, scores: Mapping[int, ExitScores], proposal: Proposal) -> dict[int, float]:
@@ -182,7 +182,7 @@ class Calibrator:
         return measure_outcome(judge, piece, self._full[piece], choice.policy(self._job.mode))
 
     def _judge(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
-        """The oracle with a criterion, as it is served."""
+        """The oracle as a server runs it under a criterion."""
         own, ends = self._reference, self._reference.eos_token_ids.tolist()
         if criterion == "gate":
             return Reference(own.model, own.exit_layers, ends, gates=gates)
@@ -190,17 +190,17 @@ class Calibrator:
         return Reference(own.model, own.exit_layers, ends, rates, criterion_of(criterion))
 
     def _cost(self, choice: Choice) -> float:
-        return relative_cost(summarise(choice.selected), self._job.costs, self._job.mode)
+        return relative_cost(summarise(choice.outcomes), self._job.costs, self._job.mode)
 
     def _cost_at_target(self, curve: Sequence[Choice]) -> float:
-        """What a criterion's choices cost where they just keep the target; full depth if never."""
+        """Cost at which a criterion just keeps the target, interpolated; full depth's if never."""
         target = self._job.target
-        risks = [mean_risk(one.selected, target) for one in curve]
+        risks = [mean_risk(one.outcomes, target) for one in curve]
         inside = [i for i, risk in enumerate(risks) if risk <= target.limit]
         if not inside:
             return 1.0
-        if not target.grows:  # the least loss is what counts
-            return min(1.0 - summarise(curve[i].selected).agreement for i in inside)
+        if not target.grows:  # at a given depth, the least disagreement counts
+            return min(1.0 - summarise(curve[i].outcomes).agreement for i in inside)
         last = inside[-1]
         cost = self._cost(curve[last])
         if last + 1 < len(curve):
@@ -217,14 +217,14 @@ class Calibrator:
         parts: PieceSplit,
         steps: _StepCounter,
     ) -> list[Choice]:
-        """The criterion's choices with more of them near the targets, on all of selection."""
+        """Adds choices near each target, and measures all on every piece for selection."""
         found = {one.proposal for one in curve}
         for target in (self._job.target, *self._job.others):
             ordered = by_risk(curve, target)
-            risks = [mean_risk(one.selected, target) for one in ordered]
+            risks = [mean_risk(one.outcomes, target) for one in ordered]
             if target.grows and risks and risks[0] > target.limit:
-                nobody = Proposal(criterion, (), 2.0 * PRICES[0])
-                found |= set(interpolated(nobody, ordered[0].proposal))
+                no_exits = Proposal(criterion, (), 2.0 * PRICES[0])
+                found |= set(interpolated(no_exits, ordered[0].proposal))
             for one, other, low, high in zip(ordered, ordered[1:], risks, risks[1:], strict=False):
                 if low <= target.limit < high:
                     found |= set(interpolated(one.proposal, other.proposal))
@@ -258,13 +258,13 @@ class Calibrator:
 
     def _best(self, keeping: Sequence[Choice], target: Target) -> Choice | None:
         if not target.grows:
-            return max(keeping, key=lambda one: summarise(one.selected).agreement, default=None)
+            return max(keeping, key=lambda one: summarise(one.outcomes).agreement, default=None)
         cheaper = [one for one in keeping if self._cost(one) < 1.0]
         return min(cheaper, key=self._cost, default=None)
 
     def _point(self, best: Choice, target: Target, trial: PromiseTest) -> OperatingPoint:
-        """The choice with its promise, and what all of the test's text shows of it."""
-        found = trial.found(best)
+        """The choice with its promise, and with its means over the test pieces."""
+        found = trial.summary(best)
         return replace(
             best.point,
             agreement=target.agreement,
@@ -280,13 +280,13 @@ class Calibrator:
 
 
 class _StepCounter:
-    """Tells progress, one kind of work after the other."""
+    """Reports progress of one kind of work after the other."""
 
     def __init__(self, progress: StepProgress) -> None:
         self._progress = progress
 
     def begin(self, doing: str, total: int) -> Callable[[], None]:
-        """Begins a kind of work of `total` steps; the result is called after each."""
+        """Begins work of `total` steps; call the result after each."""
         done = 0
 
         def advance() -> None:

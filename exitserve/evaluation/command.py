@@ -1,4 +1,4 @@
-"""`exitserve eval`: from arguments to a job, a run and a report.
+"""The command: from arguments to a job, the evaluation and a report.
 
 Light to import: torch, transformers and lm-eval are loaded only once the arguments are known to be
 good.
@@ -34,8 +34,8 @@ from exitserve.evaluation.settings import EvalJob, TaskJob, make_settings
 _HELP = """\
 Measures what early exit does to quality, at every threshold: perplexity and agreement with full
 depth on held-out text (exact, in float32), and generative tasks of lm-eval on a running server,
-with the mean depth of each. Writes report.json, report.md and a plot. Nothing is timed; for that
-there is `exitserve bench`."""
+with the mean depth of each. Writes report.json, report.md and a plot. Nothing is timed:
+`exitserve bench` does that."""
 _EXAMPLES = """\
 examples:
   held-out text, at three thresholds in two modes:
@@ -78,32 +78,38 @@ def _add_text(text: Any) -> None:
         metavar="FILE",
         help='text, blank lines between documents; or .jsonl with "text"',
     )
-    text.add_argument("--window", type=int, default=256, metavar="N", help="tokens (%(default)s)")
+    text.add_argument(
+        "--window", type=int, default=256, metavar="N", help="tokens of each (%(default)s)"
+    )
     text.add_argument(
         "--prompt-tokens",
         type=int,
         default=32,
         metavar="N",
-        help="of a window, at full depth (%(default)s)",
+        help="how many of them are the prompt, at full depth (%(default)s)",
     )
     text.add_argument("--windows", type=int, default=64, metavar="N", help="at most (%(default)s)")
-    text.add_argument("--seed", type=int, default=0, help="chooses windows (%(default)s)")
+    text.add_argument("--seed", type=int, default=0, help="of the choice of windows (%(default)s)")
 
 
 def _add_tasks(tasks: Any) -> None:
-    tasks.add_argument("--tasks", metavar="NAME,NAME", help="generative tasks")
+    tasks.add_argument("--tasks", metavar="NAME,NAME", help="generative tasks of lm-eval")
     tasks.add_argument("--task-path", type=Path, metavar="DIR", help="task files of your own")
     tasks.add_argument("--limit", type=int, metavar="N", help="most requests of each task")
-    tasks.add_argument("--concurrency", type=int, default=4, metavar="N", help="%(default)s")
+    tasks.add_argument(
+        "--concurrency", type=int, default=4, metavar="N", help="requests at a time (%(default)s)"
+    )
     tasks.add_argument(
         "--chat", action="store_true", help="put prompts into the tokenizer's chat template"
     )
     tasks.add_argument(
         "--endpoint", metavar="URL", help="a running exitserve server (default: start one)"
     )
-    tasks.add_argument("--dtype", default="auto", metavar="TYPE", help="of a server started here")
-    tasks.add_argument("--enforce-eager", action="store_true", help="the same: do not compile")
-    tasks.add_argument("--max-model-len", type=int, metavar="N", help="the same: context, tokens")
+    tasks.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="of the server that is started"
+    )
+    tasks.add_argument("--enforce-eager", action="store_true", help="the server does not compile")
+    tasks.add_argument("--max-model-len", type=int, metavar="N", help="its context, in tokens")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,7 +147,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     rules = check_rules(args.model, options | (verify_options() if "verify" in modes else {}))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     prompt_tokens = at_least(1, args.prompt_tokens, "--prompt-tokens")
-    # One token at the least is decoded, and one more is there to be predicted.
+    # At least one token is decoded, and one more is there to be predicted.
     window = at_least(prompt_tokens + 2, args.window, "--window")
     check_context(window, read_config(args.model), "--window")
     return EvalJob(
@@ -185,7 +191,7 @@ def _task_job(args: argparse.Namespace) -> TaskJob | None:
 
 
 def _tasks(job: EvalJob) -> Mapping[str, Any]:
-    """lm-eval's tasks by name, loaded without what it and `datasets` print meanwhile."""
+    """lm-eval's tasks by name; what it and `datasets` print while loading is dropped."""
     if job.tasks is None:
         return {}
     from exitserve.engine_logs import redirect_stderr

@@ -1,10 +1,10 @@
 """Generative tasks of EleutherAI's lm-eval against a running server, with the depth of every token.
 
-Exit fields belong to a request, so one server answers for every setting. Its responses carry the
-depth at which each token stopped (`exit_trace`), which is kept beside the score.
+Each request carries its exit fields, so one server serves all settings. Responses tell the depth at
+which each token stopped (`exit_trace`), which is kept beside the score.
 
-Tasks that compare log-likelihoods of given answers generate nothing: prompts run at full depth, so
-no threshold would change their score. They are refused.
+Tasks that compare log-likelihoods of given answers are refused: they generate nothing, and prompts
+run at full depth, so no threshold would change their score.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from exitserve.evaluation.settings import EvalSetting, TaskJob
 
 GENERATIVE = "generate_until"
 SEED = 1234
-"""lm-eval's own: of few-shot examples and of sampling."""
+"""lm-eval's default, for few-shot examples and sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """What lm-eval says of one task under one setting."""
+    """Score of one task under one setting."""
 
     task: str
     samples: int
     metrics: Mapping[str, dict[str, Any]]
     """"metric,filter" to `value`, `stderr`, `higher_is_better`; the first is the task's own."""
     depths: Sequence[int]
-    """Of every decode token of all answers; an answer's first token, always at full depth, is not
-    among them."""
+    """Of every decode token of all answers, without each answer's first, always at full depth."""
 
 
 class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
-    """lm-eval's client of a completions server, which sends exit fields and keeps the depths."""
+    """lm-eval's client of a completions server; also sends exit fields and collects depths."""
 
     def __init__(self, endpoint: Endpoint, tokenizer: str, job: TaskJob) -> None:
         """Connects to a server.
@@ -59,9 +58,9 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
             model=endpoint.name,
             tokenizer=tokenizer,
             tokenizer_backend="huggingface",
-            # As the server encodes prompts itself; a chat template brings its own special tokens.
+            # As the server encodes prompts; a chat template has special tokens of its own.
             add_bos_token=not job.chat,
-            # lm-eval takes one off for a token to generate, which it then counts once more.
+            # lm-eval subtracts one for a generated token, which max_gen_toks counts again.
             max_length=endpoint.context + 1,
             num_concurrent=job.concurrency,
             max_retries=1,
@@ -75,7 +74,7 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
         return payload | {"vllm_xargs": {**self.fields, "exit_trace": True}}
 
     def parse_generations(self, outputs: Any, **kwargs: Any) -> list[str]:
-        """The texts of the answers; notes their depths."""
+        """Returns the texts of the answers, and collects their depths."""
         for output in outputs if isinstance(outputs, list) else [outputs]:
             for choice in output["choices"]:
                 self.depths += choice["exit_layers"][1:]
@@ -84,15 +83,17 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
 
 
 def load_tasks(job: TaskJob) -> dict[str, Any]:
-    """Task name to lm-eval's task; groups are taken apart.
+    """lm-eval's tasks by name; a group gives its members.
 
-    Relative paths of data files count from the folder of `--task-path`.
+    Relative paths of data files start at the folder of `--task-path`.
 
     Raises:
         ExitServeError: a task is unknown, cannot be loaded, or generates nothing.
     """
     if job.path is not None and not job.path.is_dir():
-        raise ExitServeError(f"--task-path '{job.path}' is no folder; give the one of your tasks.")
+        raise ExitServeError(
+            f"--task-path '{job.path}' is not a folder; give the one with your tasks."
+        )
     manager = _manager(job)
     for name in job.names:
         if name not in manager.task_index:
@@ -115,10 +116,10 @@ def load_tasks(job: TaskJob) -> dict[str, Any]:
 
 
 def _manager(job: TaskJob) -> TaskManager:
-    """What finds the tasks: in the folder given, or also among lm-eval's own thousands."""
+    """Finds tasks: in the given folder alone if that is enough, since lm-eval has thousands."""
     if job.path is not None:
         own = TaskManager(include_path=str(job.path.resolve()), include_defaults=False)
-        # A group may hold tasks of lm-eval's.
+        # A group in the folder may name tasks of lm-eval.
         if set(job.names) <= set(own.all_subtasks):
             return own
     return TaskManager(include_path=None if job.path is None else str(job.path.resolve()))
@@ -143,7 +144,7 @@ def run_tasks(
     endpoint: Endpoint,
     tokenizer: str,
 ) -> Iterator[tuple[EvalSetting, TaskScore]]:
-    """Runs every task under every setting, and yields each score as it is there.
+    """Runs every task under every setting, and yields each score once it is known.
 
     Raises:
         ExitServeError: answers of a task do not fit the context, the server fails, or lm-eval
@@ -166,7 +167,7 @@ def run_tasks(
 
 
 def _prepare(task: Any, endpoint: Endpoint) -> None:
-    """What lm-eval's own command does to a task before it runs it, and a look at its length."""
+    """Prepares a task as lm-eval's command does, and checks that its answers fit the context."""
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=SEED)
@@ -187,7 +188,7 @@ def _one_line_errors(name: str, endpoint: Endpoint) -> Iterator[None]:
             f"the server at {endpoint.url} failed during task {name!r}: {error or 'no answer'}."
         ) from error
     except ValueError as error:
-        # How lm-eval refuses a task, such as one that runs code that was generated.
+        # lm-eval refuses tasks this way, such as those that run generated code.
         raise ExitServeError(f"lm-eval refuses task {name!r}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""The evaluation: tasks against a server, then the oracle on held-out text; a report of both."""
+"""Runs an evaluation: tasks against a server, then the oracle on held-out text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_TIMED: dict[str, Any] = {
     "limit_speedup": None,
     "efficiency": None,
 }
-"""Keys of `exitserve bench` that need plain vLLM running beside."""
+"""Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
 
 def evaluate(
@@ -39,10 +39,10 @@ def evaluate(
     out: Path,
     progress: ShareProgress,
 ) -> dict[str, Any]:
-    """Runs a job.
+    """Runs an evaluation.
 
     Args:
-        job: what is asked.
+        job: what to evaluate.
         windows: of the job's documents.
         tasks: lm-eval's, by name; empty without `job.tasks`.
         out: for the log of a server that is started.
@@ -109,7 +109,7 @@ def _report(
 
 
 def check_server(job: EvalJob) -> None:
-    """Looks at the server that was named, if one was, before anything slow starts.
+    """Checks the server of `--endpoint`, if there is one, before anything slow starts.
 
     Raises:
         ExitServeError: it is not the right one, or refuses a setting.
@@ -121,13 +121,13 @@ def check_server(job: EvalJob) -> None:
 
 @contextmanager
 def _server(job: EvalJob, asked: TaskJob, out: Path) -> Iterator[Endpoint]:
-    """The running server that was named, or one that runs as long as the context."""
+    """The server of `--endpoint`, or one that is started and runs as long as the context."""
     if asked.endpoint is not None:
         yield find_endpoint(asked.endpoint, job.model, job.rules)
         return
     options = [*asked.server_options, "--exit-checks", job.exit_checks]
     if any(setting.policy.mode == "verify" for setting in job.settings):
-        # The threshold is only its default, which no request takes.
+        # The threshold is only its default; every request sends its own.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]
     with LocalServer(job.model, *options, log=out / "server.log") as server:
         yield find_endpoint(server.url, job.model, job.rules)
@@ -139,7 +139,7 @@ def case_of(
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
-    """One entry of the report's `cases`: the keys of `exitserve bench`, then our own."""
+    """One entry of the report's `cases`: the keys of `exitserve bench`, then further ones."""
     whole, full = seen.whole, max(seen.by_depth)
     policy = seen.setting.policy
     verifies = policy.mode == "verify"
@@ -152,7 +152,7 @@ def case_of(
         "exit_share": None,
         "actual_exit_share": None,
         "mean_depth": rounded(seen.mean_depth),
-        # What a server runs for drafts that it rejects, it alone can count.
+        # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None
         if verifies
         else rounded(float(full) if policy.mode == "defer" else seen.mean_depth),
@@ -201,13 +201,13 @@ def _task_of(score: TaskScore, full: int) -> dict[str, Any]:
 
 
 def retention(score: float, full: float, *, higher_is_better: bool) -> float | None:
-    """The share of full depth's score that is left; None where that would divide by zero."""
+    """A score as a share of full depth's; None where that would divide by zero."""
     part, whole = (score, full) if higher_is_better else (full, score)
     return rounded(part / whole) if whole else None
 
 
 def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
-    """Puts `retention` into the tasks of a case, beside those of full depth."""
+    """Fills in `retention` of a case's tasks."""
     for name, task in case["tasks"].items():
         task["retention"] = retention(
             task["score"], full["tasks"][name]["score"], higher_is_better=task["higher_is_better"]
@@ -215,7 +215,7 @@ def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
 
 
 def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Of all tasks and settings; None where no task has a retention."""
+    """The least retention over tasks and settings; None where no task has one."""
     found = [
         {
             "retention": task["retention"],
@@ -258,7 +258,7 @@ def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
 
 
 def notes_on(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Warnings about scores that a reader should not take at face value."""
     notes = []
     for name, full in cases[0]["tasks"].items():
         others = [case["tasks"][name] for case in cases[1:]]

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do, and the settings whose quality is compared."""
+"""The job of an evaluation, and the settings whose quality it compares."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from exitserve.windows import Documents
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSetting:
-    """One rule for all requests; the first of an evaluation is full depth."""
+    """The exit fields that all requests send; an evaluation's first setting is full depth."""
 
     fields: Mapping[str, Any]
-    """What a request sends for it."""
+    """Of a request."""
     policy: ExitPolicy
     """What the fields mean for this model."""
     exit_threshold: float | str | None = None
@@ -31,7 +31,7 @@ class EvalSetting:
 
 
 def label_of(mode: str, exit_threshold: float | str | None) -> str:
-    """Names a setting."""
+    """Names a setting by its mode and threshold; None is full depth."""
     return "full depth" if exit_threshold is None else threshold_label(mode, exit_threshold)
 
 
@@ -43,7 +43,7 @@ class TaskJob:
     path: Path | None
     """A folder with task files of one's own."""
     limit: int | None
-    """Most requests of each task; None for all."""
+    """Most requests of each task; None for no limit."""
     concurrency: int
     chat: bool
     """Whether prompts go through the tokenizer's chat template."""
@@ -55,7 +55,7 @@ class TaskJob:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalJob:
-    """A checked request for an evaluation."""
+    """What an evaluation was asked to do, checked."""
 
     model: str
     """As it was given: a directory."""
@@ -67,7 +67,7 @@ class EvalJob:
     window: int
     """Tokens of a window."""
     prompt_tokens: int
-    """Those of them that are taken for the prompt."""
+    """How many of them are the prompt."""
     windows: int
     """Most windows."""
     seed: int
@@ -77,7 +77,7 @@ class EvalJob:
 def make_settings(
     rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
 ) -> tuple[EvalSetting, ...]:
-    """Full depth, then every number in every mode; calibrated ones bring a mode of their own.
+    """Full depth, every numeric threshold in every mode, and calibrated ones in their own mode.
 
     Raises:
         ExitServeError: the model has no exits, or a threshold does not fit or is given twice.
@@ -89,21 +89,23 @@ def make_settings(
         )
     if len(set(thresholds)) != len(thresholds) or len(set(modes)) != len(modes):
         raise ExitServeError("a threshold or a mode is given twice; give each once.")
-    asked: list[tuple[float | str, dict[str, Any]]] = []
+    fields_by_threshold: list[tuple[float | str, dict[str, Any]]] = []
     for mode in modes:
-        asked += [
+        fields_by_threshold += [
             (value, {"exit_threshold": value, "exit_mode": mode})
             for value in thresholds
             if not isinstance(value, str)
         ]
-    asked += [(word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)]
+    fields_by_threshold += [
+        (word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)
+    ]
     settings = [EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
-    for value, fields in asked:
+    for value, fields in fields_by_threshold:
         policy = rules.policy_for(fields)
         if policy.mode == "off":
             raise ExitServeError(
                 f"threshold {value} never exits for this checkpoint; full depth is always "
-                f"measured, so leave it away."
+                f"measured, so leave it out."
             )
         settings.append(EvalSetting(fields=fields, policy=policy, exit_threshold=value))
     if len(settings) == 1:

@@ -1,4 +1,4 @@
-"""`exitserve plan`: what exits can give on this machine, before anything is trained.
+"""The command: from arguments to the costs of a step, and a report.
 
 Light to import: torch is loaded only where something is measured.
 """
@@ -23,10 +23,10 @@ SHOWN_SIZES = 3
 """Batch sizes in the terminal table, which fits 80 characters; the page has them all."""
 
 _HELP = """\
-Times the parts of a decode step on this machine, for matrices of the model's shapes (or takes a
-GPU's figures from a table), and tells what exits can give: the cost of a check in layers, for each
-exit layer the break-even share of tokens and the most that wall speedup can be, and which exit
-layers to train. Needs a config.json only, no weights."""
+Times the parts of a decode step on this machine, on matrices of the model's shapes (or takes a
+GPU's figures from a table), and shows what exits can give: the cost of a check in layers, for each
+exit layer the break-even share of tokens and the largest possible wall speedup, and which exit
+layers to train. Needs only a config.json, no weights."""
 _EXAMPLES = """\
 examples:
   exitserve plan MODEL                                  a directory, a config.json, or a hub id
@@ -47,7 +47,7 @@ def add_command(subparsers: Any) -> None:
         "model", nargs="?", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
     )
     parser.add_argument(
-        "--synthetic", metavar="NAME", help=f"instead: {'|'.join(synthetic_shapes.SHAPES)}"
+        "--synthetic", metavar="NAME", help=f"instead of MODEL: {'|'.join(synthetic_shapes.SHAPES)}"
     )
     parser.add_argument(
         "--batch-sizes",
@@ -60,17 +60,19 @@ def add_command(subparsers: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens that attention reads (default 0: short)",
+        help="tokens that each request's attention reads (default 0: short)",
     )
     parser.add_argument(
         "--exit-share",
         type=float,
         default=0.5,
         metavar="S",
-        help="share of tokens that is assumed to leave early (default %(default)s)",
+        help="share of tokens assumed to exit early (default %(default)s)",
     )
     parser.add_argument(
-        "--device", metavar="NAME", help=f"a GPU's figures, nothing measured: {'|'.join(DEVICES)}"
+        "--device",
+        metavar="NAME",
+        help=f"use a GPU's figures instead of timing: {'|'.join(DEVICES)}",
     )
     parser.add_argument(
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
@@ -79,7 +81,7 @@ def add_command(subparsers: Any) -> None:
         "--step-overhead-ms",
         type=float,
         metavar="MS",
-        help="of a step outside the model, instead of what is known of the engine",
+        help="time of a step outside the model, instead of the engine's known one",
     )
     add_out_flags(parser, required=False)
     parser.set_defaults(run=run)
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise ExitServeError(f"--step-overhead-ms must be 0 or more, not {overhead:g}.")
     block = parse_multi_exit(config)
     own_layers = block.exit_layers if block else ()
-    # Now, before anything is timed: a shape that is not known, or exits that do not fit it.
+    # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
     from exitserve.planning.run import make_plan

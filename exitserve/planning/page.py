@@ -1,4 +1,4 @@
-"""The human side of a plan: terminal tables, Markdown page, plot."""
+"""A plan for readers: terminal tables, Markdown page, plot."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def choice_headers(data: Mapping[str, Any]) -> list[str]:
 
 
 def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """One row of text for each batch size, for the layers recommended and those declared."""
+    """One row of text for each batch size, for the best layers and for those declared."""
     rows = []
     for name, label in (("best", "best here"), ("declared", "the checkpoint's")):
         choice = data[name]
@@ -78,7 +78,7 @@ def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
 
 
 def summary(data: Mapping[str, Any]) -> list[str]:
-    """What was found, in sentences."""
+    """The costs of a step and whether exits can pay, in sentences."""
     cost, shape = data["costs"][0], data["shape"]
     size = cost["batch_size"]
     rate = data["source"]["bandwidth"] / 1e9
@@ -134,11 +134,11 @@ def _named(layers: Sequence[int]) -> str:
 
 
 LEGEND = (
-    "One exit layer: wall speedups over full depth if all tokens leave there, if some do and only "
-    "active rows run (CPU), and the same masked, all rows running as long as one does (CUDA "
-    "graphs). Break-even: share of tokens that must leave there, at the first batch size. Copies: "
-    "a token that leaves keeps its whole room in the cache; so much of it is filled from the state "
-    "at which it left."
+    "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
+    "active rows run (CPU); and masked, if all rows run as long as one does (CUDA graphs). "
+    "Break-even: share of tokens that must exit there, at the first batch size. Copies: a token "
+    "that exits keeps its full space in the cache; so much of it is filled from the state at which "
+    "it exited."
 )
 
 
@@ -222,7 +222,7 @@ def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colou
     look: dict[str, Any] = {
         "color": colour,
         "marker": "o" if len(layers) < 3 else "",
-        # Batch sizes often agree: the first one stays visible beneath the others.
+        # Batch sizes often coincide: the first one stays visible beneath the others.
         "linewidth": max(1.2, 4.0 - 1.2 * index),
     }
     speeds.plot(

@@ -1,21 +1,21 @@
-"""From what the parts of a decode step cost to the wall speedup that exits can give.
+"""Predicts wall speedup from the costs of a decode step's parts.
 
-A step of B rows that decode together, of which each leaves at exit layer e_i with probability q_i,
-independently of the others (S_i is the share of rows that are still there before e_i):
+B rows decode together; each exits at layer e_i with probability q_i, independently of the others
+(S_i is the share of rows still active before e_i):
 
     full(B)     = rest(B) + L * layer(B) + head(B)       layer = matrices + attention
     compacted   = rest(B) + exits(B) + sum over segments i of n_i * E[layer(A_i)] + E[check(A_i)]
                   + sum over i of (L - e_i) * E[fill(X_i)] + E[head(A_last)]
-                  A_i ~ Binomial(B, S_i) rows still there, X_i ~ Binomial(B, q_i) that leave
-    masked      = the same with A_i replaced by B wherever any row is still there (with probability
+                  A_i ~ Binomial(B, S_i) active rows, X_i ~ Binomial(B, q_i) rows that exit
+    masked      = the same with A_i replaced by B wherever any row is active (with probability
                   1 - (1 - S_i)^B); only `attention` is that of A_i rows, because a frozen row reads
-                  no cache; what is left of the fill is done once all rows have left
+                  no cache; the rest of the fill is done once all rows have exited
     speedup     = full(B) / either
 
-All are functions of the number of rows, because reading weights costs the same for one row as for
-several, and arithmetic does not. A failed check is paid and gives nothing; one that passes is the
-head. *Compacted* is the engine on a CPU, which runs active rows only; *masked* is a CUDA graph, in
-which all rows run as long as any of them does.
+Costs are functions of the number of rows, because reading weights costs the same for one row as
+for several, and arithmetic does not. A check that fails is lost; one that passes replaces the head.
+*Compacted* is the engine on a CPU, which runs active rows only; *masked* is a CUDA graph, in which
+all rows run as long as any of them is active.
 
 Pure Python. B rows, L layers.
 """
@@ -29,7 +29,7 @@ from math import comb
 from exitserve.step_costs.curves import Curve, StepCosts
 
 BISECTIONS = 40
-"""Halvings of [0, 1]: far below any digit that is printed."""
+"""Halvings of [0, 1]: more precise than any digit that is printed."""
 
 
 @cache
@@ -42,7 +42,7 @@ def _binomial(rows: int, probability: float) -> tuple[float, ...]:
 
 
 def _expected(cost: Callable[[int], float], rows: int, probability: float) -> float:
-    """Mean of `cost` over the number of rows, each of which counts with `probability`."""
+    """Mean of `cost` over the number of rows that take part, each with `probability`."""
     weights = _binomial(rows, probability)
     return sum(weight * cost(hits) for hits, weight in enumerate(weights) if weight)
 
@@ -57,15 +57,15 @@ def segment_seconds(
     *,
     compacts: bool,
 ) -> float:
-    """Mean seconds of the layers between two exits, the check behind them, and what it lets go.
+    """Mean seconds of the layers between two exits, of the check after them, and of its fills.
 
     Args:
         costs: of the parts.
         batch: B.
         start: the exit layer before, 0 at the start.
-        layer: the exit layer behind; L for the last segment, whose end is the head.
+        layer: the exit layer after them; L for the last segment, which ends in the head.
         staying: share of tokens that run these layers.
-        after: share of tokens that go on.
+        after: share of tokens that go on beyond them.
         compacts: only active rows run, instead of all as long as any is active.
     """
 
@@ -81,7 +81,7 @@ def segment_seconds(
     if compacts:
         filled = _expected(costs.fill, batch, staying - after)
     else:
-        # Rows that left while others ran were filled by the layers themselves.
+        # Rows that exited while others ran were filled by the layers themselves.
         filled = ((1.0 - after) ** batch - (1.0 - staying) ** batch) * costs.fill(batch)
     return run + seconds(costs.check) + (costs.num_layers - layer) * filled
 
@@ -89,12 +89,12 @@ def segment_seconds(
 def expected_seconds(
     costs: StepCosts, batch: int, shares: Mapping[int, float], *, compacts: bool
 ) -> float:
-    """Mean seconds of a step whose rows are checked at exit layers and leave there at random.
+    """Mean seconds of a step whose rows are checked at exit layers and exit at random.
 
     Args:
         costs: of the parts.
         batch: B.
-        shares: exit layer to the share of all tokens that leave there; together at most 1.
+        shares: exit layer to the share of all tokens that exit there; together at most 1.
         compacts: see `segment_seconds`.
     """
     _check_shares(costs, shares)
@@ -109,7 +109,7 @@ def expected_seconds(
 
 
 def forced_seconds(costs: StepCosts, batch: int, layer: int, exiting: int) -> float:
-    """Seconds of a step in which rows exit unconditionally, so that nobody is checked.
+    """Seconds of a step in which rows exit unconditionally, without checks.
 
     Args:
         costs: of the parts.
@@ -129,17 +129,17 @@ def speedup(costs: StepCosts, batch: int, shares: Mapping[int, float], *, compac
 
 
 def break_even_share(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> float | None:
-    """Share of tokens that must leave at the only exit layer for it to cost nothing.
+    """Share of tokens that must exit at the only exit layer for exits to cost nothing.
 
     Returns:
-        Between 0 and 1; None where exits do not pay even if every token leaves.
+        Between 0 and 1; None where exits do not pay even if every token exits.
     """
 
     return least_share(lambda share: speedup(costs, batch, {layer: share}, compacts=compacts))
 
 
 def least_share(gain: Callable[[float], float]) -> float | None:
-    """The least share at which a wall speedup that grows with it is 1; None if there is none."""
+    """The least share at which a wall speedup that grows with it reaches 1; None if never."""
 
     def pays(share: float) -> bool:
         return gain(share) >= 1.0

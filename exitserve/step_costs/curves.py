@@ -10,7 +10,7 @@ from exitserve.costs import TokenCosts
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of the number of rows: straight lines between points; 0 at no row."""
+    """Seconds as a function of the number of rows: linear between points, 0 for no rows."""
 
     points: tuple[tuple[int, float], ...]
     """(rows, seconds), rows ascending from 1."""
@@ -40,7 +40,7 @@ class StepCosts:
     attention: Curve
     """One layer's attention: the cache it reads."""
     fill: Curve
-    """Keys and values of one layer that these rows do not run."""
+    """Keys and values of one layer, for rows that do not run it."""
     check: Curve
     """One exit check: norm, head, confidence."""
     head: Curve
@@ -48,7 +48,7 @@ class StepCosts:
     rest: Curve
     """What every step costs: scheduling, preparing the batch, sampling."""
     exits: Curve
-    """Planning and recording of a step in which rows may exit."""
+    """What exits add to a step in which rows may exit: planning and recording."""
 
     def layer(self, rows: int) -> float:
         """Seconds of one layer."""
@@ -63,7 +63,7 @@ class StepCosts:
         return self.check(batch) / self.layer(batch)
 
     def of_tokens(self, batch: int) -> TokenCosts:
-        """What one token costs where all rows of a batch do the same."""
+        """What one token costs in a batch whose rows all do the same."""
         return TokenCosts(
             num_layers=self.num_layers,
             layer=self.layer(batch) / batch,

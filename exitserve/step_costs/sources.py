@@ -1,4 +1,4 @@
-"""Where the costs of a step's parts come from: this machine, or a table. Light to import."""
+"""Costs of a step's parts, from timing this machine or from a table. Light to import."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from exitserve.checkpoint import context_length_of
 from exitserve.costs import DecoderShape, TokenCosts, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.devices import SOURCE, device_named, roofline
+from exitserve.step_costs.devices import FIGURES_NOTE, device_named, roofline
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostSource:
-    """Costs of a model's parts, and where they are from."""
+    """Costs of a step's parts for one model, and where they are from."""
 
     costs: StepCosts
     shape: DecoderShape
@@ -40,12 +40,12 @@ def step_costs(
 
     Args:
         config: a parsed `config.json`.
-        dtype: that weights and cache are served in; None for the checkpoint's own.
+        dtype: of weights and cache; None for what vLLM would choose.
         batch_sizes: numbers of rows that decode together.
         context: tokens that each row's attention reads.
         device: a name in `exitserve.step_costs.devices.DEVICES`; None to measure this machine.
-        overhead: seconds of a step outside the model; None for what is known of the engine.
-        progress: called with the share of the measurement that is done, 0..1.
+        overhead: seconds of a step outside the model; None for those known of the engine.
+        progress: called with the share of the timing that is done, 0..1.
 
     Raises:
         ExitServeError: a value is wrong, the shape unknown, or too large to be timed here.
@@ -65,8 +65,8 @@ def step_costs(
             measured=False,
             details={"device": device, "bandwidth": figures.bandwidth, "peak_flops": figures.peak},
             notes=(
-                f"{device}: {SOURCE}. The least that a step takes: no launches, no engine. What is "
-                f"measured there will be less.",
+                f"{device}: {FIGURES_NOTE}. Times are lower bounds, without launches and without "
+                f"the engine: what is measured there will gain less.",
             ),
         )
     if overhead is not None:
@@ -83,7 +83,7 @@ def measured_costs(
     context: int = 0,
     device: str | None = None,
 ) -> TokenCosts:
-    """Seconds that one token costs by part, in a batch whose rows all do the same.
+    """Seconds that each part costs one token, in a batch whose rows all do the same.
 
     Arguments and errors as in `step_costs`.
     """
@@ -132,7 +132,7 @@ def _check(
     device: str | None,
 ) -> None:
     if shape.num_layers < 2:
-        raise ExitServeError("the model has one layer, so there is nothing to exit before.")
+        raise ExitServeError("the model has one layer, so there is no layer to exit before.")
     if device is not None and dtype == "float32":
         raise ExitServeError("--device knows 16-bit figures only; give --dtype bfloat16.")
     longest = context_length_of(config)
@@ -150,7 +150,7 @@ def _notes_on(config: Mapping[str, Any], dtype: str, context: int) -> list[str]:
     if config.get("quantization_config"):
         notes.append(
             f"the checkpoint is quantised, and planned as if it were {dtype}: its layers are "
-            f"cheaper, so a check costs more of them than told here."
+            f"cheaper, so a check costs more layers than this says."
         )
     window = config.get("sliding_window")
     if window and context > window and config.get("use_sliding_window") is not False:

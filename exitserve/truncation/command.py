@@ -1,4 +1,4 @@
-"""The `truncate` command. Light to import: torch is loaded once the arguments are known."""
+"""The command. Light to import: torch is loaded once the arguments are checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write the first layers of a checkpoint, with the same norm and head, as a checkpoint of its own.
 
-It is an ordinary Hugging Face directory, smaller in weights and in key-value cache, for plain
-transformers, plain vLLM and exitserve. Nothing is trained: it says what the full model's head says
-after that many layers, so cut at a layer that was trained as an exit.
+The result is an ordinary Hugging Face directory for plain transformers, plain vLLM and exitserve,
+with fewer weights and a smaller key-value cache. Nothing is trained: it predicts what the full
+model's head predicts after that many layers, so cut at a layer that was trained as an exit.
 
   exitserve truncate MODEL --layers 8 --out DIR
   exitserve truncate MODEL --to-fit 8GiB --context 4096 --requests 16 --out DIR
@@ -47,18 +47,18 @@ def add_truncate(subparsers: Any) -> None:
     depth.add_argument(
         "--to-fit",
         metavar="SIZE",
-        help="keep as many layers as fit this memory, such as 8GiB, weights and cache together; "
-        "where a checkpoint names exit layers, one of those or all",
+        help="keep as many layers as fit this memory with weights and cache, such as 8GiB; where "
+        "a checkpoint names exit layers, cut at one of those",
     )
-    load = parser.add_argument_group("what the memory is to hold (with --to-fit)")
+    load = parser.add_argument_group("what the memory must hold (with --to-fit)")
     load.add_argument(
         "--context",
         type=int,
         metavar="TOKENS",
-        help=f"of each request (default {DEFAULT_CONTEXT}, or the model's if shorter)",
+        help=f"context of each request (default {DEFAULT_CONTEXT}, or the model's if shorter)",
     )
     load.add_argument(
-        "--requests", type=int, default=1, metavar="R", help="at the same time (default 1)"
+        "--requests", type=int, default=1, metavar="R", help="requests at the same time (default 1)"
     )
     parser.add_argument(
         "--data",
@@ -66,7 +66,7 @@ def add_truncate(subparsers: Any) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="text or JSON lines to measure the perplexity on, for the model card",
+        help="text or JSON lines on which to measure perplexity, for the model card",
     )
     parser.set_defaults(run=_truncate)
 
@@ -82,7 +82,7 @@ def _truncate(args: argparse.Namespace) -> int:
 
     job, sizes, budget = _job(args)
     console = Console()
-    # Before anything is written, so that a wrong choice can be stopped.
+    # Before anything is written, so that a user can stop a wrong choice.
     depths = sorted({*trained_depths(job.config), job.num_layers, len(sizes.layers)})
     context = _context(args, job.config)
     headers, rows = depth_table(sizes, depths, budget, context)
@@ -100,7 +100,7 @@ def _truncate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `ExitServeError` for options that cannot be."""
+    """Raises `ExitServeError` for options that contradict each other or are out of range."""
     if (args.layers is None) == (args.to_fit is None):
         raise ExitServeError("give one of --layers N and --to-fit SIZE.")
     for option in ("context", "requests"):
@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
-    """What to write, the full model's sizes, and the budget in bytes where one was given."""
+    """The job, the sizes of the full model, and the budget in bytes of `--to-fit`."""
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
     from exitserve.truncation.run import TruncationJob, check_family, check_names, check_out
     from exitserve.truncation.source import local_checkpoint
@@ -147,7 +147,7 @@ def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
 
 
 def _context(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Tokens of a request, as asked for or by default."""
+    """Tokens of a request, as given or by default."""
     if args.context is None:
         return min(DEFAULT_CONTEXT, context_length_of(config) or DEFAULT_CONTEXT)
     return check_context(args.context, config, "--context")

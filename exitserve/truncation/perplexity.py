@@ -1,7 +1,7 @@
 """The perplexity of a checkpoint on a user's file, as `exitserve inspect` measures it.
 
-Documents are tokenised, each ended by the end-of-sequence token, joined, and cut into windows;
-some of those are drawn. A window's first token is not predicted.
+Documents are tokenised, each followed by an end-of-sequence token, joined, and cut into windows, of
+which some are drawn. A window's first token is not predicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
 
 WINDOW = 256
-"""Tokens of a window, where the model's context is not shorter."""
+"""Tokens of a window, or the model's context if that is shorter."""
 MOST_WINDOWS = 200
 _BATCH = 4
 _TABLES = (".jsonl", ".json")
@@ -32,11 +32,11 @@ _TEXT_FIELD = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """What was measured, on what."""
+    """A perplexity, and the text on which it was measured."""
 
     value: float
     tokens: int
-    """That were predicted."""
+    """How many tokens were predicted."""
     window: int
     files: tuple[str, ...]
     """Their names."""
@@ -56,7 +56,7 @@ def token_windows(
         paths: text files, or JSON lines with a field `text`.
         tokenizer: the model's.
         length: tokens of a window.
-        most: windows to draw; fewer where the files hold fewer.
+        most: windows to draw; fewer if the files hold fewer.
         seed: of the draw.
 
     Raises:
@@ -92,7 +92,7 @@ def _documents(path: Path) -> Iterator[str]:
             found = json.loads(line)[_TEXT_FIELD]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ExitServeError(
-                f"line {number} of '{path}' is no JSON object with a field {_TEXT_FIELD!r}."
+                f"line {number} of '{path}' is not a JSON object with a field {_TEXT_FIELD!r}."
             ) from error
         if found:
             yield str(found)
@@ -119,7 +119,7 @@ def measure_perplexity(model_dir: Path, windows: Tensor, files: Sequence[Path]) 
     """The perplexity of a local checkpoint in float32, on windows [W, T] of some files.
 
     Raises:
-        ExitServeError: transformers cannot load it, for lack of a quantisation library perhaps.
+        ExitServeError: transformers cannot load it, perhaps for lack of a quantisation library.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Writes the first layers of a checkpoint as a checkpoint."""
+"""Writes the first layers of a checkpoint as a checkpoint of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True, kw_only=True)
 class TruncationJob:
-    """What is to be written where."""
+    """What a truncation was asked to do, checked."""
 
     model: str
     """As the user named it."""
@@ -34,7 +34,7 @@ class TruncationJob:
     num_layers: int
     out: Path
     data: Sequence[Path] = ()
-    """Files to measure the perplexity on; none: it is not measured."""
+    """Files on which to measure perplexity; without any it is not measured."""
 
 
 def check_family(config: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def check_family(config: dict[str, Any]) -> None:
     (name, *_) = config.get("architectures") or ["none named"]
     if not name.endswith(_ENDINGS):
         raise ExitServeError(
-            f"architecture {name} is no causal language model, which alone can be truncated: "
+            f"architecture {name} is not a causal language model. Only those can be truncated: "
             f"others have no head that fits an earlier layer."
         )
     block = parse_multi_exit(config)
@@ -56,7 +56,7 @@ def check_family(config: dict[str, Any]) -> None:
 
 
 def check_names(weights: StoredWeights, num_layers: int) -> None:
-    """Raises `ExitServeError` unless tensors are named by layer, each layer having some."""
+    """Raises `ExitServeError` unless tensor names tell the layer, and every layer has some."""
     found = {layer_of(tensor.name) for tensor in weights.tensors}
     missing = sorted(set(range(num_layers)) - found)
     if missing:
@@ -77,14 +77,14 @@ def check_out(out: Path) -> None:
 
 
 def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
-    """Writes the checkpoint; on any failure nothing is left of it.
+    """Writes the checkpoint, or, where anything fails, nothing.
 
     Args:
         job: what to write.
-        advance: told of each piece of weights that was copied, in bytes.
+        advance: called with the bytes of each piece of weights that was copied.
 
     Returns:
-        What was made, as its card tells it.
+        What was written, as its model card describes it.
 
     Raises:
         ExitServeError: the destination exists or cannot be written, the data cannot be read, or
@@ -95,11 +95,11 @@ def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None)
     check_names(kept, job.num_layers)
     if job.data and job.config.get("quantization_config"):
         raise ExitServeError(
-            "the perplexity of quantised weights is not measured, since transformers runs them "
-            "otherwise than vLLM does; leave out --data."
+            "the perplexity of quantised weights is not measured, since transformers computes "
+            "with them differently from vLLM; leave out --data."
         )
     windows = read_windows(job.directory, job.data) if job.data else None
-    # Beside its destination, so that it is never there half-written and needs no second copy.
+    # Written beside its destination and renamed, so that it is never there half-written.
     partial = job.out.parent / f".{job.out.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -134,7 +134,7 @@ def _write_config(job: TruncationJob, directory: Path) -> None:
 
 
 def _summary_of(job: TruncationJob, perplexity: Perplexity | None) -> Truncation:
-    # A folder's own path is nobody else's business.
+    # Only the folder's name: its path may reveal something about the user's machine.
     source = job.model if _is_from_hub(job) else job.directory.resolve().name
     return Truncation(
         source=source,

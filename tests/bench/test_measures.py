@@ -13,7 +13,7 @@ from exitserve.bench.measures import (
     Reads,
     Timing,
     case_of,
-    joined,
+    joined_timing,
     label_of,
     notes_on,
     percentile,
@@ -91,7 +91,7 @@ def test_a_batch_that_was_never_full_cannot_be_timed(times: list[list[float]]) -
 
 
 def test_batches_one_after_the_other_add_up() -> None:
-    timing = joined([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
+    timing = joined_timing([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
     assert timing.rate == 3.0
     assert len(timing.gaps) == 6
 

@@ -333,7 +333,7 @@ def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated
 
 def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:
     arguments = (calibrated, "--prompts", ids, "--thresholds", "auto:0.999")
-    assert "leave it away" in refused(*arguments)
+    assert "leave it out" in refused(*arguments)
     assert "run exitserve calibrate" in refused(write_uncalibrated(calibrated), *arguments[1:])
 
 

@@ -84,15 +84,15 @@ def test_names_that_are_gone_are_left_out_with_a_note(
             return "ran too"
 
     engine = ModuleType("some_engine")
-    engine.Rows = type("Rows", (), {"job": lambda self: "planned"})  # type: ignore[attr-defined]
+    engine.Rows = type("Rows", (), {"plan": lambda self: "planned"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "some_engine", engine)
     watch = script.Stopwatch()
     probes = (
         script.Probe("run", "model._segments", "__call__"),
-        script.Probe("job", "some_engine:Rows", "job"),
+        script.Probe("plan", "some_engine:Rows", "plan"),
         script.Probe("gone", "some_engine:Rows", "renamed"),
-        script.Probe("gone", "some_engine:Columns", "job"),
-        script.Probe("gone", "no_such_engine:Rows", "job"),
+        script.Probe("gone", "some_engine:Columns", "plan"),
+        script.Probe("gone", "no_such_engine:Rows", "plan"),
         script.Probe("gone", "model.head", "forward"),
     )
     model = SimpleNamespace(_segments=(Segment(), Other(), Segment()))
@@ -100,8 +100,8 @@ def test_names_that_are_gone_are_left_out_with_a_note(
     assert len(missing) == 4
     assert "some_engine:Rows.renamed" in missing[0]
     assert [segment() for segment in model._segments] == ["ran", "ran too", "ran"]
-    assert engine.Rows().job() == "planned"
-    assert dict(watch.calls) == {"run": 3, "job": 1}
+    assert engine.Rows().plan() == "planned"
+    assert dict(watch.calls) == {"run": 3, "plan": 1}
 
 
 def test_every_name_of_the_table_is_there_today(script: ModuleType) -> None:

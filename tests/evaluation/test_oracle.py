@@ -68,17 +68,17 @@ def test_a_threshold_is_counted_token_by_token(reference, windows, mode: Mode) -
     """The sums are those of decoding each window on its own, one depth at a time."""
     setting = by_confidence(0.15, mode)
     (seen,) = seen_of(reference, windows, setting)
-    tokens, agreeing, surprise = 0, 0, 0.0
+    tokens, agreeing, nats = 0, 0, 0.0
     for window in windows:
         trace = reference.trace(window.token_ids, PROMPT, setting.policy)
         full = reference.trace(window.token_ids, PROMPT, ExitPolicy.off())
         for at in range(PROMPT, LENGTH - 1):
             chances = trace.logits[at].softmax(dim=-1)
-            surprise -= math.log(float(chances[window.token_ids[at + 1]]))
+            nats -= math.log(float(chances[window.token_ids[at + 1]]))
             agreeing += int(trace.token[at] == full.token[at])
             tokens += 1
     assert (seen.whole.tokens, seen.whole.agreeing) == (tokens, agreeing)
-    assert seen.whole.surprise == pytest.approx(surprise, rel=1e-4)
+    assert seen.whole.nats == pytest.approx(nats, rel=1e-4)
     assert EXITS[0] < seen.mean_depth < LAYERS
     assert seen.whole.agreement < 1.0
     assert sum(part["share"] for part in depth_entries(seen)) == pytest.approx(1.0, abs=1e-3)

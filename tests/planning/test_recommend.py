@@ -107,7 +107,7 @@ def test_cheap_checks_can_pay() -> None:
 @pytest.mark.parametrize(
     ("found", "batch", "compacts", "words"),
     [
-        (costs(check=40.0), 1, True, "too dear: it costs 40.0 of 12 layers"),
+        (costs(check=40.0), 1, True, "too expensive: it costs 40.0 of 12 layers"),
         (costs(rest=100.0), 1, True, "the engine's own work"),
         (costs(row=0.5), 32, False, "running active rows only would pay"),
         (costs(), 32, True, "reading weights is what takes time"),
