@@ -20,7 +20,7 @@ PROMPTS = (
 )
 MAX_TOKENS = 48
 PALETTE = ("bold green", "green", "yellow", "red")
-"""From the shallowest exit to full depth."""
+"""Colours from the shallowest exit to full depth."""
 
 
 def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
@@ -118,7 +118,7 @@ def _show_completions(console: Any, url: str, model: Path) -> None:
 
 
 def _coloured(prompt: str, tokens: list[str], depths: list[int], styles: dict[int, str]) -> Any:
-    """The completion with each token in the colour of its depth, then what the colours mean."""
+    """The completion with each token in the colour of its depth, and a legend."""
     from rich.text import Text
 
     text = Text(prompt, style="dim")

@@ -62,7 +62,7 @@ def _memory_gib() -> float | None:
 
 
 def _gpus() -> list[str]:
-    # Only a command that loaded torch already has anything to say about GPUs.
+    # Only commands that loaded torch can use GPUs.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
@@ -70,7 +70,7 @@ def _gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter, where installed."""
+    """Versions of Python and of `PACKAGES`, where installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
-    """Makes the output folder, and refuses to write into one that holds something.
+    """Makes the output folder, and refuses one that is not empty.
 
     Args:
         path: the folder; its parents are made too.
@@ -179,7 +179,7 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The same table for a terminal, as a rich renderable; headers may have several lines."""
+    """A table for a terminal, first column to the left; headers may have several lines."""
     from rich import box
     from rich.table import Table
 
@@ -198,7 +198,7 @@ def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[s
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
-    """One line about where a report was made, from its `machine` and `versions`."""
+    """One line on the machine and versions of a report."""
     where, packages = data["machine"], data["versions"]
     parts = [where["cpu"], f"{where['cores']} cores", f"{where['memory_gib']} GiB"]
     parts += where["gpus"]
