@@ -157,9 +157,9 @@ class Calibrator:
         for proposal in found:
             choice = Choice(proposal, self._ends(scores, proposal), ())
             outcomes = []
-            judge = self._judge(proposal.criterion, gates)
+            oracle = self._oracle_with(proposal.criterion, gates)
             for piece in pieces:
-                outcomes.append(self._outcome(choice, judge, piece))
+                outcomes.append(self._outcome(choice, oracle, piece))
                 advance()
             choices.append(replace(choice, outcomes=tuple(outcomes)))
             targets = (self._job.target, *self._job.others)
@@ -176,12 +176,12 @@ class Calibrator:
         least = self._job.target.agreement or 0.99
         return end_thresholds(scores, proposal, least, self._job.fewest_ends)
 
-    def _outcome(self, choice: Choice, judge: Reference, piece: Piece) -> Outcome:
+    def _outcome(self, choice: Choice, oracle: Reference, piece: Piece) -> Outcome:
         if piece not in self._full:
             self._full[piece] = run_at_full_depth(self._reference, piece)
-        return measure_outcome(judge, piece, self._full[piece], choice.policy(self._job.mode))
+        return measure_outcome(oracle, piece, self._full[piece], choice.policy(self._job.mode))
 
-    def _judge(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
+    def _oracle_with(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
         """The oracle as a server runs it under a criterion."""
         own, ends = self._reference, self._reference.eos_token_ids.tolist()
         if criterion == "gate":
@@ -240,9 +240,9 @@ class Calibrator:
         pieces: Sequence[Piece],
         steps: _StepCounter,
     ) -> tuple[TargetResult, ...]:
-        judge = self._judge(criterion, gates)
+        oracle = self._oracle_with(criterion, gates)
         trial = PromiseTest(
-            measure=lambda choice, index: self._outcome(choice, judge, pieces[index]),
+            measure=lambda choice, index: self._outcome(choice, oracle, pieces[index]),
             sources=[piece.source for piece in pieces],
             delta=self._job.delta,
             most_tokens=self._job.most_tokens,

@@ -120,12 +120,12 @@ def check_server(job: EvalJob) -> None:
 
 
 @contextmanager
-def _server(job: EvalJob, asked: TaskJob, out: Path) -> Iterator[Endpoint]:
+def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
     """The server of `--endpoint`, or one that is started and runs as long as the context."""
-    if asked.endpoint is not None:
-        yield find_endpoint(asked.endpoint, job.model, job.rules)
+    if tasks.endpoint is not None:
+        yield find_endpoint(tasks.endpoint, job.model, job.rules)
         return
-    options = [*asked.server_options, "--exit-checks", job.exit_checks]
+    options = [*tasks.server_options, "--exit-checks", job.exit_checks]
     if any(setting.policy.mode == "verify" for setting in job.settings):
         # The threshold is only its default; every request sends its own.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]

@@ -118,7 +118,7 @@ def time_step(
             matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
             attention=curve(*parts.cache_names, share=len(parts.cache_names)),
             fill=curve("fill", share=parts.filled),
-            check=curve("head", "judge"),
+            check=curve("head", "confidence"),
             head=curve("head"),
             rest=constant(*ENGINE_SECONDS),
             exits=constant(*EXITS_SECONDS),
@@ -210,7 +210,7 @@ class _StepParts:
                 for index, name in enumerate(self.cache_names)
             },
             "head": lambda: self._head(self._norm(state)),
-            "judge": lambda: check_logits(logits, never),
+            "confidence": lambda: check_logits(logits, never),
             "fill": lambda: self._run_fill(state),
         }
 

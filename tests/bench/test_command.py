@@ -75,7 +75,7 @@ def refused(*arguments: object) -> str:
     return message
 
 
-def test_a_model_plan(model: Path, ids: Path) -> None:
+def test_a_job_for_a_model(model: Path, ids: Path) -> None:
     arguments = (model, "--prompts", ids, "--thresholds", "0.5,0.9", "--fixed-layers", 4)
     with job_of(parse(*arguments, "--batch-sizes", "1,16")) as job:
         assert job.settings == (
@@ -97,7 +97,7 @@ def test_exit_layers_replace_the_checkpoints_own(model: Path, ids: Path) -> None
         assert job.rules.exit_layers == (3, 5)
 
 
-def test_a_synthetic_plan_forces_its_layers_and_measures_checks_that_never_pass() -> None:
+def test_a_synthetic_job_forces_its_layers_and_measures_checks_that_never_pass() -> None:
     arguments = ("--synthetic", "llama-350m", "--force-exit-layer", 12, 6)
     with job_of(parse(*arguments)) as job:
         assert job.synthetic
