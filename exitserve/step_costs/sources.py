@@ -66,7 +66,7 @@ def step_costs(
             details={"device": device, "bandwidth": figures.bandwidth, "peak_flops": figures.peak},
             notes=(
                 f"{device}: {FIGURES_NOTE}. Times are lower bounds, without launches and without "
-                f"the engine: what is measured there will gain less.",
+                f"the engine: wall speedup measured there will be less.",
             ),
         )
     if overhead is not None:

@@ -48,7 +48,7 @@ def add_truncate(subparsers: Any) -> None:
         "--to-fit",
         metavar="SIZE",
         help="keep as many layers as fit this memory with weights and cache, such as 8GiB; where "
-        "a checkpoint names exit layers, cut at one of those",
+        "a checkpoint names exit layers, one of those or all",
     )
     load = parser.add_argument_group("what the memory must hold (with --to-fit)")
     load.add_argument(
