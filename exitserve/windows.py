@@ -113,8 +113,12 @@ def _rows_of(content: str, file: Path) -> Iterator[str]:
         yield text
 
 
-def load_tokenizer(model: Path | str) -> Any:
+def load_tokenizer(model: Path | str, fix: str = "save the model's own into it") -> Any:
     """The checkpoint's tokenizer.
+
+    Args:
+        model: directory of the checkpoint.
+        fix: what a user should do without one, for the message.
 
     Raises:
         ExitServeError: there is none, or it does not load.
@@ -125,7 +129,7 @@ def load_tokenizer(model: Path | str) -> Any:
         return AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError, KeyError) as error:
         raise ExitServeError(
-            f"'{model}' has no tokenizer that loads; save the model's own into it."
+            f"'{model}' has no tokenizer that loads ({type(error).__name__}); {fix}."
         ) from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 
 BUNDLED = (
     'def read_lines(path):\n    """Return the lines of a text file without newlines."""\n',
@@ -79,15 +80,7 @@ def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[i
     """
     if all(isinstance(prompt, tuple) for prompt in prompts):
         return [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExitServeError(
-            f"'{model_dir}' has no tokenizer that loads; give --prompts as .jsonl with "
-            f"prompt_token_ids."
-        ) from error
+    tokenizer = load_tokenizer(model_dir, fix="give --prompts as .jsonl with prompt_token_ids")
     encoded = []
     for prompt in prompts:
         ids = tuple(tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt

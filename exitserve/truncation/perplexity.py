@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from exitserve.checkpoint import context_length_of, read_config
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 
 WINDOW = 256
 """Tokens of a window, or the model's context if that is shorter."""
@@ -104,14 +106,9 @@ def read_windows(model_dir: Path, files: Sequence[Path]) -> Tensor:
     Raises:
         ExitServeError: a file or the tokenizer cannot be read.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        config = AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExitServeError(
-            f"--data needs the model's tokenizer, and none can be loaded ({type(error).__name__})."
-        ) from error
-    length = min(WINDOW, int(config.max_position_embeddings))
+    tokenizer = load_tokenizer(model_dir, fix="leave out --data, or save the model's own into it")
+    longest = context_length_of(read_config(model_dir))
+    length = WINDOW if longest is None else min(WINDOW, longest)
     return torch.tensor(token_windows(files, tokenizer, length=length))
 
 
