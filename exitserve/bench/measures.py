@@ -51,7 +51,7 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
     if end <= start:
         raise ExitServeError(
             f"a request of {len(times[0])} tokens ended before the prompts of its batch of "
-            f"{len(times)} were processed, so the full batch was never seen decoding: raise "
+            f"{len(times)} were processed, so the full batch was never decoding: raise "
             f"--max-tokens, or shorten the prompts."
         )
     gaps = tuple(gap for request in times for gap in _gaps(request, start, end))
@@ -151,53 +151,54 @@ class Measurements:
 
 
 def case_of(
-    seen: Measurements, plain: Measurements, shape: DecoderShape, exit_layers: Sequence[int]
+    measured: Measurements, plain: Measurements, shape: DecoderShape, exit_layers: Sequence[int]
 ) -> dict[str, Any]:
     """One entry of the report's `cases`.
 
     Args:
-        seen: the setting.
+        measured: the setting.
         plain: plain vLLM at the same batch size; repeat r of both ran close together.
         shape: for the limit and the full depth.
         exit_layers: the model's; the case lists all, used or not.
     """
     ratios = [
-        mine.rate / theirs.rate for mine, theirs in zip(seen.repeats, plain.repeats, strict=True)
+        mine.rate / theirs.rate
+        for mine, theirs in zip(measured.repeats, plain.repeats, strict=True)
     ]
-    gaps = [1e3 * gap for timing in seen.repeats for gap in timing.gaps]
+    gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
-    limit = limit_speedup(shape, seen.steps, seen.checks)
-    if seen.setting.mode == "verify" and seen.reads is not None:
+    limit = limit_speedup(shape, measured.steps, measured.checks)
+    if measured.setting.mode == "verify" and measured.reads is not None:
         # A step gives several tokens, so the limit is taken from what the engine counted.
-        limit = limit_of_reads(shape, seen.steps, seen.reads.layers, seen.reads.heads)
+        limit = limit_of_reads(shape, measured.steps, measured.reads.layers, measured.reads.heads)
     wall = spread(ratios)
-    actual = seen.setting.actual_share(seen.requests)
+    actual = measured.setting.actual_share(measured.requests)
     return {
-        "batch_size": seen.batch_size,
-        "mode": seen.setting.mode,
-        "exit_threshold": seen.setting.exit_threshold,
-        "exit_layer": seen.setting.exit_layer,
-        "exit_share": seen.setting.exit_share,
+        "batch_size": measured.batch_size,
+        "mode": measured.setting.mode,
+        "exit_threshold": measured.setting.exit_threshold,
+        "exit_layer": measured.setting.exit_layer,
+        "exit_share": measured.setting.exit_share,
         "actual_exit_share": None if actual is None else round(actual, 4),
-        "tokens_per_second": round(statistics.median(t.rate for t in seen.repeats), 2),
+        "tokens_per_second": round(statistics.median(t.rate for t in measured.repeats), 2),
         "tpot_ms": {
             "median": round(statistics.median(gaps), 3),
             "p99": round(percentile(gaps, 99), 3),
         },
-        "mean_depth": round(statistics.fmean(seen.depths), 4),
+        "mean_depth": round(statistics.fmean(measured.depths), 4),
         "mean_layers_run": round(
-            statistics.fmean(seen.depths) + seen.layers_later / len(seen.depths), 4
+            statistics.fmean(measured.depths) + measured.layers_later / len(measured.depths), 4
         ),
-        "depth_speedup": round(full * len(seen.depths) / sum(seen.depths), 4),
+        "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
         "limit_speedup": round(limit, 4),
         "efficiency": round(wall["median"] / limit, 4),
-        "agreement": None if seen.agreement is None else round(seen.agreement, 4),
-        "perplexity": None if seen.perplexity is None else round(seen.perplexity, 4),
-        "drafted": None if seen.drafts is None else seen.drafts[0],
-        "accepted": None if seen.drafts is None else seen.drafts[1],
+        "agreement": None if measured.agreement is None else round(measured.agreement, 4),
+        "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
+        "drafted": None if measured.drafts is None else measured.drafts[0],
+        "accepted": None if measured.drafts is None else measured.drafts[1],
         "exit_layers": {
-            str(layer): seen.depths.count(layer) for layer in sorted({*exit_layers, full})
+            str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})
         },
     }
 

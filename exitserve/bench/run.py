@@ -47,13 +47,16 @@ def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
     with running_engines(job) as engines:
         dtype, max_model_len = engines.dtype, engines.max_model_len
         _check_lengths(job, max_model_len)
-        observed = _observe(job, engines, progress)
+        measurements = _measure(job, engines, progress)
     if not job.synthetic:
-        _add_agreement(job, observed, progress)
+        _add_agreement(job, measurements, progress)
     shape = shape_of(read_config(job.model_dir), dtype)
-    plain = {seen.batch_size: seen for seen in observed if seen.setting == PLAIN}
+    plain = {
+        measured.batch_size: measured for measured in measurements if measured.setting == PLAIN
+    }
     cases = [
-        case_of(seen, plain[seen.batch_size], shape, job.rules.exit_layers) for seen in observed
+        case_of(measured, plain[measured.batch_size], shape, job.rules.exit_layers)
+        for measured in measurements
     ]
     return {
         "model": job.model_name,
@@ -93,14 +96,14 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
         )
 
 
-def _observe(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
+def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
     """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
     total = len(job.batch_sizes) * len(job.settings) * (job.repeats + 1)
     done = 0
-    observed = []
+    measurements = []
     for batch_size in job.batch_sizes:
         requests = job.requests_in_pass(batch_size)
-        seen = {
+        by_setting = {
             setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
             for setting in job.settings
         }
@@ -110,15 +113,17 @@ def _observe(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                 progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
                 batches = _batches(job, setting, batch_size)
                 if repeat < 0:
-                    _trace(job, engines, batches, seen[setting])
+                    _traced_pass(job, engines, batches, by_setting[setting])
                 else:
                     passes = (
                         engines.run_batch(setting, batch, job.max_tokens) for batch in batches
                     )
-                    seen[setting].repeats.append(joined_timing(timing_of(p.times) for p in passes))
+                    by_setting[setting].repeats.append(
+                        joined_timing(timing_of(p.times) for p in passes)
+                    )
                 done += 1
-        observed += list(seen.values())
-    return observed
+        measurements += list(by_setting.values())
+    return measurements
 
 
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Request]]:
@@ -129,61 +134,63 @@ def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Requ
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
-def _trace(
+def _traced_pass(
     job: BenchJob,
     engines: Engines,
     batches: Sequence[Sequence[Request]],
-    seen: Measurements,
+    measured: Measurements,
 ) -> None:
     """The untimed pass: records tokens, depths, steps and checks."""
-    before = engines.counts(seen.setting)
+    before = engines.counts(measured.setting)
     for index, batch in enumerate(batches):
-        key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
-        plain = seen.setting == PLAIN
-        result = engines.run_batch(seen.setting, batch, job.max_tokens, None if plain else key)
+        key = f"bench:{measured.batch_size}:{measured.setting.label}:{index}"
+        plain = measured.setting == PLAIN
+        result = engines.run_batch(measured.setting, batch, job.max_tokens, None if plain else key)
         if plain:
             depths = [(job.rules.num_layers,) * job.max_tokens] * len(batch)
         else:
-            depths = engines.depths(seen.setting, key)
+            depths = engines.depths(measured.setting, key)
         decoded = [request[1:] for request in depths]
-        seen.depths += [depth for request in decoded for depth in request]
-        seen.steps += steps_of(
+        measured.depths += [depth for request in decoded for depth in request]
+        measured.steps += steps_of(
             decoded,
             [len(request.prompt) for request in batch],
-            propagates=seen.setting.mode != "defer",
+            propagates=measured.setting.mode != "defer",
         )
         prompts = (request.prompt for request in batch)
-        seen.sequences += list(zip(prompts, result.tokens, strict=True))
+        measured.sequences += list(zip(prompts, result.tokens, strict=True))
     # Subtracting counters drops zeros, which read as 0 all the same.
-    counts = engines.counts(seen.setting) - before
-    seen.checks, seen.layers_later = counts["checks"], counts["layers_later"]
-    if seen.setting.mode == "verify":
-        seen.drafts = counts["drafted"], counts["accepted"]
-    if seen.setting != PLAIN:
+    counts = engines.counts(measured.setting) - before
+    measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
+    if measured.setting.mode == "verify":
+        measured.drafts = counts["drafted"], counts["accepted"]
+    if measured.setting != PLAIN:
         # Each batch began with one prompt pass, which is not a decode step.
-        seen.reads = Reads(
+        measured.reads = Reads(
             layers=counts["layers"] - len(batches) * job.rules.num_layers,
             heads=counts["heads"] - len(batches),
         )
 
 
-def _add_agreement(job: BenchJob, observed: list[Measurements], progress: ShareProgress) -> None:
+def _add_agreement(
+    job: BenchJob, measurements: list[Measurements], progress: ShareProgress
+) -> None:
     """Adds agreement with full depth on the generated text, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 
     progress("agreement with full depth, in float32", 1.0)
     reference: Reference = load_reference(str(job.model_dir), exit_layers=())
     known: dict[tuple[int, ...], tuple[int, int, float]] = {}
-    for seen in observed:
+    for measured in measurements:
         counts = []
-        for prompt, generated in seen.sequences:
+        for prompt, generated in measured.sequences:
             text = (*prompt, *generated)
             if text not in known:  # settings and batch sizes often give the same text
                 known[text] = _agreeing(reference, prompt, generated)
             counts.append(known[text])
         tokens = sum(total for _, total, _ in counts)
-        seen.agreement = sum(equal for equal, _, _ in counts) / tokens
-        seen.perplexity = math.exp(sum(nats for _, _, nats in counts) / tokens)
+        measured.agreement = sum(equal for equal, _, _ in counts) / tokens
+        measured.perplexity = math.exp(sum(nats for _, _, nats in counts) / tokens)
 
 
 def _agreeing(

@@ -99,21 +99,21 @@ def measure_quality(
     found = [SettingQuality(setting, {depth: Tally() for depth in depths}) for setting in settings]
     for window in windows:
         full = run_full_depth(reference, window.token_ids, prompt_tokens)
-        for seen in found:
-            _add_window(seen, reference, window.token_ids, prompt_tokens, full)
+        for quality in found:
+            _add_window(quality, reference, window.token_ids, prompt_tokens, full)
         progress()
     return found
 
 
 def _add_window(
-    seen: SettingQuality,
+    quality: SettingQuality,
     reference: Reference,
     ids: Sequence[int],
     prompt_tokens: int,
     full: FullDepthPass,
 ) -> None:
     """Adds the decode tokens of a window, but for the last, which nothing follows."""
-    policy, count = seen.setting.policy, len(full.nats)
+    policy, count = quality.setting.policy, len(full.nats)
     last = reference.parts.num_layers
     depth = torch.full((count,), last, device=reference.device)
     agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats
@@ -121,18 +121,18 @@ def _add_window(
         found = run_with_exits(reference, ids, prompt_tokens, policy, full)
         if policy.mode == "verify":
             exited = found.depth[:count] < last
-            seen.drafted += int(exited.sum())
-            seen.accepted += int((exited & found.agrees[:count]).sum())
+            quality.drafted += int(exited.sum())
+            quality.accepted += int((exited & found.agrees[:count]).sum())
         else:
             depth, agrees, nats = found.depth[:count], found.agrees[:count], found.nats
-    for layer, tally in seen.by_depth.items():
+    for layer, tally in quality.by_depth.items():
         here = depth == layer
         tally.add(agrees[here], nats[here])
 
 
-def depth_entries(seen: SettingQuality) -> list[dict[str, Any]]:
+def depth_entries(quality: SettingQuality) -> list[dict[str, Any]]:
     """`by_depth` of a case: how many tokens stopped at each depth, and their quality."""
-    total = seen.whole.tokens
+    total = quality.whole.tokens
     return [
         {
             "depth": depth,
@@ -141,7 +141,7 @@ def depth_entries(seen: SettingQuality) -> list[dict[str, Any]]:
             "agreement": rounded(tally.agreement),
             "perplexity": rounded(tally.perplexity),
         }
-        for depth, tally in seen.by_depth.items()
+        for depth, tally in quality.by_depth.items()
     ]
 
 

@@ -91,7 +91,8 @@ def _report(
 ) -> dict[str, Any]:
     full = found[0].whole.perplexity
     cases = [
-        case_of(seen, scores[seen.setting.label], full, job.rules.exit_layers) for seen in found
+        case_of(quality, scores[quality.setting.label], full, job.rules.exit_layers)
+        for quality in found
     ]
     for case in cases:
         add_retention(case, cases[0])
@@ -134,41 +135,41 @@ def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
 
 
 def case_of(
-    seen: SettingQuality,
+    quality: SettingQuality,
     scores: Sequence[TaskScore],
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
     """One entry of the report's `cases`: the keys of `exitserve bench`, then further ones."""
-    whole, full = seen.whole, max(seen.by_depth)
-    policy = seen.setting.policy
+    whole, full = quality.whole, max(quality.by_depth)
+    policy = quality.setting.policy
     verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
         **NOT_TIMED,
         "mode": policy.mode,
-        "exit_threshold": seen.setting.exit_threshold,
+        "exit_threshold": quality.setting.exit_threshold,
         "exit_layer": None,
         "exit_share": None,
         "actual_exit_share": None,
-        "mean_depth": rounded(seen.mean_depth),
+        "mean_depth": rounded(quality.mean_depth),
         # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None
         if verifies
-        else rounded(float(full) if policy.mode == "defer" else seen.mean_depth),
-        "depth_speedup": rounded(full / seen.mean_depth),
+        else rounded(float(full) if policy.mode == "defer" else quality.mean_depth),
+        "depth_speedup": rounded(full / quality.mean_depth),
         "agreement": rounded(whole.agreement),
         "perplexity": rounded(perplexity),
-        "drafted": seen.drafted if verifies else None,
-        "accepted": seen.accepted if verifies else None,
-        "exit_layers": {str(depth): tally.tokens for depth, tally in seen.by_depth.items()},
+        "drafted": quality.drafted if verifies else None,
+        "accepted": quality.accepted if verifies else None,
+        "exit_layers": {str(depth): tally.tokens for depth, tally in quality.by_depth.items()},
         "perplexity_retention": None
         if perplexity is None or full_perplexity is None
         else rounded(full_perplexity / perplexity),
         "thresholds": {str(layer): _finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
         if policy.mode != "off"
         else {},
-        "by_depth": depth_entries(seen),
+        "by_depth": depth_entries(quality),
         "tasks": {score.task: _task_of(score, full) for score in scores},
     }
 
