@@ -51,7 +51,7 @@ def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]
     """Reads `1,8` or `0.5,0.7`; an empty text is an empty list.
 
     Raises:
-        ExitServeError: a part is no number.
+        ExitServeError: a part is not a number.
     """
     try:
         return [kind(part) for part in words(text)]
@@ -102,7 +102,7 @@ def modes_of(text: str) -> list[Mode]:
     """Reads `confidence,defer`.
 
     Raises:
-        ExitServeError: a part is no mode that has a threshold.
+        ExitServeError: a part is not a mode with thresholds.
     """
     known: dict[str, Mode] = {mode: mode for mode in BY_CONFIDENCE}
     parts = words(text)
@@ -134,7 +134,7 @@ def batch_sizes_of(text: str) -> list[int]:
 
 
 def check_dtype(dtype: str, allowed: Sequence[str] = ENGINE_DTYPES) -> str:
-    """Returns `dtype`; raises `ExitServeError` unless it is allowed."""
+    """Returns `dtype`; raises `ExitServeError` if it is not allowed."""
     if dtype not in allowed:
         raise ExitServeError(f"--dtype {dtype!r} is unknown; allowed: {', '.join(allowed)}.")
     return dtype

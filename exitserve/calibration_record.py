@@ -64,13 +64,13 @@ class Calibration:
     criterion: str
     """One of `CRITERIA`."""
     confidence_level: float
-    """Confidence with which each promise holds, taken by itself."""
+    """Confidence with which each single promise holds."""
     num_layers: int
     """Full depth of the calibrated model; promises are about agreement with that depth."""
     chosen: OperatingPoint
     """The thresholds of `auto`."""
     points: tuple[OperatingPoint, ...] = ()
-    """For other targets, ascending by `agreement`."""
+    """Thresholds for other targets, ascending by `agreement`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Data (name, hash, size), method, versions, date, for readers."""
 

@@ -40,7 +40,7 @@ class Gate:
     def decided(self, normed: Tensor, *thresholds: Tensor) -> list[Tensor]:
         """Turns thresholds [N] for this gate into thresholds that always or never pass.
 
-        An exit check on logits with them lets go exactly the tokens that the gate does.
+        With them an exit check on logits passes exactly the tokens that the gate passes.
         """
         confidence = self.confidence(normed)
         return [torch.where(confidence > each, ALWAYS, NEVER) for each in thresholds]

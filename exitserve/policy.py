@@ -161,7 +161,7 @@ class ExitRules:
     criterion: str = "max_prob"
     """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
     calibration: Calibration | None = None
-    """For `auto` and `exit_target`."""
+    """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""

@@ -33,7 +33,7 @@ class Documents:
     name: str
     """File name, without its folder."""
     sha256: str
-    """Of the file's bytes, in hexadecimal."""
+    """Hash of the file's bytes, in hexadecimal."""
     num_bytes: int
     texts: tuple[str, ...]
     """In the order of the file; none is blank."""

@@ -40,7 +40,7 @@ class Request:
     prompt: tuple[int, ...]
     """Token ids."""
     fields: Fields
-    """Its extra arguments."""
+    """Extra arguments, such as `exit_threshold`."""
 
 
 @dataclass(frozen=True)

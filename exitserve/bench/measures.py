@@ -129,7 +129,7 @@ class Measurements:
     setting: Setting
     batch_size: int
     requests: int
-    """In a pass."""
+    """How many requests a pass sends."""
     depths: list[int] = field(default_factory=list)
     """Depth of every decode token of the traced pass. A request's first token comes from the
     prompt pass, always at full depth; it is neither counted nor timed."""
@@ -141,7 +141,7 @@ class Measurements:
     repeats: list[Timing] = field(default_factory=list)
     agreement: float | None = None
     perplexity: float | None = None
-    """Of the generated text under the full-depth model."""
+    """Perplexity of the generated text under the full-depth model."""
     layers_later: int = 0
     """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: Reads | None = None
@@ -210,8 +210,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
         where = f"{label_of(case)} at batch {case['batch_size']}"
         if case["actual_exit_share"] in {0, 1}:
             notes.append(
-                f"{where}: so few requests that {case['actual_exit_share']:.0%} of them exit, "
-                f"which is no mix; raise --requests."
+                f"{where}: with so few requests {case['actual_exit_share']:.0%} of them exit, "
+                f"which is not a mix; raise --requests."
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         if wall["min"] > limit * (1.0 + NOISE) and case["mode"] == "verify":

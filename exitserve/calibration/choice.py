@@ -96,7 +96,7 @@ class PromiseTest:
     delta: float
     """The greatest p-value with which a choice passes."""
     most_tokens: int
-    """Of the longest piece."""
+    """Decode tokens of the longest piece."""
     _measured: dict[tuple[Proposal, int], Outcome] = field(default_factory=dict)
 
     def outcome(self, choice: Choice, piece: int) -> Outcome:

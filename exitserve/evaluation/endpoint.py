@@ -23,7 +23,7 @@ class Endpoint:
     url: str
     """Without a path."""
     name: str
-    """Of the model, as requests send it."""
+    """Model name, as requests send it."""
     context: int
     """Most tokens of a request, prompt and answer together."""
 

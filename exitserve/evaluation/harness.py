@@ -39,7 +39,7 @@ class TaskScore:
     metrics: Mapping[str, dict[str, Any]]
     """"metric,filter" to `value`, `stderr`, `higher_is_better`; the first is the task's own."""
     depths: Sequence[int]
-    """Of every decode token of all answers, without each answer's first, always at full depth."""
+    """Depth of each decode token; an answer's first token, always at full depth, is left out."""
 
 
 class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]

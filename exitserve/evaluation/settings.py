@@ -18,7 +18,7 @@ class EvalSetting:
     """The exit fields that all requests send; an evaluation's first setting is full depth."""
 
     fields: Mapping[str, Any]
-    """Of a request."""
+    """Exit fields, as requests send them."""
     policy: ExitPolicy
     """What the fields mean for this model."""
     exit_threshold: float | str | None = None

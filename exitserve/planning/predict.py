@@ -115,7 +115,7 @@ def forced_seconds(costs: StepCosts, batch: int, layer: int, exiting: int) -> fl
         costs: of the parts.
         batch: B.
         layer: where they exit.
-        exiting: how many of the B rows; the others run all layers, by themselves.
+        exiting: how many of the B rows; the others run all layers.
     """
     skipped = costs.num_layers - layer
     above = costs.layer(batch - exiting) + costs.fill(exiting)

@@ -42,7 +42,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The device of a name; raises `ExitServeError` unless the table has it."""
+    """Looks up a device; raises `ExitServeError` if the table does not have it."""
     if name not in DEVICES:
         raise ExitServeError(
             f"--device {name!r} is unknown.{nearest(name, DEVICES)} Known: {', '.join(DEVICES)}; "

@@ -63,7 +63,7 @@ class StepTimings:
 
     costs: StepCosts
     bandwidth: float
-    """Of memory, in bytes a second."""
+    """Memory bandwidth, in bytes a second."""
     unsteadiness: float
     """Median over least time of the least steady part; 1 or more."""
     threads: int

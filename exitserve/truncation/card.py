@@ -81,7 +81,7 @@ class Truncation:
     """The full model's hub id, or the name of its folder."""
     title: str
     config: Mapping[str, Any]
-    """Of the full model."""
+    """The full model's `config.json`."""
     num_layers: int
     full_depth: int
     block: MultiExit | None

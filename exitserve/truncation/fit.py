@@ -47,7 +47,7 @@ class Load:
     """What the memory must hold besides the weights."""
 
     requests: int
-    """At the same time."""
+    """How many at the same time."""
     context: int
     """Tokens of each, prompt and answer together."""
 

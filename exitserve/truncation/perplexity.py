@@ -41,7 +41,7 @@ class Perplexity:
     """How many tokens were predicted."""
     window: int
     files: tuple[str, ...]
-    """Their names."""
+    """Names of the text files."""
 
 
 def token_windows(

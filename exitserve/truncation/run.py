@@ -27,10 +27,10 @@ class TruncationJob:
     model: str
     """As the user named it."""
     directory: Path
-    """Its files."""
+    """Folder of the model's files."""
     config: dict[str, Any]
     weights: StoredWeights
-    """Of `num_layers` layers or more."""
+    """All tensors of the checkpoint; those of the first `num_layers` layers are kept."""
     num_layers: int
     out: Path
     data: Sequence[Path] = ()

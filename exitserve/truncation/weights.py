@@ -39,7 +39,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     offset: int
-    """Of its first byte, from the start of the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
 
     @property
