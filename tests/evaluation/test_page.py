@@ -52,7 +52,7 @@ def test_terminal_tables_fit_their_rows_and_eighty_characters(report) -> None:
         (SHORT_TASK_HEADERS, task_rows(cases)),
     ):
         console = Console(width=80, record=True, quiet=True)
-        assert console.measure_quality(terminal_table("t", headers, rows)).maximum <= 80
+        assert console.measure(terminal_table("t", headers, rows)).maximum <= 80
 
 
 def test_the_plot_has_a_panel_for_each_mode_and_a_line_for_each_score(
