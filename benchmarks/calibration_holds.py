@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from exitserve.agreement import FullDepth
-from exitserve.calibration.outcomes import Piece, full_depth_of, outcome, summary
-from exitserve.calibration.pieces import independent, written_by
+from exitserve.agreement import FullDepthPass
+from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
+from exitserve.calibration.pieces import independent_windows, model_continuations
 from exitserve.checkpoint import read_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
@@ -34,11 +34,13 @@ def pieces_of(args: argparse.Namespace, file: str, reference: Reference) -> list
     """Fresh windows of a file, and continuations after the prompts of others."""
     documents, tokenizer = read_documents(file), load_tokenizer(args.model)
     every = windows_of(documents, tokenizer, args.window, sys.maxsize, SEED)
-    windows = independent(every, 2 * args.windows, SEED, running=documents.running)
+    windows = independent_windows(every, 2 * args.windows, SEED, running=documents.running)
     half = len(windows) // 2
     prompts = [window.token_ids[: args.prompt_tokens] for window in windows[half:]]
     tokens = args.window - args.prompt_tokens
-    written = written_by(reference, prompts, tokens, args.temperature, SEED, lambda _: None)
+    written = model_continuations(
+        reference, prompts, tokens, args.temperature, SEED, lambda _: None
+    )
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[:half]]
     return [*text, *written]
 
@@ -50,15 +52,17 @@ def rows_of(args: argparse.Namespace, file: str, reference: Reference) -> list[d
         raise SystemExit(f"{args.model} is not calibrated.")
     calibration = block.calibration
     pieces = pieces_of(args, file, reference)
-    full: dict[Piece, FullDepth] = {piece: full_depth_of(reference, piece) for piece in pieces}
+    full: dict[Piece, FullDepthPass] = {
+        piece: run_at_full_depth(reference, piece) for piece in pieces
+    }
     points = {point.agreement: point for point in (*calibration.points, calibration.chosen)}
     rows = []
     for target, point in sorted(points.items(), key=lambda pair: pair[0] or 0.0):
         policy = ExitPolicy.calibrated(point, mode=calibration.mode)  # type: ignore[arg-type]
-        outcomes = [outcome(reference, piece, full[piece], policy) for piece in pieces]
+        outcomes = [measure_outcome(reference, piece, full[piece], policy) for piece in pieces]
         for source in ("text", "generated"):
             own = [one for one in outcomes if one.source == source]
-            found = summary(own)
+            found = summarise(own)
             error = statistics.stdev(one.agreement for one in own) / math.sqrt(len(own))
             rows.append(
                 {

@@ -21,9 +21,9 @@ import torch
 from rich.progress import track
 
 from exitserve.calibration.outcomes import Piece
-from exitserve.calibration.pieces import independent
-from exitserve.calibration.proposals import Proposal, proposals
-from exitserve.calibration.scores import ExitScores, exit_scores, fitted_gates
+from exitserve.calibration.pieces import independent_windows
+from exitserve.calibration.proposals import Proposal, propose
+from exitserve.calibration.scores import ExitScores, exit_scores, fit_gates
 from exitserve.costs import TokenCosts
 from exitserve.reference import load_reference
 from exitserve.report import machine, markdown_table, prepare_out_dir, versions, write_json
@@ -66,10 +66,10 @@ def curves_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     reference = load_reference(args.model, layers, criterion="max_prob")
     documents = read_documents(args.data)
     every = windows_of(documents, load_tokenizer(args.model), args.window, sys.maxsize, SEED)
-    windows = independent(every, args.windows, SEED, running=documents.running)
+    windows = independent_windows(every, args.windows, SEED, running=documents.running)
     pieces = [Piece(window.token_ids, args.prompt_tokens, "text") for window in windows]
     fit, choose, judge = (pieces[part::3] for part in range(3))
-    gates = fitted_gates(reference, list(track(fit, "fitting gates")), lambda: None)
+    gates = fit_gates(reference, list(track(fit, "fitting gates")), lambda: None)
     found = [
         exit_scores(reference, track(part, doing), gates, lambda: None)
         for part, doing in ((choose, "choosing"), (judge, "judging"))
@@ -79,7 +79,7 @@ def curves_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     )
     curves = {}
     for criterion in (*map(str, CRITERIA), "gate"):
-        chosen = proposals(found[0], criterion, depth, propagates=False, prices=PRICES)
+        chosen = propose(found[0], criterion, depth, propagates=False, prices=PRICES)
         curves[criterion] = [judged(found[1], one, depth.num_layers) for one in chosen]
     return curves
 

@@ -21,10 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from exitserve.bench import synthetic
-from exitserve.planning.predict import StepCosts, expected_seconds, forced_seconds
-from exitserve.planning.sources import Source, step_costs
+from exitserve import synthetic_shapes
+from exitserve.planning.predict import expected_seconds, forced_seconds
 from exitserve.report import machine, markdown_table, versions, write_json
+from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.sources import CostSource, step_costs
 
 LAYERS = (6, 12)
 MIX = "0.7@6"
@@ -40,7 +41,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=list(synthetic.SHAPES), metavar="NAME")
+    shapes = list(synthetic_shapes.SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="NAME")
     parser.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a JSON file")
@@ -67,10 +69,10 @@ def main() -> int:
     return 1 if worst > ALLOWED else 0
 
 
-def _plan(shape: str, sizes: list[int]) -> Source:
+def _plan(shape: str, sizes: list[int]) -> CostSource:
     """The costs that `exitserve plan --synthetic` would use."""
-    context = synthetic.PROMPT_TOKENS + MAX_TOKENS // 2
-    found = step_costs(synthetic.SHAPES[shape], batch_sizes=sizes, context=context)
+    context = synthetic_shapes.PROMPT_TOKENS + MAX_TOKENS // 2
+    found = step_costs(synthetic_shapes.SHAPES[shape], batch_sizes=sizes, context=context)
     for note in found.notes:
         print(f"{shape}: {note}", file=sys.stderr)
     return found

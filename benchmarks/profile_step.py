@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.bench import synthetic
+from exitserve import synthetic_shapes
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import greedy_params, prepare_environment, start_engine
 from exitserve.errors import ExitServeError
@@ -199,7 +199,7 @@ def _decode(engine: Any, args: argparse.Namespace, watch: Stopwatch, vocabulary:
     if args.exit_layer is not None:
         fields = {"exit_layer": args.exit_layer}
     params = greedy_params(_answer_tokens(args), fields)
-    prompts = synthetic.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
+    prompts = synthetic_shapes.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
     for index, prompt in enumerate(prompts):
         engine.add_request(f"profile-{index}", {"prompt_token_ids": prompt}, params)
     produced = dict.fromkeys((f"profile-{index}" for index in range(args.batch_size)), 0)
@@ -218,7 +218,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
         yield args.model
         return
     with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
-        synthetic.write_checkpoint(args.synthetic, Path(directory))
+        synthetic_shapes.write_checkpoint(args.synthetic, Path(directory))
         yield Path(directory)
 
 
@@ -228,7 +228,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
+    what.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic_shapes.SHAPES))
     what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint directory")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--exit-layer", type=int, metavar="N", help="of every token")

@@ -38,7 +38,7 @@ def write_weights(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from exitserve.bench.synthetic import write_checkpoint
+    from exitserve.synthetic_shapes import write_checkpoint
 
     folder.mkdir(parents=True)
     write_checkpoint(NAME, folder)

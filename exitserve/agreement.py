@@ -1,7 +1,7 @@
-"""What exits make of a text beside full depth, token by token: exact, teacher-forced passes.
+"""Compares exits with full depth on a text, token by token: exact, teacher-forced passes.
 
-Of a text's T tokens the first P are a prompt. A server would decode the others, N = T - P: each
-stops at its own depth and says the next token, which the text holds for all but the last.
+Of a text's T tokens the first P are a prompt. A server would decode the other N = T - P: each stops
+at its own depth and predicts the next token, which is in the text for all but the last.
 
 Needs torch; the passes are the oracle's (`exitserve.reference`).
 """
@@ -19,50 +19,52 @@ from exitserve.reference import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullDepth:
-    """What full depth says after each decode token."""
+class FullDepthPass:
+    """Full depth on each decode token."""
 
     token: Tensor
-    """[N] its greedy token."""
+    """[N] the greedy next token."""
     nats: Tensor
-    """[N - 1] its surprise at the tokens that follow."""
+    """[N - 1] negative log-likelihood of the token that follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What was said with exits, and what full depth thinks of it."""
+class ExitPass:
+    """Exits on each decode token, compared with full depth."""
 
     depth: Tensor
     """[N] layers that each token ran."""
     checks: Tensor
-    """[N] reads of the head for a check."""
+    """[N] exit checks, each a read of the head."""
     token: Tensor
-    """[N] the greedy token by the logits of its depth."""
+    """[N] the greedy next token, by the logits of that depth."""
     agrees: Tensor
-    """[N] bool: it is full depth's, given the same text."""
+    """[N] bool: that token is also full depth's."""
     nats: Tensor
-    """[N - 1] surprise at the tokens that follow, by the logits of its depth."""
+    """[N - 1] negative log-likelihood of the token that follows, by the logits of that depth."""
 
 
-def full_depth(reference: Reference, token_ids: Sequence[int], prompt_length: int) -> FullDepth:
+def run_full_depth(
+    reference: Reference, token_ids: Sequence[int], prompt_length: int
+) -> FullDepthPass:
     """Runs a text at full depth."""
     trace = reference.trace(token_ids, prompt_length, ExitPolicy.off())
     logits = trace.logits[prompt_length:]
-    return FullDepth(token=logits.argmax(dim=-1), nats=_nats(logits, token_ids, prompt_length))
+    return FullDepthPass(token=logits.argmax(dim=-1), nats=_nats(logits, token_ids, prompt_length))
 
 
-def judged(
+def run_with_exits(
     reference: Reference,
     token_ids: Sequence[int],
     prompt_length: int,
     policy: ExitPolicy,
-    full: FullDepth,
-) -> Judged:
-    """Runs a text with exits; `full` is what full depth says of the same text."""
+    full: FullDepthPass,
+) -> ExitPass:
+    """Runs a text with exits, given its full-depth pass."""
     trace = reference.trace(token_ids, prompt_length, policy)
     logits = trace.logits[prompt_length:]
     token = logits.argmax(dim=-1)
-    return Judged(
+    return ExitPass(
         depth=trace.depth[prompt_length:],
         checks=trace.checks[prompt_length:],
         token=token,
@@ -72,6 +74,6 @@ def judged(
 
 
 def _nats(logits: Tensor, token_ids: Sequence[int], prompt_length: int) -> Tensor:
-    """[N - 1] surprise of decode logits [N, V] at the tokens that follow them."""
+    """[N - 1] negative log-likelihood of the following tokens under decode logits [N, V]."""
     following = tensor(token_ids[prompt_length + 1 :], device=logits.device)
     return cross_entropy(logits[:-1], following, reduction="none")

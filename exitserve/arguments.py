@@ -1,29 +1,69 @@
-"""What several commands read from their arguments: lists, bounds, thresholds, modes."""
+"""Arguments that several commands share: their flags, how they are read, what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from exitserve.checkpoint import context_length_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO, BY_CONFIDENCE, Mode, check_threshold
 
 Number = TypeVar("Number", int, float)
+
+DEFAULT_THRESHOLDS = "0.5,0.7,0.9"
+ENGINE_DTYPES = ("auto", "float32", "bfloat16")
+"""What commands that start engines take as --dtype; "auto" is the checkpoint's own."""
+
+
+def add_out_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds `--out` and `--overwrite`, for `exitserve.report.prepare_out_dir`."""
+    help_text = "where the report goes" if required else "also write a report there"
+    parser.add_argument("--out", required=required, metavar="DIR", help=help_text)
+    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+
+
+def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) -> None:
+    """Adds `--thresholds` and `--modes`, for `thresholds_of` and `modes_of`.
+
+    Args:
+        group: of the parser.
+        default: of `--thresholds`; None for a command that chooses `DEFAULT_THRESHOLDS` later.
+    """
+    group.add_argument(
+        "--thresholds",
+        metavar="T,T",
+        default=default,
+        help="exit thresholds to measure; auto: the calibrated ones; auto:0.95: those calibrated "
+        f"to keep this agreement (default {DEFAULT_THRESHOLDS})",
+    )
+    group.add_argument(
+        "--modes",
+        metavar="M,M",
+        default="confidence",
+        help="modes in which to measure each threshold: confidence, defer, verify (default: "
+        "confidence); auto has the mode it was calibrated in",
+    )
 
 
 def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]:
     """Reads `1,8` or `0.5,0.7`; an empty text is an empty list.
 
     Raises:
-        ExitServeError: a part is no number.
+        ExitServeError: a part is not a number.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return [kind(part) for part in parts]
+        return [kind(part) for part in words(text)]
     except ValueError as error:
         raise ExitServeError(
             f"{flag} {text!r} must be numbers separated by commas, without spaces."
         ) from error
+
+
+def words(text: str) -> list[str]:
+    """The parts of a text between commas, without those that are blank."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def thresholds_of(text: str) -> list[float | str]:
@@ -33,7 +73,7 @@ def thresholds_of(text: str) -> list[float | str]:
         ExitServeError: a part is neither a number above 0 nor such a word.
     """
     found: list[float | str] = []
-    for part in (part.strip() for part in text.split(",") if part.strip()):
+    for part in words(text):
         word, colon, target = part.partition(":")
         if word != AUTO:
             (number,) = numbers(part, float, "--thresholds")
@@ -52,18 +92,68 @@ def calibrated_fields(word: str) -> dict[str, float | str]:
     return {"exit_target": float(target)} if target else {"exit_threshold": AUTO}
 
 
+def threshold_label(mode: str, threshold: float | str | None) -> str:
+    """Names a threshold and its mode in tables and plots: `threshold 0.5`, `defer auto`."""
+    name = "threshold" if mode == "confidence" else mode
+    return f"{name} {threshold if isinstance(threshold, str) else format(threshold, 'g')}"
+
+
 def modes_of(text: str) -> list[Mode]:
     """Reads `confidence,defer`.
 
     Raises:
-        ExitServeError: a part is no mode that has a threshold.
+        ExitServeError: a part is not a mode with thresholds.
     """
     known: dict[str, Mode] = {mode: mode for mode in BY_CONFIDENCE}
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = words(text)
     for part in parts:
         if part not in known:
             raise ExitServeError(f"--modes {part!r} is unknown; allowed: {', '.join(known)}.")
     return [known[part] for part in parts]
+
+
+def verify_options(num_drafts: int | None = None) -> dict[str, Any]:
+    """Exit options that let an engine serve requests of mode "verify".
+
+    The threshold is the engine's default, which applies to no request that names its own.
+    """
+    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
+    return options if num_drafts is None else options | {"num_drafts": num_drafts}
+
+
+def batch_sizes_of(text: str) -> list[int]:
+    """Reads `1,8` as batch sizes.
+
+    Raises:
+        ExitServeError: there are none, one is below 1, or one is given twice.
+    """
+    sizes = [at_least(1, size, "--batch-sizes") for size in numbers(text, int, "--batch-sizes")]
+    if not sizes or len(set(sizes)) != len(sizes):
+        raise ExitServeError(f"--batch-sizes {text!r} must name sizes, each once.")
+    return sizes
+
+
+def check_dtype(dtype: str, allowed: Sequence[str] = ENGINE_DTYPES) -> str:
+    """Returns `dtype`; raises `ExitServeError` if it is not allowed."""
+    if dtype not in allowed:
+        raise ExitServeError(f"--dtype {dtype!r} is unknown; allowed: {', '.join(allowed)}.")
+    return dtype
+
+
+def check_model_or_synthetic(args: argparse.Namespace) -> None:
+    """Raises `ExitServeError` unless exactly one of MODEL and `--synthetic` was given."""
+    if (args.model is None) == (args.synthetic is None):
+        raise ExitServeError("give either MODEL or --synthetic NAME.")
+
+
+def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:
+    """Returns `tokens`; raises `ExitServeError` if the model's context is shorter."""
+    longest = context_length_of(config)
+    if longest is not None and tokens > longest:
+        raise ExitServeError(
+            f"{flag} {tokens} is longer than the model's context of {longest} tokens."
+        )
+    return tokens
 
 
 def at_least(least: int, value: int, flag: str) -> int:

@@ -1,7 +1,7 @@
-"""What a calibration found, as it stands in a checkpoint: thresholds, and what they promise.
+"""The record of a calibration in a checkpoint: thresholds, and what they promise.
 
-`multi_exit.calibration` in `config.json` holds one `Calibration`. Its thresholds are what `auto`
-means; its points are the same for other targets, one of which a request may ask for by name.
+`multi_exit.calibration` in `config.json` is one `Calibration`. Its chosen thresholds are those of
+`auto`; its points are thresholds for other targets, which a request names with `exit_target`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 from exitserve.errors import ExitServeError
 
 CRITERIA = ("max_prob", "margin", "entropy", "gate")
-"""What a confidence may be: the operations' three (`exitserve_kernels.exit_check`), or a learned
-gate's probability that full depth agrees."""
+"""How confidence is computed: from logits in three ways (`exitserve_kernels.exit_check`), or by a
+learned gate, as the probability that full depth agrees."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
 
 Thresholds = Mapping[int, float]
-"""Exit layer to threshold; at layers left out nothing is checked."""
+"""Exit layer to threshold; other layers are not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """One choice of thresholds, and what it was found to give."""
+    """Thresholds, and what they were measured to give."""
 
     agreement: float | None
-    """What is promised: at least this share of tokens is full depth's; None: nothing is."""
+    """Promise: at least this share of tokens is full depth's; None: nothing is promised."""
     thresholds: Thresholds
     eos_thresholds: Thresholds
-    """For tokens that end the sequence, at the same layers; 1 or more: those never exit."""
+    """For tokens that end the sequence, at the same layers; 1 or more: they never exit."""
     found: Mapping[str, float] = field(default_factory=dict)
     """Measured on the data of the calibration: `mean_depth`, `agreement`, `perplexity`, `cost`
     (of a token, as a share of full depth's)."""
@@ -45,7 +45,7 @@ class OperatingPoint:
         }
 
     def at(self, exit_layers: Collection[int]) -> OperatingPoint:
-        """The same thresholds at some of the exits, which promise nothing."""
+        """The thresholds at some of the exit layers, which promise nothing."""
         return OperatingPoint(
             agreement=None,
             thresholds={k: v for k, v in self.thresholds.items() if k in exit_layers},
@@ -58,21 +58,21 @@ class Calibration:
     """Thresholds with their promise and their provenance."""
 
     target: str
-    """What was asked for, in words: `agreement>=0.99`, `perplexity<=+1%`, `mean_depth<=8`."""
+    """Such as `agreement>=0.99`, `perplexity<=+1%`, `mean_depth<=8`."""
     mode: str
-    """One of `CALIBRATED_MODES`, in which the promise holds."""
+    """The one of `CALIBRATED_MODES` in which the promise holds."""
     criterion: str
     """One of `CRITERIA`."""
     confidence_level: float
-    """With which the promise of each point holds by itself."""
+    """Confidence with which each single promise holds."""
     num_layers: int
-    """Of the model that was calibrated. A promise is about agreement with that depth."""
+    """Full depth of the calibrated model; promises are about agreement with that depth."""
     chosen: OperatingPoint
-    """What `auto` means."""
+    """The thresholds of `auto`."""
     points: tuple[OperatingPoint, ...] = ()
-    """For other targets, ascending by `agreement`."""
+    """Thresholds for other targets, ascending by `agreement`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Data (name, hash, size), method, versions, date: for the reader."""
+    """Data (name, hash, size), method, versions, date, for readers."""
 
     def for_agreement(self, target: float) -> OperatingPoint | None:
         """The cheapest point that promises at least `target`; None where none does."""
@@ -81,7 +81,7 @@ class Calibration:
         return min(costs, key=lambda one: one[:2], default=(0.0, 0.0, None))[2]
 
     def first(self, num_layers: int) -> Calibration:
-        """What is left of it for the first layers of the model: thresholds, but no promise."""
+        """The record for the first layers of the model: thresholds, but no promise."""
         if num_layers >= self.num_layers:
             return self
         note = f"made for {self.num_layers} layers; promises nothing for {num_layers}"
@@ -89,7 +89,7 @@ class Calibration:
         return replace(left, provenance={**self.provenance, "restricted": note})
 
     def void(self, exit_layers: Collection[int]) -> Calibration:
-        """Its thresholds at these layers, for settings for which it promises nothing."""
+        """Its thresholds at these layers, without any promise."""
         return replace(self, chosen=self.chosen.at(exit_layers), points=())
 
     def to_json(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Which exit checks are worth making: a request's own past decides, nothing else.
+"""Decides which exit checks are worth making, from the earlier checks of the same request.
 
-A check that fails costs a pass through the LM head, which is several layers' worth on models
-with a large vocabulary. So a request keeps, for each exit layer, a running success rate of its
-own checks; while that rate is below the layer's break-even, it waits longer and longer between
-checks, and a success ends the waiting. Nothing ever exits without a check that passed.
+A check that fails costs a pass through the LM head, as much as several layers on models with a
+large vocabulary. So a request keeps a running success rate of its checks at each exit layer. While
+that rate is below the layer's break-even, it waits longer and longer between checks; a success ends
+the waiting. No token exits without a check that passed.
 
-Because only the request's own earlier checks at the same layer count, what a request gets does
-not depend on its neighbours, and the oracle can follow the same rule in one parallel pass.
+Because only the request's earlier checks at the same layer count, its tokens do not depend on the
+rest of the batch, and the oracle can follow the same rule in one parallel pass.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MEMORY = 8
-"""A check's weight in the running rate fades over about this many checks."""
+"""The running rate is averaged over about this many checks."""
 LONGEST_WAIT = 32
-"""Tokens. A token then pays for a thirtieth of a check; waiting longer would hardly gain more."""
+"""In tokens: each then costs about 1/32 of a check, and longer waits would save little more."""
 
 
 def first_rate(break_even: float) -> float:
-    """The success rate that a new request begins with.
+    """The success rate with which a new request begins: twice the break-even.
 
-    Twice the break-even: it gets the benefit of the doubt for a few checks.
+    So it makes a few checks before it begins to wait.
     """
     return min(2.0 * break_even, 1.0)
 
 
 @dataclass
 class _LayerRecord:
-    """The checks of one request at one exit layer."""
+    """Success rate and wait of one request at one exit layer."""
 
     break_even: float
     rate: float
     wait: int = 0
-    """Tokens to let pass before the next check."""
+    """Tokens to leave unchecked before the next check."""
     next_wait: int = 1
 
     def record(self, passed: bool) -> None:
@@ -47,7 +47,7 @@ class _LayerRecord:
 
 
 class CheckSchedule:
-    """Decides, token by token, whether a request is checked at an exit layer."""
+    """Decides, token by token, whether to check a request at an exit layer."""
 
     def __init__(self, break_even: Mapping[int, float]) -> None:
         """Starts a request.

@@ -21,16 +21,16 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class MultiExit:
-    """What a checkpoint says about its exits."""
+    """What a checkpoint declares about its exits."""
 
     exit_layers: tuple[int, ...]
     """Depths at which an exit check may be made, ascending, each in 1..L-1."""
     objective: str = "aligned"
-    """How the exits were trained; for the reader."""
+    """How the exits were trained, for readers."""
     criterion: str = "max_prob"
-    """The confidence criterion the thresholds are meant for."""
+    """How confidence is computed, which thresholds depend on; one of `CRITERIA`."""
     calibration: Calibration | None = None
-    """Thresholds with their promise, where the checkpoint was calibrated."""
+    """Calibrated thresholds; None where the checkpoint was not calibrated."""
 
     def validate(self, num_layers: int) -> None:
         """Raises `ExitServeError` unless the block fits a decoder of `num_layers` layers."""
@@ -40,7 +40,7 @@ class MultiExit:
             raise ExitServeError(f"criterion {self.criterion!r} is unknown; allowed: {allowed}.")
 
     def first(self, num_layers: int) -> MultiExit | None:
-        """What is left of the block for the first `num_layers` layers; None without exits."""
+        """The block for the first `num_layers` layers; None if no exit is left."""
         layers = tuple(layer for layer in self.exit_layers if layer < num_layers)
         if not layers:
             return None
@@ -64,7 +64,7 @@ def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int,
     """Returns the exit layers as a tuple if they ascend within 1..L-1.
 
     Raises:
-        ExitServeError: a layer is no integer, out of range, repeated, or out of order.
+        ExitServeError: a layer is not an integer, out of range, repeated, or out of order.
     """
     for layer in exit_layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
@@ -94,18 +94,24 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return found
 
 
+def context_length_of(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a sequence that a `config.json` names; None where it names none."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
 def read_config(model: Path | str) -> dict[str, Any]:
     """Reads the `config.json` of a checkpoint directory or hub id.
 
     Raises:
-        ExitServeError: there is no such checkpoint, or the file is no JSON object.
+        ExitServeError: there is no such checkpoint, or the file is not a JSON object.
     """
     directory = Path(model)
     path = directory / "config.json"
     if not directory.is_dir():
         path = _config_from_hub(str(model))
     if not path.is_file():
-        raise ExitServeError(f"'{directory}' has no config.json, so it is no checkpoint.")
+        raise ExitServeError(f"'{directory}' has no config.json, so it is not a checkpoint.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -52,9 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
         add_calibrate,
         add_eval,
         add_truncate,
-        add_demo,
     ):
         add(subparsers)
+    add_demo(subparsers, run_command=main)
     for entry in sorted(entry_points(group="exitserve.commands"), key=lambda entry: entry.name):
         entry.load()(subparsers)
     return parser

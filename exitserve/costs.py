@@ -1,7 +1,7 @@
-"""What a decode step must move, in bytes, and the limit this sets on early exit.
+"""The bytes that a decode step must read, and the limit they set on wall speedup.
 
 Decoding at small batches is bound by memory traffic, so the least time of a step is the bytes it
-must read over the bandwidth. Bandwidth cancels in the ratio of two steps, which leaves
+must read, over the bandwidth. In the ratio of two steps the bandwidth cancels:
 
     bytes(step) = sum over layers i of  W_layer                     if any row needs layer i
                                         W_kv                        otherwise (propagation)
@@ -9,10 +9,10 @@ must read over the bandwidth. Bandwidth cancels in the ratio of two steps, which
                 + heads * W_head,     heads = checks + (1 if any row runs all layers else 0)
     limit = sum of bytes(full-depth steps) / sum of bytes(observed steps)
 
-A check that passes *is* the head of the tokens that leave there, so a step in which every row
-exits reads the head once for each check and never again at the end. A layer's weights are read
-once for the whole batch. Left out, because they are small and the same on both sides: embedding
-rows, norms, activations, and the write of the new token's keys and values.
+A check that passes *is* the head of the tokens that exit there, so a step in which every row exits
+reads the head once for each check, and not again at the end. A layer's weights are read once for
+the whole batch. Left out, because they are small and the same on both sides: embedding rows,
+norms, activations, and writing the new token's keys and values.
 
 Pure Python. Shapes: B rows, L layers, D hidden, V vocabulary.
 """
@@ -38,7 +38,7 @@ _GPT2_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """The sizes of a Llama-type decoder that decide what a step moves."""
+    """The sizes of a Llama-type decoder that decide how much a step reads."""
 
     num_layers: int
     """L."""
@@ -88,15 +88,15 @@ class Step:
     contexts: tuple[int, ...]
     """[B] tokens of each row in the cache that its attention reads."""
     propagates: bool = True
-    """Whether keys and values of layers not run are made from K/V projections, which are read; in
-    mode "defer" those layers run later, in a step that reads them for another token anyway."""
+    """Whether layers that are not run have their K/V projections read, to propagate keys and
+    values. In mode "defer" they run later, in a step that reads them for another token anyway."""
     checks: int = 0
     """Exit checks made; each reads the head once, for all its rows together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCosts:
-    """What the parts of a decode step cost one token at batch 1, in any one unit."""
+    """What the parts of a decode step cost one token, all in the same unit."""
 
     num_layers: int
     """L."""
@@ -105,11 +105,11 @@ class TokenCosts:
     fill: float
     """Keys and values of one layer that is not run."""
     check: float
-    """One exit check, which is also the head of a token that it lets go."""
+    """One exit check, which is also the head of a token that exits by it."""
     head: float
     """The head at full depth."""
     rest: float = 0.0
-    """What every token costs: embedding, sampling, the engine's own work."""
+    """Cost of every token at any depth: embedding, sampling, the engine's own work."""
 
     def of(self, depth: float, checks: float, stays: float, *, propagates: bool = True) -> float:
         """The mean cost of tokens, as a share of full depth's.
@@ -117,7 +117,7 @@ class TokenCosts:
         Args:
             depth: mean number of layers run.
             checks: mean number of times the head was read for a check.
-            stays: share of tokens that ran all layers, whose head is still owed.
+            stays: share of tokens that ran all layers, and then the head.
             propagates: see `Step`.
         """
         full = self.rest + self.num_layers * self.layer + self.head
@@ -135,6 +135,27 @@ def token_bytes(shape: DecoderShape, context: int = 0) -> TokenCosts:
         check=shape.head_bytes,
         head=shape.head_bytes,
     )
+
+
+def serving_dtype(config: Mapping[str, Any], asked: str | None = None) -> str:
+    """The type that weights are served in: as asked, else as vLLM chooses by default.
+
+    vLLM serves a checkpoint in its own type, but one in float32 in bfloat16.
+
+    Args:
+        config: a parsed `config.json`.
+        asked: of `--dtype`; None or "auto" for the default.
+
+    Raises:
+        ExitServeError: the type asked for is unknown.
+    """
+    if asked is not None and asked != "auto":
+        if asked not in DTYPE_BYTES:
+            allowed = ", ".join(("auto", *DTYPE_BYTES))
+            raise ExitServeError(f"--dtype {asked!r} is unknown; allowed: {allowed}.")
+        return asked
+    own = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
+    return "float16" if own == "float16" else "bfloat16"
 
 
 def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
@@ -172,7 +193,7 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
 
 
 def break_even_rates(config: Mapping[str, Any], exit_layers: Sequence[int]) -> dict[int, float]:
-    """`break_even` of every exit layer of a checkpoint; empty for shapes that are not known."""
+    """`break_even` of each exit layer of a checkpoint; empty where its shape is unknown."""
     try:
         shape = shape_of(config, "bfloat16")
     except ExitServeError:
@@ -183,8 +204,8 @@ def break_even_rates(config: Mapping[str, Any], exit_layers: Sequence[int]) -> d
 def break_even(shape: DecoderShape, exit_layer: int) -> float:
     """Success rate from which a check after `exit_layer` layers pays, between 0 and 1.
 
-    A check that passes replaces the final head, and saves the layers above but for their K/V
-    projections; one that fails has read the head for nothing. A ratio of bytes, so the dtype
+    A check that passes replaces the final head, and saves the layers above except their K/V
+    projections; one that fails has read the head in vain. A ratio of bytes, so the dtype
     does not matter.
     """
     skipped = shape.num_layers - exit_layer
@@ -229,12 +250,12 @@ def full_depth(shape: DecoderShape, step: Step) -> Step:
 
 
 def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -> float:
-    """The most that wall speedup can be: full-depth least bytes over those of `steps`.
+    """The largest possible wall speedup: least bytes at full depth over those of `steps`.
 
     Args:
         shape: the decoder.
         steps: as observed.
-        checks: exit checks made in all steps together, where steps do not carry their own.
+        checks: exit checks of all steps together, where `Step.checks` is not given.
 
     Returns:
         A ratio (no unit); 1.0 for no steps. Below 1.0 where checks cost more than they save.
@@ -247,16 +268,16 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -
 
 
 def limit_of_reads(shape: DecoderShape, steps: Sequence[Step], layers: int, heads: int) -> float:
-    """`limit_speedup` where the engine counted what it read, for steps that give several tokens.
+    """`limit_speedup` from counted reads, for engine steps that give several tokens.
 
     Args:
         shape: the decoder.
-        steps: one for each token of a request, as full depth would need them.
+        steps: those that full depth would need, one for each token of a request.
         layers: reads of a layer's weights, each for all tokens that ran it together.
         heads: reads of the head.
     """
     full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
-    # Attention reads a row's keys and values once for all its tokens of a pass, so at least:
+    # At least this: attention reads a row's keys and values once for all its tokens of a pass.
     contexts = sum(sum(step.contexts) for step in steps) / max(1, len(steps))
     cache = contexts * shape.kv_token_bytes * layers
     return full / (layers * shape.layer_bytes + heads * shape.head_bytes + cache)

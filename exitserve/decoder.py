@@ -1,8 +1,8 @@
-"""The parts of a Hugging Face decoder that multi-exit code needs, for every supported family.
+"""The layers, norm and head of a Hugging Face decoder, for every supported family.
 
 Shapes: B rows, T tokens, D hidden, V vocabulary. `hidden[l]` is the residual stream after l
-layers, *un-normed*. Hugging Face's own `hidden_states[-1]` is already normed, the others are
-not; hooks on the layers give the same thing at every depth.
+layers, *un-normed*. Of Hugging Face's `hidden_states` the last is normed and the others are not;
+hooks on the layers give un-normed states at every depth.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """A causal LM taken apart: its layers, final norm and LM head."""
+    """The layers, final norm and LM head of a causal LM."""
 
     layers: nn.ModuleList
     norm: nn.Module
     head: nn.Module
     soft_cap: float | None = None
-    """Bound of the logits, where the architecture has one (Gemma 2)."""
+    """Bound of the logits by tanh, where the architecture has one (Gemma 2)."""
 
     @property
     def num_layers(self) -> int:
@@ -61,7 +61,7 @@ class DecoderParts:
 
 
 def decoder_parts(model: Any) -> DecoderParts:
-    """Takes a causal LM of a supported family (`FAMILIES`) apart.
+    """The parts of a causal LM of a supported family (`FAMILIES`).
 
     Raises:
         ExitServeError: the model is of another family.

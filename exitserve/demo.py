@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,16 @@ PROMPTS = (
 )
 MAX_TOKENS = 48
 PALETTE = ("bold green", "green", "yellow", "red")
-"""From the shallowest exit to full depth."""
+"""Colours from the shallowest exit to full depth."""
 
 
-def add_demo(subparsers: Any) -> None:
-    """Adds the `demo` command."""
+def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
+    """Adds the `demo` command.
+
+    Args:
+        subparsers: of the command line.
+        run_command: runs another command from its arguments; returns the exit code.
+    """
     parser = subparsers.add_parser(
         "demo",
         help="serve the bundled model, show every token's depth, compare with plain vLLM",
@@ -34,11 +41,15 @@ def add_demo(subparsers: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), help="folder for log and report"
     )
-    parser.set_defaults(run=demo)
+    parser.set_defaults(run=partial(demo, run_command=run_command))
 
 
-def demo(args: argparse.Namespace) -> int:
-    """Runs the demo.
+def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> int:
+    """Runs the demo; returns the exit code of its benchmark.
+
+    Args:
+        args: of the command.
+        run_command: see `add_demo`.
 
     Raises:
         ExitServeError: there is no model to show, or the server did not start.
@@ -50,8 +61,6 @@ def demo(args: argparse.Namespace) -> int:
             f"no model at '{args.model}': the bundled model is in the repository, not in the "
             f"wheel; clone it, or give a checkpoint with --model DIR."
         )
-    # Here, not at the top: the command line imports this module.
-    from exitserve.cli import main
     from exitserve.server.local_server import LocalServer
 
     console = Console()
@@ -68,7 +77,7 @@ def demo(args: argparse.Namespace) -> int:
     bench = ["bench", str(args.model), "--thresholds", ",".join(map(str, THRESHOLDS[1:]))]
     bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
     console.print(f"exitserve {' '.join(bench)}", style="dim")
-    if code := main(bench):
+    if code := run_command(bench):
         return code
     console.print(f"\nThe report: {report / 'report.md'} (plot and JSON beside it).")
     console.print(f"Serve it yourself:  exitserve serve {args.model} --exit-threshold 0.7")
@@ -109,7 +118,7 @@ def _show_completions(console: Any, url: str, model: Path) -> None:
 
 
 def _coloured(prompt: str, tokens: list[str], depths: list[int], styles: dict[int, str]) -> Any:
-    """The completion with each token in the colour of its depth, then what the colours mean."""
+    """The completion with each token in the colour of its depth, and a legend."""
     from rich.text import Text
 
     text = Text(prompt, style="dim")

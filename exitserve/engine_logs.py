@@ -1,8 +1,8 @@
-"""Keeps what the engines print while they load off the screen, and loses none of it.
+"""Sends what engines print on the error stream to a log file instead of the screen.
 
-vLLM's processes, its libraries and their C++ parts all write warnings to the error stream, most
-of them before any logging is configured. They inherit the stream from us, so it is pointed at a
-file while they run. vLLM's own errors go to standard output and are seen at once.
+vLLM's processes, its libraries and their C++ parts all write warnings there, most of them before
+any logging is configured. They inherit the stream from this process, so its file descriptor is
+redirected while they run. vLLM's own errors go to standard output and stay visible.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ STDERR = 2
 
 
 @contextmanager
-def error_stream() -> Iterator[TextIO]:
-    """The error stream as it is now; it stays so inside `errors_to`."""
+def visible_stderr() -> Iterator[TextIO]:
+    """A copy of the error stream that stays on the screen inside `redirect_stderr`."""
     with os.fdopen(os.dup(STDERR), "w", buffering=1, encoding="utf-8") as stream:
         yield stream
 
 
 @contextmanager
-def errors_to(log: Path) -> Iterator[None]:
+def redirect_stderr(log: Path) -> Iterator[None]:
     """Sends the error stream of this process, and of those it starts, to `log`.
 
-    Where the block fails, the log is shown too, unless the user's mistake is known: that has a
-    message of its own.
+    If the block fails, the log is shown too, except for a user's mistake (`ExitServeError`),
+    whose message says enough.
     """
     failed = False
     sys.stderr.flush()

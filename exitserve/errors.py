@@ -1,4 +1,4 @@
-"""The one exception type that users may see, and the helper that suggests a fix."""
+"""The exception for users' mistakes, and suggestions for mistyped names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first N layers of a decoder: which tensors belong to them, and what its config then says.
+"""The first N layers of a decoder: the tensors that belong to them, and their config.
 
 Pure Python: a server that loads the first layers only (`--max-layers`) needs this as well.
 """
@@ -15,11 +15,11 @@ from exitserve.errors import ExitServeError
 COUNTS = ("num_hidden_layers", "n_layer")
 """Keys of `config.json` that hold the number of layers; GPT-2 has the second."""
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "sliding_window_pattern")
-"""Keys that may hold a list with one entry for each layer. (A number there is a period.)"""
+"""Keys that may hold a list with one entry for each layer (a number there is a period)."""
 LAYER_NUMBERS = ("mlp_only_layers",)
 """Keys that hold a list of layers by number, from 0."""
 FIRST_WINDOW = "max_window_layers"
-"""From this layer on attention has a window (Qwen); vLLM wants it to be within the depth."""
+"""From this layer on attention has a window (Qwen); vLLM requires it to be within the depth."""
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
@@ -45,7 +45,7 @@ def check_depth(num_layers: Any, config: Mapping[str, Any], option: str) -> int:
         option: where it was given, for the message.
 
     Raises:
-        ExitServeError: it is no whole number in 1..L.
+        ExitServeError: it is not a whole number in 1..L.
     """
     full = num_layers_of(config)
     whole = isinstance(num_layers, int) and not isinstance(num_layers, bool)
@@ -58,13 +58,13 @@ def check_depth(num_layers: Any, config: Mapping[str, Any], option: str) -> int:
 
 
 def trained_depths(config: Mapping[str, Any]) -> list[int]:
-    """Depths that the head was trained to follow, the full one last; empty without exits."""
+    """Depths whose states the head was trained on, full depth last; empty without exits."""
     block = parse_multi_exit(config)
     return [] if block is None else [*block.exit_layers, num_layers_of(config)]
 
 
 def doubt(config: Mapping[str, Any], num_layers: int) -> str | None:
-    """What to tell a user whose model was not trained to end after `num_layers` layers."""
+    """A warning if the head was not trained to follow `num_layers` layers; None if it was."""
     trained = trained_depths(config)
     if num_layers in (*trained, num_layers_of(config)):
         return None
@@ -73,16 +73,16 @@ def doubt(config: Mapping[str, Any], num_layers: int) -> str | None:
         names = ", ".join(map(str, trained[:-1]))
         reason = f"layer {num_layers} was not trained as an exit (those that were: {names})"
     return (
-        f"Warning: {reason}. How good the first {num_layers} layers are, is unknown: "
+        f"Warning: {reason}. The quality of the first {num_layers} layers is unknown: "
         f"`exitserve inspect` measures every layer."
     )
 
 
 def cut_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config of the first `num_layers` layers, itself for all of them.
+    """The config of the first `num_layers` layers.
 
-    Exits above are dropped, and with the last of them the block; what a calibration promised for
-    the full depth is dropped too (`MultiExit.first`).
+    Exits at or above that depth are dropped, and the block with them if none is left. What a
+    calibration promised for full depth is dropped too (`MultiExit.first`).
 
     Args:
         config: the checkpoint's `config.json`.
@@ -116,5 +116,5 @@ def cut_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def config_overrides(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """What vLLM's `hf_overrides` must change in a config for the first `num_layers` layers."""
     cut = cut_config(config, num_layers)
-    # Exits are read through `exitserve.engine.options`, which restricts them by itself.
+    # The block is left out: `exitserve.engine.options` reads and restricts the exits.
     return {key: value for key, value in cut.items() if key != BLOCK and value != config[key]}

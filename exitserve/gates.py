@@ -1,9 +1,9 @@
-"""Learned gates: small probes that say, before any logits, whether full depth would agree.
+"""Learned gates: small probes that predict, without logits, whether full depth would agree.
 
-A gate reads the normed state of a token at its exit layer, D multiplications instead of the head's
-D x V, and gives the probability that full depth's likeliest token is the one the exit would say.
-Where gates are the criterion of a checkpoint, they take the place of the confidence: only tokens
-that their gate lets go read the head. `exitserve calibrate` fits them; they lie beside the weights.
+A gate reads a token's normed state at its exit layer, with D multiplications instead of the head's
+D x V, and gives the probability that the greedy token is the same there and at full depth. In a
+checkpoint whose criterion is its gates, that probability is the confidence, and only tokens that
+exit read the head. `exitserve calibrate` fits gates and stores them beside the weights.
 
 Shapes: N rows, D hidden.
 """
@@ -21,7 +21,7 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import ALWAYS, NEVER
 
 FILE = "exit_gates/gates.safetensors"
-"""In the checkpoint. A folder of its own: loaders read every .safetensors beside the weights."""
+"""In the checkpoint, in a separate folder: loaders read every .safetensors beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class Gate:
     """[] float32."""
 
     def confidence(self, normed: Tensor) -> Tensor:
-        """[N] float32: probability that full depth agrees, of normed states [N, D]."""
+        """[N] float32 probability that full depth agrees, from normed states [N, D]."""
         return torch.sigmoid(normed.float() @ self.weight + self.bias)
 
     def decided(self, normed: Tensor, *thresholds: Tensor) -> list[Tensor]:
-        """Thresholds [N] for any other confidence, which all pass or none: the gate has decided."""
-        said = self.confidence(normed)
-        return [torch.where(said > own, ALWAYS, NEVER) for own in thresholds]
+        """Turns thresholds [N] for this gate into thresholds that always or never pass.
+
+        With them an exit check on logits passes exactly the tokens that the gate passes.
+        """
+        confidence = self.confidence(normed)
+        return [torch.where(confidence > each, ALWAYS, NEVER) for each in thresholds]
 
     def to(self, device: torch.device) -> Gate:
         """The same gate on a device."""
@@ -52,7 +55,7 @@ Gates = Mapping[int, Gate]
 
 
 def save_gates(model_dir: Path | str, gates: Gates) -> None:
-    """Writes them into a checkpoint, in place of earlier ones."""
+    """Writes gates into a checkpoint, replacing earlier ones."""
     from safetensors.torch import save_file
 
     path = Path(model_dir) / FILE
@@ -66,7 +69,7 @@ def load_gates(model: Path | str, exit_layers: Sequence[int]) -> dict[int, Gate]
     """Reads the gates of a checkpoint directory or hub id, for these exit layers.
 
     Raises:
-        ExitServeError: it has none, they are no such file, or a layer has no gate.
+        ExitServeError: there are none, their file is broken, or a layer has no gate.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -88,7 +91,7 @@ def load_gates(model: Path | str, exit_layers: Sequence[int]) -> dict[int, Gate]
     if missing:
         raise ExitServeError(
             f"exit layer {missing[0]} has no gate, which is the criterion of '{model}'; layers "
-            f"with gates: {', '.join(map(str, known))}. Leave --exit-layers away, or calibrate "
+            f"with gates: {', '.join(map(str, known))}. Leave --exit-layers out, or calibrate "
             f"with them."
         )
     return {

@@ -1,6 +1,6 @@
-"""Who may exit, and where: one request's rule, and how a server turns fields into rules.
+"""Exit policies: when the tokens of a request exit, and how request fields become a policy.
 
-Knows no vLLM and no tensors, so the oracle, the engine and the server share it.
+Needs neither vLLM nor tensors, so the oracle, the engine and the server share it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer", "verify")
 """Modes in which a token exits where its confidence passes a threshold."""
 EXACT: tuple[Mode, ...] = ("defer", "verify")
-"""Those in which an exited token's deeper layers run all the same, later."""
+"""Modes in which the deeper layers of an exited token run too, later."""
 
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
@@ -38,13 +38,13 @@ ALWAYS = -1.0
 """A threshold every confidence passes."""
 
 AUTO = "auto"
-"""As a threshold: the checkpoint's calibrated ones."""
+"""As a threshold: those that the checkpoint was calibrated to."""
 
 FIELDS = {
     "exit_threshold": "a token exits where its confidence is above this number (1 or more: "
     "never); auto: above the checkpoint's calibrated thresholds",
     "exit_target": "instead of a threshold: the share of tokens, such as 0.98, that must be those "
-    "of full depth; the checkpoint's calibration knows the thresholds that promise it",
+    "of full depth; the checkpoint's calibration has the thresholds that keep it",
     "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
     "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
     "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
@@ -55,14 +55,14 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExitPolicy:
-    """One request's rule. Build it with `off`, `confidence`, `calibrated` or `fixed`."""
+    """When a request's tokens exit. Made by `off`, `confidence`, `calibrated` or `fixed`."""
 
     mode: Mode = "off"
     threshold: float = NEVER
     eos_threshold: float = NEVER
     by_layer: tuple[tuple[int, float, float], ...] = ()
-    """Exit layers with thresholds of their own: any token's, end of sequence's. Where there are
-    some, nothing is checked at other layers."""
+    """(exit layer, threshold, threshold for end of sequence) where layers have thresholds of
+    their own; other layers are not checked then."""
     exit_layer: int | None = None
 
     @classmethod
@@ -76,13 +76,13 @@ class ExitPolicy:
     ) -> ExitPolicy:
         """Exit at the first exit layer whose confidence is above `threshold`.
 
-        Mode "defer" differs in the keys and values of the layers not run: they are computed
-        exactly, later, instead of propagated at once. In mode "verify" tokens that exit are
-        drafts, which full depth accepts or replaces.
+        Mode "defer" computes the keys and values of the layers not run exactly, later, instead of
+        propagating them at once. In mode "verify" tokens that exit are drafts, which full depth
+        accepts or replaces.
 
-        An end-of-sequence token ends the answer, so leaving early on it does the most damage:
-        it needs more than `eos_threshold`, by default half way between `threshold` and 1.
-        A threshold of 1 or more is full depth.
+        A wrong end of sequence does the most damage, so it needs a confidence above
+        `eos_threshold`, by default half way between `threshold` and 1. A threshold of 1 or more
+        is full depth.
         """
         if threshold >= 1.0:
             return cls.off()
@@ -99,7 +99,7 @@ class ExitPolicy:
     def calibrated(
         cls, point: OperatingPoint, eos_threshold: float | None = None, *, mode: Mode
     ) -> ExitPolicy:
-        """Exit where a calibration says; `eos_threshold` replaces its own, which it found."""
+        """Exit by calibrated thresholds; `eos_threshold` replaces those for end of sequence."""
         assert mode in BY_CONFIDENCE
         by_layer = []
         for layer, threshold in sorted(point.thresholds.items()):
@@ -130,10 +130,10 @@ class ExitPolicy:
         return NEVER, NEVER
 
     def cache_salt(self) -> str | None:
-        """Names the policy in prefix-cache hashes; None where keys and values are exact.
+        """A salt for prefix-cache hashes; None where keys and values are exact.
 
-        Keys and values that an early exit propagated are approximations. Salted, they are only
-        ever read by requests of the same policy.
+        Propagated keys and values are approximations. With the salt, only requests of the same
+        policy read them.
         """
         if self.mode == "confidence":
             own = ":".join(map(repr, (self.threshold, self.eos_threshold, *self.by_layer)))
@@ -145,7 +145,7 @@ class ExitPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRules:
-    """What one served model allows, and what a request gets that asks for nothing."""
+    """What a served model allows, and the policy of requests that ask for nothing."""
 
     num_layers: int
     exit_layers: tuple[int, ...]
@@ -153,15 +153,15 @@ class ExitRules:
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
     break_even: Mapping[int, float] = field(default_factory=dict)
-    """Success rate from which a check pays, by exit layer; empty: every check is made."""
+    """Success rate from which a check pays, by exit layer; if empty, every check is made."""
     num_drafts: int = 0
     """Tokens that a request in mode "verify" may draft at a time; 0: the mode is not allowed."""
     tokens_may_wait: bool = True
-    """Whether modes are served in which tokens that exited wait for a later pass."""
+    """Whether modes are served in which exited tokens wait for a later pass."""
     criterion: str = "max_prob"
-    """What confidence is, one of `exitserve.calibration_record.CRITERIA`."""
+    """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
     calibration: Calibration | None = None
-    """What `auto` and `exit_target` mean."""
+    """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
 
     def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
         """A new request's check schedule. A fixed exit always passes, so it always pays."""
@@ -175,7 +175,7 @@ class ExitRules:
         Args:
             fields: the request's extra arguments; those not named `exit_*` are ignored.
             structured: the request constrains its output by a grammar; it then runs at full
-                depth unless it asks for exits itself, or full depth has the last word anyway.
+                depth unless it asks for exits, or full depth decides every token anyway.
 
         Raises:
             ExitServeError: a field is unknown, of the wrong type or out of range, or two of them
@@ -195,8 +195,8 @@ class ExitRules:
         if layer is not None:
             return ExitPolicy.fixed(self._check_layer(layer))
         if mode is None and threshold is None and target is None:
-            judged = self.default.mode in ("verify", "off")
-            return self.default if judged or not structured else ExitPolicy.off()
+            full_depth_decides = self.default.mode in ("verify", "off")
+            return self.default if full_depth_decides or not structured else ExitPolicy.off()
         mode = self._mode(mode, calibrated=threshold == AUTO or target is not None)
         if target is not None:
             return self._by_target(target, mode)
@@ -216,7 +216,7 @@ class ExitRules:
                     raise ExitServeError(f"{other} and {one} exclude each other; send one of them.")
 
     def _mode(self, mode: Any, *, calibrated: bool) -> Mode:
-        """The mode of a request that names it, its threshold, or both."""
+        """The mode of a request that names a mode, a threshold, or both."""
         if mode is None:
             if calibrated:
                 mode = self._calibration().mode
@@ -243,16 +243,16 @@ class ExitRules:
 
     def _calibrated(self, point: OperatingPoint, mode: Mode) -> ExitPolicy:
         made_in = self._calibration().mode
-        # What full depth judges is full depth's in any case.
+        # In mode "verify" full depth decides every token, whatever the thresholds.
         if mode not in (made_in, "verify"):
             raise ExitServeError(
                 f"exit_mode {mode!r} does not go with calibrated thresholds, which were chosen in "
-                f"mode {made_in!r}: leave exit_mode away, or send a threshold as a number."
+                f"mode {made_in!r}: leave exit_mode out, or send a threshold as a number."
             )
         return ExitPolicy.calibrated(point, self.eos_threshold, mode=mode)
 
     def _by_target(self, target: Any, mode: Mode) -> ExitPolicy:
-        """The policy that promises an agreement; full depth where no thresholds do."""
+        """The policy that promises an agreement; full depth where no thresholds promise it."""
         fine = isinstance(target, int | float) and not isinstance(target, bool)
         if not fine or not 0 < target < 1:
             raise ExitServeError(
@@ -264,7 +264,7 @@ class ExitRules:
         return self._calibrated(point, mode)
 
     def _by_confidence(self, mode: Mode, threshold: Any) -> ExitPolicy:
-        """The policy of a request in `mode` with a threshold, by default the server's."""
+        """The policy of a request with a threshold, which is the server's by default."""
         number = None if threshold is None or threshold == AUTO else check_threshold(threshold)
         if mode == "off":
             return ExitPolicy.off()
@@ -280,7 +280,7 @@ class ExitRules:
     def policy_or_off(self, fields: Mapping[str, Any] | None, *, structured: bool) -> ExitPolicy:
         """`policy_for`, with full depth instead of an error.
 
-        For code behind the front door: whatever got past the checks must not stop the engine.
+        For the engine, which a bad request that passed all checks must not stop.
         """
         try:
             return self.policy_for(fields, structured=structured)
@@ -303,7 +303,7 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
     """Returns a threshold as float.
 
     Raises:
-        ExitServeError: `value` is no finite number above 0 (booleans are no numbers here).
+        ExitServeError: `value` is not a finite number above 0 (booleans do not count).
     """
     fine = isinstance(value, int | float) and not isinstance(value, bool)
     # `value < inf` rather than math.isfinite, which overflows on huge integers.
@@ -315,7 +315,7 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
 
 
 def check_trace(value: Any) -> None:
-    """Raises `ExitServeError` unless `value` may stand in `exit_trace`.
+    """Raises `ExitServeError` unless `exit_trace` may have this value.
 
     Behind the front door the field is a list of keys (strings) under which the trace is kept.
     """

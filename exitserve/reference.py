@@ -9,8 +9,8 @@ always run at full depth.
 In mode "defer" a row that exits is not frozen: it leaves with the logits of its check, and its
 later layers are computed all the same, so that all keys and values are those of full depth.
 
-In mode "verify" what a check says is a draft. Full depth says the tokens, so `decode` is plain
-greedy decoding, with a count of the drafts that would have been judged, and of those that agree.
+In mode "verify" tokens that exit are drafts. Full depth decides the tokens, so `decode` is plain
+greedy decoding, with a count of the drafts, and of those that full depth accepts.
 
 Because a row's state at each layer depends only on the states of earlier tokens at that layer,
 one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
@@ -38,8 +38,8 @@ from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a teacher-forced frozen-row pass found for each of T input tokens."""
+class OracleTrace:
+    """What a teacher-forced frozen-row pass gives for each of T input tokens."""
 
     logits: Tensor
     """[T, V] raw next-token logits, each from the depth its token stopped at."""
@@ -56,7 +56,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the decode loop produced after the prompt."""
+    """What the decode loop generated after a prompt."""
 
     token_ids: list[int]
     exit_layers: list[int]
@@ -64,7 +64,7 @@ class Generation:
     drafted: int = 0
     """Tokens drafted (mode "verify")."""
     accepted: int = 0
-    """Those that full depth agreed with, up to the first of a draft that it did not."""
+    """Drafts that full depth agreed with, in each round up to the first that it did not."""
 
 
 class Reference:
@@ -87,8 +87,8 @@ class Reference:
             eos_token_ids: ends of sequence, which have a threshold of their own.
             break_even: success rates from which a check pays, for the check schedule
                 (`exitserve.check_schedule`); None makes every check.
-            criterion: what confidence is, where there are no gates.
-            gates: by exit layer; they are the confidence then.
+            criterion: how confidence is computed, where there are no gates.
+            gates: by exit layer; they give the confidence instead.
         """
         self.criterion, self.gates = criterion, gates
         self.break_even = dict(break_even or {})
@@ -100,12 +100,14 @@ class Reference:
         self.eos_token_ids = torch.tensor(ends, dtype=torch.long, device=self.device)
 
     @torch.no_grad()
-    def trace(self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy) -> Trace:
+    def trace(
+        self, input_ids: Sequence[int], prompt_length: int, policy: ExitPolicy
+    ) -> OracleTrace:
         """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
         decode = torch.arange(len(input_ids), device=self.device) >= prompt_length
         rows = _FrozenRows(self, policy, decode, self._schedule(policy))
         with rows.hooked():
-            hidden = self._run(input_ids, cache=None)
+            hidden = self._run_layers(input_ids, cache=None)
         return rows.finish(hidden)
 
     @torch.no_grad()
@@ -137,7 +139,7 @@ class Reference:
             decode = torch.full((len(step),), bool(token_ids), device=self.device)
             rows = _FrozenRows(self, policy, decode, schedule)
             with rows.hooked():
-                hidden = self._run(step, cache=cache)
+                hidden = self._run_layers(step, cache=cache)
             found = rows.finish(hidden)
             token_ids.append(int(found.token[-1]))
             depths.append(int(found.depth[-1]))
@@ -183,19 +185,19 @@ class Reference:
         policy: ExitPolicy,
         schedule: CheckSchedule,
     ) -> list[int]:
-        """What checks say next after `text`, up to the first token that passes none.
+        """Drafts the tokens after `text`, up to the first that passes no check.
 
-        Nothing may follow the tokens in `ends`, so they are left to full depth.
+        Nothing may follow the tokens in `ends`, so those are left to full depth.
         """
         drafts: list[int] = []
         while len(drafts) < most:
-            own = [*text, *drafts]
-            last = torch.arange(len(own), device=self.device) == len(own) - 1
+            so_far = [*text, *drafts]
+            last = torch.arange(len(so_far), device=self.device) == len(so_far) - 1
             rows = _FrozenRows(self, policy, last, schedule)
             with rows.hooked():
-                self._run(own, cache=None)
-            said = rows.exit_logits.get(len(own) - 1)
-            if said is None or (token := int(said.argmax())) in ends:
+                self._run_layers(so_far, cache=None)
+            logits = rows.exit_logits.get(len(so_far) - 1)
+            if logits is None or (token := int(logits.argmax())) in ends:
                 break
             drafts.append(token)
         return drafts
@@ -203,7 +205,7 @@ class Reference:
     def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
         return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
-    def _run(self, input_ids: Sequence[int], cache: Any) -> Tensor:
+    def _run_layers(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
         captured: list[Tensor] = []
         handle = self.parts.layers[-1].register_forward_hook(
@@ -274,8 +276,8 @@ class _FrozenRows:
         if self.ref.gates:
             normed = self.ref.parts.norm(hidden[rows])
             limits = self.ref.gates[depth].decided(normed, *limits)
-            opens = limits[0] < NEVER
-            rows, limits = rows[opens], [one[opens] for one in limits]
+            passes = limits[0] < NEVER
+            rows, limits = rows[passes], [one[passes] for one in limits]
             if not rows.numel():
                 return
         logits = self.ref.parts.classify(hidden[rows])
@@ -299,8 +301,8 @@ class _FrozenRows:
     def _scheduled(self, depth: int, would_exit: Tensor) -> Tensor:
         """Which rows [N] the schedule checks at `depth`, in the order of their positions.
 
-        A row's own earlier checks at this layer decide, and those are all in this pass or an
-        earlier one: so what token-by-token decoding finds can be told here all at once.
+        Only earlier checks of the same layer count, and those are in this pass or an earlier one.
+        So one pass makes the same checks as token-by-token decoding.
         """
         checked = torch.zeros_like(would_exit)
         for index, passes in enumerate(would_exit.tolist()):
@@ -311,12 +313,12 @@ class _FrozenRows:
                 self.schedule.record(depth, passes)
         return checked
 
-    def finish(self, hidden: Tensor) -> Trace:
-        """Full-depth logits for active rows, the check's own logits for frozen ones."""
+    def finish(self, hidden: Tensor) -> OracleTrace:
+        """The result: full-depth logits of active rows, the check's logits of frozen ones."""
         logits = self.ref.parts.classify(hidden)
         for row, row_logits in self.exit_logits.items():
             logits[row] = row_logits
-        return Trace(logits=logits, depth=self.depth, checks=self.checks)
+        return OracleTrace(logits=logits, depth=self.depth, checks=self.checks)
 
 
 def _hidden_of(output: Any) -> Tensor:
@@ -338,7 +340,7 @@ def load_reference(
     Args:
         model_dir: the checkpoint.
         exit_layers: instead of those the checkpoint declares.
-        exit_checks: as the server's option: "paying" leaves out checks that do not pay.
+        exit_checks: the server's option; "paying" leaves out checks that do not pay.
         criterion: instead of the checkpoint's.
         device: where it runs.
     """

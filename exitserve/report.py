@@ -1,7 +1,7 @@
-"""What every report has: where it ran, with which versions, and how it is written.
+"""Reports of commands: how they are written and shown, on which machine, with which versions.
 
 A reporting command leaves `report.json` (stable keys, `schema_version`), `report.md` and plots
-in its output folder. What stands in them is the command's own; this module knows none of it.
+in its output folder. What they contain is up to the command.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ def _memory_gib() -> float | None:
 
 
 def _gpus() -> list[str]:
-    # Only a command that loaded torch already has anything to say about GPUs.
+    # Only commands that loaded torch can use GPUs.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
@@ -70,7 +70,7 @@ def _gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter, where installed."""
+    """Versions of Python and of `PACKAGES`, where installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
-    """Makes the output folder, and refuses to write into one that holds something.
+    """Makes the output folder, and refuses one that is not empty.
 
     Args:
         path: the folder; its parents are made too.
@@ -130,6 +130,33 @@ def write_report(
         figure.savefig(directory / f"{name}.png", dpi=PLOT_DPI)
 
 
+def publish(
+    directory: Path | None,
+    data: Mapping[str, Any],
+    page: str,
+    figures: Mapping[str, Figure],
+    shown: Iterable[object],
+) -> None:
+    """Writes a report, prints its short form, and says where the whole of it is.
+
+    Args:
+        directory: as in `write_report`, which takes the next three too; None: only print.
+        data: the report.
+        page: the Markdown text.
+        figures: file name without suffix to matplotlib figure.
+        shown: tables and lines for the terminal.
+    """
+    from rich.console import Console
+
+    if directory is not None:
+        write_report(directory, data, page, figures)
+    console = Console()
+    for part in shown:
+        console.print(part, markup=False, highlight=False)
+    if directory is not None:
+        console.print(f"Report: {directory / 'report.md'}", markup=False)
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned also as plain text; the first one to the left.
 
@@ -152,7 +179,7 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The same table for a terminal, as a rich renderable; headers may have several lines."""
+    """A table for a terminal, first column to the left; headers may have several lines."""
     from rich import box
     from rich.table import Table
 
@@ -171,7 +198,7 @@ def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[s
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
-    """One line about where a report was made, from its `machine` and `versions`."""
+    """One line on the machine and versions of a report."""
     where, packages = data["machine"], data["versions"]
     parts = [where["cpu"], f"{where['cores']} cores", f"{where['memory_gib']} GiB"]
     parts += where["gpus"]

@@ -5,8 +5,8 @@
     for window in windows:
         reference.trace(window.token_ids, prompt_tokens, policy)
 
-A window is what one request would be: a piece of running text, of which the first tokens are taken
-for the prompt and the others for what is generated. All windows are of one length.
+A window stands for a request: a piece of text whose first tokens are the prompt, and the others
+what is generated. All windows have the same length.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """What a file holds, and which file it was."""
+    """The texts of a file, and which file it was."""
 
     name: str
-    """Of the file, without its folder."""
+    """File name, without its folder."""
     sha256: str
-    """Of the file's bytes, in hexadecimal."""
+    """Hash of the file's bytes, in hexadecimal."""
     num_bytes: int
     texts: tuple[str, ...]
-    """None of them blank, in the order of the file."""
+    """In the order of the file; none is blank."""
     running: bool
     """Whether neighbours are parts of one text (blocks of a text file), so that short ones may
-    be joined again; rows of a `.jsonl` have nothing to do with each other."""
+    be joined; rows of a `.jsonl` are unrelated."""
 
     def provenance(self) -> dict[str, Any]:
         """For reports and checkpoints: `name`, `sha256`, `bytes`, `documents`."""
@@ -56,10 +56,9 @@ class Window:
     """A piece of one document, or of several neighbours joined."""
 
     token_ids: tuple[int, ...]
-    """As many as were asked for, the beginning-of-text token among them where the tokenizer
-    puts one before a prompt."""
+    """Begins with the beginning-of-text token where the tokenizer puts one before prompts."""
     document: int
-    """Index into `Documents.texts` of where it is from; the first, where several were joined."""
+    """Index of its document in `Documents.texts`; the first one, where several were joined."""
 
 
 def read_documents(path: Path | str) -> Documents:
@@ -68,7 +67,7 @@ def read_documents(path: Path | str) -> Documents:
     In a text file blank lines separate documents (paragraphs, functions).
 
     Raises:
-        ExitServeError: there is no such file, it is no UTF-8, holds no text, or a line of a
+        ExitServeError: there is no such file, it is not UTF-8, has no text, or a line of a
             `.jsonl` is malformed.
     """
     file = Path(path)
@@ -96,7 +95,7 @@ def read_documents(path: Path | str) -> Documents:
 
 
 def _rows_of(content: str, file: Path) -> Iterator[str]:
-    # Not `splitlines`: JSON may hold line separators of Unicode as they are.
+    # Not `splitlines`: JSON strings may contain Unicode's line separators.
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -114,11 +113,15 @@ def _rows_of(content: str, file: Path) -> Iterator[str]:
         yield text
 
 
-def load_tokenizer(model: Path | str) -> Any:
+def load_tokenizer(model: Path | str, fix: str = "save the model's own into it") -> Any:
     """The checkpoint's tokenizer.
 
+    Args:
+        model: directory of the checkpoint.
+        fix: what a user should do without one, for the message.
+
     Raises:
-        ExitServeError: it has none that loads.
+        ExitServeError: there is none, or it does not load.
     """
     from transformers import AutoTokenizer
 
@@ -126,7 +129,7 @@ def load_tokenizer(model: Path | str) -> Any:
         return AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError, KeyError) as error:
         raise ExitServeError(
-            f"'{model}' has no tokenizer that loads; save the model's own into it."
+            f"'{model}' has no tokenizer that loads ({type(error).__name__}); {fix}."
         ) from error
 
 
@@ -135,16 +138,16 @@ def windows_of(
 ) -> list[Window]:
     """Cuts documents into windows of `length` tokens that do not overlap.
 
-    Where there are more than `limit`, the seed chooses; they stay in the order of the file. Blocks
-    of running text that are shorter than a window are joined with those that follow. What is left
-    over at the end of a document is not used.
+    Of more than `limit` windows some are drawn; they stay in the order of the file. Blocks of
+    running text that are shorter than a window are joined with those that follow. What remains
+    at the end of a document is not used.
 
     Args:
         documents: the text.
         tokenizer: of transformers.
         length: tokens of a window, at least 2.
         limit: most windows.
-        seed: of the choice.
+        seed: of the draw.
 
     Raises:
         ExitServeError: no document is long enough for one window.
@@ -169,17 +172,17 @@ def windows_of(
 
 
 def _start_of(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a prompt: its beginning-of-text token, or nothing."""
+    """The tokens that the tokenizer puts before a prompt: beginning of text, or none."""
     bos = tokenizer.bos_token_id
     ids = tokenizer("a").input_ids
     return (bos,) if bos is not None and ids and ids[0] == bos else ()
 
 
 def _passages(documents: Documents, tokenizer: Any, length: int) -> Iterator[tuple[int, list[int]]]:
-    """(index of its first document, token ids) of texts to cut, blocks joined up to `length`."""
+    """Yields (index of its first document, token ids) of each text to cut into windows."""
 
     def encode(text: str) -> list[int]:
-        # verbose=False: texts longer than the context are cut here, so no warning is due.
+        # verbose=False: no warning about texts longer than the context, which are cut here.
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
@@ -194,7 +197,7 @@ def _passages(documents: Documents, tokenizer: Any, length: int) -> Iterator[tup
         count += len(encode(text))
         if count >= length:
             ids = encode(BETWEEN_BLOCKS.join(joined))
-            # Joined, tokens may be fewer, where a token spans the gap.
+            # Joined text may have fewer tokens, where a token spans the join.
             count = len(ids)
             if count >= length:
                 yield first, ids

@@ -24,8 +24,8 @@ from stages import StageError, last_lines
 from exitserve.bench.engines import Engines, Request
 from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.settings import Setting
-from exitserve.bench.synthetic import random_prompts
 from exitserve.engine.launch import start_engine, start_plain_engine
+from exitserve.synthetic_shapes import random_prompts
 
 STOP_SECONDS = 20
 
@@ -168,10 +168,10 @@ def _passed(
     fields = setting.fields(work.batch)
     batch = [Request(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
     if spec.exits is None or not traced:
-        found = engines.run(setting, batch, work.max_tokens)
+        found = engines.run_batch(setting, batch, work.max_tokens)
         return Passed(tokens=found.tokens, times=found.times)
     before = engines.counts(setting)
-    found = engines.run(setting, batch, work.max_tokens, "gpu")
+    found = engines.run_batch(setting, batch, work.max_tokens, "gpu")
     return Passed(
         tokens=found.tokens,
         times=found.times,

@@ -1,1 +1,1 @@
-"""`exitserve bench`: early exit beside plain vLLM, interleaved on one machine."""
+"""`exitserve bench`: compares early exit with plain vLLM, interleaved on one machine."""

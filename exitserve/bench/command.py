@@ -1,4 +1,4 @@
-"""`exitserve bench`: from arguments to a plan, a run and a report.
+"""The command: from arguments to a job, the comparison and a report.
 
 Light to import: torch and vLLM are loaded only once the arguments are known to be good.
 """
@@ -12,14 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import at_least, modes_of, numbers, thresholds_of
-from exitserve.bench import synthetic
-from exitserve.bench.prompts import encode, load_prompts, take
-from exitserve.bench.settings import BenchPlan, make_settings, verify_options
+from exitserve import synthetic_shapes
+from exitserve.arguments import (
+    DEFAULT_THRESHOLDS,
+    ENGINE_DTYPES,
+    add_out_flags,
+    add_threshold_flags,
+    at_least,
+    batch_sizes_of,
+    check_dtype,
+    check_model_or_synthetic,
+    modes_of,
+    numbers,
+    thresholds_of,
+    verify_options,
+)
+from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
+from exitserve.bench.settings import BenchJob, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 
-DTYPES = ("auto", "float32", "bfloat16")
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
 
@@ -37,7 +49,7 @@ examples:
       --mixed 0.7@6 --out DIR
 
 A batch reads a layer's weights if any of its requests needs the layer. The column `limit` says
-what exits can give at most; a wall speedup means something only beside it."""
+what exits can give at most; read a wall speedup beside it."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -50,8 +62,7 @@ def add_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     _add_settings(parser)
     _add_work(parser)
     _add_shape(parser)
@@ -60,49 +71,55 @@ def add_command(subparsers: Any) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_argument_group("what is compared")
+    add_threshold_flags(exits, default=None)
     exits.add_argument(
-        "--thresholds",
-        metavar="T,T",
-        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
-        "agreement (default 0.5,0.7,0.9)",
+        "--num-drafts", type=int, metavar="N", help="mode verify: most tokens drafted at a time"
     )
     exits.add_argument(
-        "--modes",
-        metavar="M,M",
-        default="confidence",
-        help="in which each threshold is measured, of confidence, defer, verify (default: the "
-        "first)",
+        "--fixed-layers", metavar="N,N", help="also measure every token exiting at layer N"
     )
-    exits.add_argument(
-        "--num-drafts", type=int, metavar="N", help="most tokens drafted at a time (verify)"
-    )
-    exits.add_argument("--fixed-layers", metavar="N,N", help="also every token exiting at N")
     exits.add_argument(
         "--mixed",
         action="append",
         metavar="SHARE@N",
-        help="also this share of the requests (0.7@6: seven in ten) exiting at layer N on every "
-        "token, the others never; again or with commas for more",
+        help="also measure a mix: 0.7@6 has seven in ten requests exit at layer 6 on every token, "
+        "the others never; repeat it, or separate by commas, for more",
     )
-    exits.add_argument("--exit-layers", metavar="N,N", help="instead of the checkpoint's own")
-    exits.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
+    exits.add_argument("--exit-layers", metavar="N,N", help="replace the checkpoint's exit layers")
+    exits.add_argument(
+        "--batch-sizes",
+        default="1,8",
+        metavar="B,B",
+        help="requests decoding together (default %(default)s)",
+    )
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("requests")
-    work.add_argument("--prompts", type=Path, metavar="FILE", help="text lines or .jsonl")
-    work.add_argument("--requests", type=int, default=8, metavar="N", help="default %(default)s")
-    work.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
-    work.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
+    work.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one on each line of a text file or .jsonl (default: bundled)",
+    )
+    work.add_argument(
+        "--requests", type=int, default=8, metavar="N", help="in each pass (default %(default)s)"
+    )
+    work.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="of each (default %(default)s)"
+    )
+    work.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed passes (default %(default)s)"
+    )
     engine = parser.add_argument_group("both engines")
-    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(DTYPES))
+    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("instead of MODEL: a shape with random weights")
-    shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic.SHAPES))
+    shape.add_argument("--synthetic", metavar="NAME", help="|".join(synthetic_shapes.SHAPES))
     shape.add_argument(
         "--force-exit-layer",
         nargs="+",
@@ -113,19 +130,19 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens",
         type=int,
         metavar="N",
-        help=f"length of its random prompts, default {synthetic.PROMPT_TOKENS}",
+        help=f"length of its random prompts, default {synthetic_shapes.PROMPT_TOKENS}",
     )
     shape.add_argument(
         "--force-confidence",
         type=float,
         metavar="P",
-        help="each check passes with this probability; exit layers are then not forced one by one",
+        help="each check passes with this probability, instead of every token exiting at one layer",
     )
     shape.add_argument(
         "--force-acceptance",
         type=float,
         metavar="P",
-        help="with --force-confidence: each draft is accepted with this one (default 1)",
+        help="with --force-confidence: each draft is accepted with this probability (default 1)",
     )
 
 
@@ -133,27 +150,26 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code.
 
     Raises:
-        ExitServeError: an argument is wrong. Nothing slow has been started yet, save where a
-            prompt turns out to be longer than the model's context.
+        ExitServeError: an argument is wrong. Only a prompt longer than the model's context is
+            found after the engines were started.
     """
     from exitserve.report import prepare_out_dir
 
-    with plan_of(args) as plan:
+    with job_of(args) as job:
         out = prepare_out_dir(args.out, overwrite=args.overwrite)
-        data = _with_progress(plan, out / "engines.log")
+        data = _compare(job, out / "engines.log")
     _publish(out, data)
     return 0
 
 
 @contextmanager
-def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
-    """The plan that the arguments ask for; a synthetic checkpoint lasts as long as the context.
+def job_of(args: argparse.Namespace) -> Iterator[BenchJob]:
+    """The job that the arguments ask for; a synthetic checkpoint is removed at the end.
 
     Raises:
         ExitServeError: an argument is wrong.
     """
-    if (args.model is None) == (args.synthetic is None):
-        raise ExitServeError("give either MODEL, a checkpoint directory, or --synthetic NAME.")
+    check_model_or_synthetic(args)
     if args.synthetic is None:
         if args.force_exit_layer:
             raise ExitServeError(
@@ -165,9 +181,9 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
             raise ExitServeError(
                 "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
             )
-        yield _plan(args, Path(args.model))
+        yield _job(args, Path(args.model))
         return
-    synthetic.check_name(args.synthetic)
+    synthetic_shapes.check_name(args.synthetic)
     if args.force_acceptance is not None and args.force_confidence is None:
         raise ExitServeError("--force-acceptance goes with --force-confidence.")
     for name, flag in (("exit_layers", "--exit-layers"), ("fixed_layers", "--fixed-layers")):
@@ -176,11 +192,11 @@ def plan_of(args: argparse.Namespace) -> Iterator[BenchPlan]:
     if args.prompts is not None:
         raise ExitServeError("--prompts does not go with --synthetic: its prompts are random.")
     with tempfile.TemporaryDirectory(prefix="exitserve-") as directory:
-        synthetic.write_checkpoint(args.synthetic, Path(directory))
-        yield _plan(args, Path(directory))
+        synthetic_shapes.write_checkpoint(args.synthetic, Path(directory))
+        yield _job(args, Path(directory))
 
 
-def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
+def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     is_synthetic = args.synthetic is not None
     served_architecture(model_dir)
     mixed = [mix_of(part) for text in args.mixed or [] for part in text.split(",")]
@@ -200,21 +216,14 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
     if "verify" in modes:
         options |= verify_options(args.num_drafts)
     rules = check_rules(model_dir, options)
-    default_thresholds = str(synthetic.NEVER_PASSED) if is_synthetic else "0.5,0.7,0.9"
+    default_thresholds = str(synthetic_shapes.NEVER_PASSED) if is_synthetic else DEFAULT_THRESHOLDS
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = thresholds_of(given)
-    batch_sizes = [
-        at_least(1, size, "--batch-sizes")
-        for size in numbers(args.batch_sizes, int, "--batch-sizes")
-    ]
-    if not batch_sizes or len(set(batch_sizes)) != len(batch_sizes):
-        raise ExitServeError(f"--batch-sizes {args.batch_sizes!r} must name sizes, each once.")
-    if args.dtype not in DTYPES:
-        raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
+    batch_sizes = batch_sizes_of(args.batch_sizes)
     settings = make_settings(rules, thresholds, fixed, mixed, modes)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
-    return BenchPlan(
+    return BenchJob(
         model_dir=model_dir,
         model_name=f"synthetic {args.synthetic}" if is_synthetic else str(args.model),
         synthetic=is_synthetic,
@@ -226,7 +235,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
         prompt_source=source,
         max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
         repeats=at_least(1, args.repeats, "--repeats"),
-        dtype=args.dtype,
+        dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
         num_drafts=args.num_drafts,
@@ -235,7 +244,7 @@ def _plan(args: argparse.Namespace, model_dir: Path) -> BenchPlan:
 
 
 def _forced(args: argparse.Namespace) -> dict[str, float] | None:
-    """Shares drawn by lot instead of what checks and judges find."""
+    """Probabilities that replace the outcomes of checks and of verification; None: none do."""
     if args.force_confidence is None:
         return None
     acceptance = 1.0 if args.force_acceptance is None else args.force_acceptance
@@ -252,29 +261,29 @@ def _context(args: argparse.Namespace) -> int | None:
         return at_least(MIN_TOKENS, args.max_model_len, "--max-model-len")
     if args.synthetic is None:
         return None
-    return synthetic.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)
+    return synthetic_shapes.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)
 
 
 def _prompt_tokens(args: argparse.Namespace) -> int:
-    given = synthetic.PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
+    given = synthetic_shapes.PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
     return at_least(1, given, "--prompt-tokens")
 
 
 def _prompts(
     args: argparse.Namespace, model_dir: Path, count: int
 ) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Token ids of `count` prompts, and a word on where they are from."""
+    """Token ids of `count` prompts, and where they are from, in words."""
     if args.synthetic is not None:
         length = _prompt_tokens(args)
-        vocab_size: int = synthetic.SHAPES[args.synthetic]["vocab_size"]
-        ids = synthetic.random_prompts(vocab_size, count, length)
+        vocab_size: int = synthetic_shapes.SHAPES[args.synthetic]["vocab_size"]
+        ids = synthetic_shapes.random_prompts(vocab_size, count, length)
         return tuple(map(tuple, ids)), f"{length} random tokens each"
     source = "bundled prompts" if args.prompts is None else args.prompts.name
-    return take(encode(load_prompts(args.prompts), model_dir), count), source
+    return first_prompts(encode_prompts(load_prompts(args.prompts), model_dir), count), source
 
 
 def mix_of(text: str) -> tuple[float, int]:
-    """Reads `0.7@6`: a share of the requests, and the layer at which it exits.
+    """Reads `0.7@6`: a share of the requests, and the layer at which they exit.
 
     Raises:
         ExitServeError: it is not of that form, or the share not between 0 and 1.
@@ -295,51 +304,24 @@ def mix_of(text: str) -> tuple[float, int]:
     return mix
 
 
-def _with_progress(plan: BenchPlan, log: Path) -> dict[str, Any]:
-    """Runs the plan; what the engines write to the error stream goes to `log`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
+    """Runs the comparison; what the engines write to the error stream goes to `log`."""
     from exitserve.bench.run import compare
-    from exitserve.engine_logs import error_stream, errors_to
+    from exitserve.engine_logs import redirect_stderr, visible_stderr
+    from exitserve.progress import share_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # On the error stream, so that what goes to a pipe is the table alone.
-    with error_stream() as screen, errors_to(log):
-        console = Console(file=screen)
-        # Whatever else writes to the error stream goes to the log, not above the bar.
-        bar = Progress(
-            *columns, console=console, disable=not console.is_terminal, redirect_stderr=False
-        )
-        task = bar.add_task("", total=1.0)
-
-        def progress(doing: str, done: float) -> None:
-            bar.update(task, description=doing, completed=done)
-            if not console.is_terminal:  # a log file: lines instead of a bar
-                console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
-
-        with bar:
-            return compare(plan, progress)
+    with visible_stderr() as screen, redirect_stderr(log), share_bar(screen) as progress:
+        return compare(job, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
-    from rich.console import Console
+    from exitserve.bench import page
+    from exitserve.report import publish, terminal_table
 
-    from exitserve.bench.page import (
-        SHORT_HEADERS,
-        SYNTHETIC,
-        markdown,
-        plot,
-        short_rows,
-        title_of,
-    )
-    from exitserve.report import terminal_table, write_report
-
-    write_report(out, data, markdown(data), {"wall_speedup": plot(data)})
-    console = Console()
-    console.print(terminal_table(title_of(data), SHORT_HEADERS, short_rows(data["cases"])))
-    if data["synthetic"]:
-        console.print(SYNTHETIC)
-    for note in data["notes"]:
-        console.print(f"Warning: {note}")
-    console.print(f"Report: {out / 'report.md'}")
+    rows = page.short_rows(data["cases"])
+    shown = [
+        terminal_table(page.title_of(data), page.SHORT_HEADERS, rows),
+        *([page.SYNTHETIC] if data["synthetic"] else []),
+        *(f"Warning: {note}" for note in data["notes"]),
+    ]
+    publish(out, data, page.markdown(data), {"wall_speedup": page.plot(data)}, shown)

@@ -1,8 +1,8 @@
-"""The engines of a comparison, and one timed pass of requests through any of them.
+"""The engines of a comparison, and timed batches of requests through each of them.
 
-All run the same checkpoint with the same arguments and environment; ours have the exit options
-on top, and mode "verify" is an engine of its own. They are loaded at the same time, each in
-processes of its own, so that passes can be interleaved within seconds of each other.
+All run the same checkpoint with the same arguments and environment; ours add exit options, and
+mode "verify" has a second engine of ours. All are loaded at the same time, in separate processes,
+so that their passes can be interleaved within seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.forced import start_forced_engine
-from exitserve.bench.settings import PLAIN, BenchPlan, Fields, Setting
+from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
     prepare_environment,
@@ -29,7 +29,7 @@ from exitserve.engine.launch import (
 
 SETTLE_SECONDS = 1.2
 """vLLM's worker polls its queue without sleeping for one second after its last message, so the
-engine used last must be left alone for longer than that before the other one is timed."""
+engine used last must rest for longer than that before another one is timed."""
 
 _serial = itertools.count()
 
@@ -41,21 +41,21 @@ class Request:
     prompt: tuple[int, ...]
     """Token ids."""
     fields: Fields
-    """Its extra arguments."""
+    """Extra arguments, such as `exit_threshold`."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one batch of B requests did, all started together."""
+class BatchResult:
+    """What one batch of B requests, started together, generated and when."""
 
     tokens: tuple[tuple[int, ...], ...]
     """[B] generated ids of each request."""
     times: tuple[tuple[float, ...], ...]
-    """[B] moment in seconds at which each of those ids reached the caller."""
+    """[B] time in seconds at which each of those ids reached the caller."""
 
 
 class Engines:
-    """Plain vLLM and exitserve, side by side. Make it with `running`."""
+    """Plain vLLM and exitserve, side by side. Make it with `running_engines`."""
 
     def __init__(self, plain: Any, exits: Any, verify: Any = None) -> None:
         self._plain = plain
@@ -65,22 +65,22 @@ class Engines:
 
     @property
     def dtype(self) -> str:
-        """The type that both engines resolved the checkpoint to, for example `bfloat16`."""
+        """The type in which the engines run the checkpoint, for example `bfloat16`."""
         name = str(self._plain.llm_engine.model_config.dtype)
         return name.removeprefix("torch.")
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that both engines take, in tokens."""
+        """Longest sequence that the engines take, in tokens."""
         return int(self._plain.llm_engine.model_config.max_model_len)
 
-    def run(
+    def run_batch(
         self,
         setting: Setting,
         batch: Sequence[Request],
         max_tokens: int,
         trace_key: str | None = None,
-    ) -> Pass:
+    ) -> BatchResult:
         """Sends one batch and follows it token by token.
 
         Args:
@@ -105,12 +105,12 @@ class Engines:
                 new = produced[len(tokens[output.request_id]) :]
                 tokens[output.request_id] += new
                 times[output.request_id] += [now] * len(new)
-        return Pass(
+        return BatchResult(
             tokens=tuple(tuple(tokens[i]) for i in ids), times=tuple(tuple(times[i]) for i in ids)
         )
 
     def counts(self, setting: Setting) -> Counter[str]:
-        """What a setting's engine counted since its start.
+        """What the engine of a setting has counted since its start.
 
         Returns:
             `checks` (each a pass through the LM head), `layers_later`, `layers` and `heads` (reads
@@ -150,25 +150,23 @@ class Engines:
 
 
 @contextmanager
-def running(plan: BenchPlan) -> Iterator[Engines]:
-    """Starts both engines for a plan, and stops them at the end."""
+def running_engines(job: BenchJob) -> Iterator[Engines]:
+    """Starts both engines for a job, and stops them at the end."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Before prepare_environment, whose default suits one server and short prompts.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib(plan)))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib(job)))
     # For both engines: it loads our plugin, which only registers classes.
     prepare_environment()
-    arguments = _arguments(plan)
+    arguments = _arguments(job)
     started: list[Any] = []
     try:
-        started.append(start_plain_engine(plan.model_dir, **arguments))
-        for verify in (False, True) if plan.verifies else (False,):
-            options = plan.engine_options(verify=verify)
-            if plan.forced is None:
-                started.append(start_engine(plan.model_dir, exits=options, **arguments))
+        started.append(start_plain_engine(job.model_dir, **arguments))
+        for verify in (False, True) if job.verifies else (False,):
+            options = job.engine_options(verify=verify)
+            if job.forced is None:
+                started.append(start_engine(job.model_dir, exits=options, **arguments))
             else:
-                forced = start_forced_engine(
-                    plan.model_dir, plan.forced, exits=options, **arguments
-                )
+                forced = start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
                 started.append(forced)
         yield Engines(*started)
     finally:
@@ -176,12 +174,12 @@ def running(plan: BenchPlan) -> Iterator[Engines]:
             llm.llm_engine.engine_core.shutdown()
 
 
-def _arguments(plan: BenchPlan) -> dict[str, Any]:
+def _arguments(job: BenchJob) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that both engines get."""
     arguments: dict[str, Any] = {
-        "dtype": plan.dtype,
-        "enforce_eager": plan.enforce_eager,
-        "max_num_seqs": max(plan.batch_sizes),
+        "dtype": job.dtype,
+        "enforce_eager": job.enforce_eager,
+        "max_num_seqs": max(job.batch_sizes),
         # Repeats send the same prompts; cached prefixes would let later ones do less work.
         "enable_prefix_caching": False,
         # Prompts are encoded already and no text is asked for.
@@ -190,8 +188,8 @@ def _arguments(plan: BenchPlan) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "seed": 0,
     }
-    if plan.max_model_len is not None:
-        arguments["max_model_len"] = plan.max_model_len
-    if plan.synthetic:
+    if job.max_model_len is not None:
+        arguments["max_model_len"] = job.max_model_len
+    if job.synthetic:
         arguments["load_format"] = "dummy"
     return arguments

@@ -1,4 +1,4 @@
-"""From timed passes to the numbers of a report. Pure arithmetic; knows no engine."""
+"""From timed passes to the numbers of a report. Pure arithmetic, no engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from exitserve.costs import DecoderShape, Step, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 
 NOISE = 0.02
-"""A wall speedup above its limit by no more than this share is taken for noise."""
+"""A wall speedup may exceed its limit by this share and still count as noise."""
 UNSTEADY = 1.25
-"""Repeats of one setting that differ by more than this factor say more about the machine."""
+"""If repeats of a setting differ by more than this factor, the machine was unsteady."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Timing:
 def timing_of(times: Sequence[Sequence[float]]) -> Timing:
     """Times the decoding of one batch.
 
-    It starts when every request has its first token, so that no prompt is being processed any
-    more, and ends when the first request has its last, so that the batch is full throughout.
-    (Long prompts are processed one after the other; early requests decode meanwhile.)
+    It starts when every request has its first token, so that no prompt is being processed, and
+    ends when the first request has its last, so that the batch is full throughout. (Long prompts
+    are processed one after the other, while earlier requests decode already.)
 
     Args:
         times: [B] moments in seconds at which each request's tokens arrived.
@@ -51,7 +51,7 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
     if end <= start:
         raise ExitServeError(
             f"a request of {len(times[0])} tokens ended before the prompts of its batch of "
-            f"{len(times)} were processed, so the full batch was never seen decoding: raise "
+            f"{len(times)} were processed, so the full batch was never decoding: raise "
             f"--max-tokens, or shorten the prompts."
         )
     gaps = tuple(gap for request in times for gap in _gaps(request, start, end))
@@ -59,7 +59,7 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
 
 
 def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
-    """Seconds for each token of a request in (start, end]; tokens of one moment share its gap."""
+    """Seconds for each token of a request in (start, end]; tokens that come together share them."""
     moments = list(dict.fromkeys(times))
     for earlier, later in itertools.pairwise(moments):
         if start < later <= end:
@@ -67,8 +67,8 @@ def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
             yield from itertools.repeat((later - earlier) / count, count)
 
 
-def together(timings: Iterable[Timing]) -> Timing:
-    """Batches that ran one after the other, as one."""
+def joined_timing(timings: Iterable[Timing]) -> Timing:
+    """The timing of several batches together."""
     parts = list(timings)
     return Timing(
         tokens=sum(part.tokens for part in parts),
@@ -116,23 +116,23 @@ def steps_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Whose weights the decode steps read, each time once for all tokens together."""
+    """Reads of weights in decode steps, each for all tokens of the step together."""
 
     layers: int
     heads: int
 
 
 @dataclass(kw_only=True)
-class Observed:
-    """Everything seen of one setting at one batch size."""
+class Measurements:
+    """What was measured of one setting at one batch size."""
 
     setting: Setting
     batch_size: int
     requests: int
-    """Sent in a pass."""
+    """How many requests a pass sends."""
     depths: list[int] = field(default_factory=list)
-    """Depth of every decode token of the traced pass. A request's first token is not among
-    them: it comes from the prompt pass, always at full depth, and is not timed either."""
+    """Depth of every decode token of the traced pass. A request's first token comes from the
+    prompt pass, always at full depth; it is neither counted nor timed."""
     steps: list[Step] = field(default_factory=list)
     checks: int = 0
     """Exit checks that the engine made in the traced pass; each reads the head once."""
@@ -141,82 +141,83 @@ class Observed:
     repeats: list[Timing] = field(default_factory=list)
     agreement: float | None = None
     perplexity: float | None = None
-    """Of the generated text, in the eyes of the full-depth model."""
+    """Perplexity of the generated text under the full-depth model."""
     layers_later: int = 0
-    """Layers run for tokens beyond their depth: those deferred, and those of rejected drafts."""
+    """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: Reads | None = None
     """Counted by the engine; None for plain vLLM."""
     drafts: tuple[int, int] | None = None
-    """Tokens drafted and accepted; None in modes that draft none."""
+    """Tokens drafted and accepted; None in modes without drafts."""
 
 
 def case_of(
-    seen: Observed, plain: Observed, shape: DecoderShape, exit_layers: Sequence[int]
+    measured: Measurements, plain: Measurements, shape: DecoderShape, exit_layers: Sequence[int]
 ) -> dict[str, Any]:
     """One entry of the report's `cases`.
 
     Args:
-        seen: the setting.
+        measured: the setting.
         plain: plain vLLM at the same batch size; repeat r of both ran close together.
         shape: for the limit and the full depth.
-        exit_layers: the model's; each is listed in `exit_layers`, used or not.
+        exit_layers: the model's; the case lists all, used or not.
     """
     ratios = [
-        mine.rate / theirs.rate for mine, theirs in zip(seen.repeats, plain.repeats, strict=True)
+        mine.rate / theirs.rate
+        for mine, theirs in zip(measured.repeats, plain.repeats, strict=True)
     ]
-    gaps = [1e3 * gap for timing in seen.repeats for gap in timing.gaps]
+    gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
-    limit = limit_speedup(shape, seen.steps, seen.checks)
-    if seen.setting.mode == "verify" and seen.reads is not None:
-        # Its steps are not tokens, so the engine's own count of what it read is the measure.
-        limit = limit_of_reads(shape, seen.steps, seen.reads.layers, seen.reads.heads)
+    limit = limit_speedup(shape, measured.steps, measured.checks)
+    if measured.setting.mode == "verify" and measured.reads is not None:
+        # A step gives several tokens, so the limit is taken from what the engine counted.
+        limit = limit_of_reads(shape, measured.steps, measured.reads.layers, measured.reads.heads)
     wall = spread(ratios)
-    actual = seen.setting.actual_share(seen.requests)
+    actual = measured.setting.actual_share(measured.requests)
     return {
-        "batch_size": seen.batch_size,
-        "mode": seen.setting.mode,
-        "exit_threshold": seen.setting.exit_threshold,
-        "exit_layer": seen.setting.exit_layer,
-        "exit_share": seen.setting.exit_share,
+        "batch_size": measured.batch_size,
+        "mode": measured.setting.mode,
+        "exit_threshold": measured.setting.exit_threshold,
+        "exit_layer": measured.setting.exit_layer,
+        "exit_share": measured.setting.exit_share,
         "actual_exit_share": None if actual is None else round(actual, 4),
-        "tokens_per_second": round(statistics.median(t.rate for t in seen.repeats), 2),
+        "tokens_per_second": round(statistics.median(t.rate for t in measured.repeats), 2),
         "tpot_ms": {
             "median": round(statistics.median(gaps), 3),
             "p99": round(percentile(gaps, 99), 3),
         },
-        "mean_depth": round(statistics.fmean(seen.depths), 4),
+        "mean_depth": round(statistics.fmean(measured.depths), 4),
         "mean_layers_run": round(
-            statistics.fmean(seen.depths) + seen.layers_later / len(seen.depths), 4
+            statistics.fmean(measured.depths) + measured.layers_later / len(measured.depths), 4
         ),
-        "depth_speedup": round(full * len(seen.depths) / sum(seen.depths), 4),
+        "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
         "limit_speedup": round(limit, 4),
         "efficiency": round(wall["median"] / limit, 4),
-        "agreement": None if seen.agreement is None else round(seen.agreement, 4),
-        "perplexity": None if seen.perplexity is None else round(seen.perplexity, 4),
-        "drafted": None if seen.drafts is None else seen.drafts[0],
-        "accepted": None if seen.drafts is None else seen.drafts[1],
+        "agreement": None if measured.agreement is None else round(measured.agreement, 4),
+        "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
+        "drafted": None if measured.drafts is None else measured.drafts[0],
+        "accepted": None if measured.drafts is None else measured.drafts[1],
         "exit_layers": {
-            str(layer): seen.depths.count(layer) for layer in sorted({*exit_layers, full})
+            str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})
         },
     }
 
 
 def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before believing the numbers: results that need an explanation."""
+    """Warnings about results that a reader should not take at face value."""
     notes, unsteady = [], []
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
         if case["actual_exit_share"] in {0, 1}:
             notes.append(
-                f"{where}: so few requests that {case['actual_exit_share']:.0%} of them exit, "
-                f"which is no mix; raise --requests."
+                f"{where}: with so few requests {case['actual_exit_share']:.0%} of them exit, "
+                f"which is not a mix; raise --requests."
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         if wall["min"] > limit * (1.0 + NOISE) and case["mode"] == "verify":
             notes.append(
-                f"{where}: wall speedup is above the limit, which is that of the traced pass: it "
-                f"drafted where the timed ones stepped aside."
+                f"{where}: wall speedup is above the limit, which was taken from the traced pass: "
+                f"it drafted in steps where the timed passes did not."
             )
         elif wall["min"] > limit * (1.0 + NOISE):
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
@@ -225,8 +226,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
         elif case["mode"] == "off" and wall["max"] < 1.0 - NOISE:
             notes.append(
                 f"{where}: wall speedup {wall['median']:.2f} for the same work. Either exitserve "
-                f"has overhead, or the memory of its processes lies less well than plain vLLM's "
-                f"in this run; run again, and read the other settings against this one."
+                f"has overhead, or the memory of its processes is placed less well than plain "
+                f"vLLM's in this run; run again, and compare the other settings with this one."
             )
     if unsteady:
         notes.append(

@@ -1,4 +1,4 @@
-"""The human side of a comparison: Markdown page, terminal table, plot."""
+"""A comparison for readers: Markdown page, terminal table, plot."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def title_of(data: Mapping[str, Any]) -> str:
-    """Names the model, and says so where it is synthetic."""
+    """Names the model, and marks a synthetic one."""
     return f"{data['model']}{' (SYNTHETIC)' if data['synthetic'] else ''}, against plain vLLM"
 
 
@@ -98,8 +98,8 @@ def markdown(data: Mapping[str, Any]) -> str:
     if forced := settings["forced"]:
         lines += [
             f"**FORCED: a check passes with probability {forced['confidence']:g}, whatever the "
-            f"threshold, and a draft is accepted with probability {forced['acceptance']:g}, both "
-            f"drawn by lot, the same in every repeat.**",
+            f"threshold, and a draft is accepted with probability {forced['acceptance']:g}; the "
+            f"draws are the same in every repeat.**",
             "",
         ]
     for note in data["notes"]:
@@ -120,7 +120,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"requests start together.",
         f"- One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
         f"without tracing. The settings of a repeat run one after the other, each repeat "
-        f"starting at another one; wall speedup is formed within a repeat.",
+        f"starting at another one; wall speedup compares settings within a repeat.",
         f"- Both engines: {settings['dtype']}, {settings['compile']}, context "
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
@@ -133,7 +133,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "
         "perplexity is that model's of the generated text.",
-        "- Mean depth is the layers that a token waited for; layers run adds those that ran after "
+        "- Mean depth counts the layers a token waited for; layers run adds those that ran after "
         "it was sent (defer) and those of rejected drafts (verify). Accepted: drafts (verify) that "
         "full depth agreed with.",
         f"- {machine_line(data)}.",
@@ -143,7 +143,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a mixed setting came to, because a share of few requests cannot be exact."""
+    """The share that each mixed setting really had: with few requests it cannot be exact."""
     return [
         f"- {label_of(case)}, batch {case['batch_size']}: {case['actual_exit_share']:.1%} of the "
         f"requests, drawn once with a fixed seed, exit on every token; the others run at full "
@@ -165,8 +165,8 @@ def _exit_table(cases: Sequence[Mapping[str, Any]]) -> str:
 def plot(data: Mapping[str, Any]) -> Figure:
     """Wall speedup with its spread, the limit and depth speedup, a row for each setting.
 
-    One panel for each batch size. Rows, not points in a plane, because thresholds often give
-    nearly the same depth, and their labels would cover each other.
+    One panel for each batch size. Rows, not points in a plane: thresholds often give nearly the
+    same depth, and their labels would overlap.
     """
     # Figure, not pyplot: no global state, and no window is ever opened.
     from matplotlib.figure import Figure

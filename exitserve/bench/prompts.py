@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 
 BUNDLED = (
     'def read_lines(path):\n    """Return the lines of a text file without newlines."""\n',
@@ -33,7 +34,8 @@ def load_prompts(path: Path | None) -> tuple[Prompt, ...]:
 
     Args:
         path: None for the bundled ones. A `.jsonl` line is an object with `prompt` (text) or
-            `prompt_token_ids` (whole numbers). In a text file `\n` within a line stays as it is.
+            `prompt_token_ids` (whole numbers). In a text file the two characters
+            `\n` within a line stay as they are.
 
     Raises:
         ExitServeError: the file is missing, empty, or a line is malformed.
@@ -69,7 +71,7 @@ def _from_json(line: str, where: str) -> Prompt:
     raise ExitServeError(f"{where} has no usable prompt; write {wanted}.")
 
 
-def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:
+def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:
     """Turns prompts into token ids with the checkpoint's tokenizer, as vLLM would.
 
     Raises:
@@ -78,15 +80,7 @@ def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]
     """
     if all(isinstance(prompt, tuple) for prompt in prompts):
         return [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExitServeError(
-            f"'{model_dir}' has no tokenizer that loads; give --prompts as .jsonl with "
-            f"prompt_token_ids."
-        ) from error
+    tokenizer = load_tokenizer(model_dir, fix="give --prompts as .jsonl with prompt_token_ids")
     encoded = []
     for prompt in prompts:
         ids = tuple(tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt
@@ -96,6 +90,6 @@ def encode(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]
     return encoded
 
 
-def take(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """`count` prompts, starting again from the first where there are too few."""
+def first_prompts(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """The first `count` prompts, repeated from the start where there are too few."""
     return tuple(prompts[index % len(prompts)] for index in range(count))

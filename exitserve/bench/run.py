@@ -2,42 +2,40 @@
 
 For each batch size, an untimed pass of every setting warms the engine up and is traced (depths,
 tokens); tracing therefore costs the timed passes nothing. Then every repeat runs all settings
-one after the other, starting at another one each time, so that slow drifts of the machine meet
-all of them alike. Wall speedup is formed within a repeat, against plain vLLM of that repeat.
+one after the other, starting at another one each time, so that slow drifts of the machine affect
+all of them alike. Wall speedup compares a setting with plain vLLM in the same repeat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from exitserve.bench.engines import Engines, Request, running
+from exitserve.bench.engines import Engines, Request, running_engines
 from exitserve.bench.measures import (
-    Observed,
+    Measurements,
     Reads,
     case_of,
+    joined_timing,
     notes_on,
     steps_of,
     timing_of,
-    together,
 )
-from exitserve.bench.settings import PLAIN, BenchPlan, Setting, rotated
+from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
 from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
+from exitserve.progress import ShareProgress
 from exitserve.report import machine, versions
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of all passes that is done, 0..1."""
 
-
-def compare(plan: BenchPlan, progress: Progress) -> dict[str, Any]:
-    """Runs a plan.
+def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
+    """Runs the comparison.
 
     Returns:
         The report without its `schema_version`; see docs/benchmarks.md for the keys.
@@ -46,144 +44,153 @@ def compare(plan: BenchPlan, progress: Progress) -> dict[str, Any]:
         ExitServeError: a prompt with its answer is longer than the model's context.
     """
     progress("starting plain vLLM and exitserve", 0.0)
-    with running(plan) as engines:
+    with running_engines(job) as engines:
         dtype, max_model_len = engines.dtype, engines.max_model_len
-        _check_lengths(plan, max_model_len)
-        observed = _observe(plan, engines, progress)
-    if not plan.synthetic:
-        _add_agreement(plan, observed, progress)
-    shape = shape_of(read_config(plan.model_dir), dtype)
-    plain = {seen.batch_size: seen for seen in observed if seen.setting == PLAIN}
+        _check_lengths(job, max_model_len)
+        measurements = _measure(job, engines, progress)
+    if not job.synthetic:
+        _add_agreement(job, measurements, progress)
+    shape = shape_of(read_config(job.model_dir), dtype)
+    plain = {
+        measured.batch_size: measured for measured in measurements if measured.setting == PLAIN
+    }
     cases = [
-        case_of(seen, plain[seen.batch_size], shape, plan.rules.exit_layers) for seen in observed
+        case_of(measured, plain[measured.batch_size], shape, job.rules.exit_layers)
+        for measured in measurements
     ]
     return {
-        "model": plan.model_name,
-        "synthetic": plan.synthetic,
+        "model": job.model_name,
+        "synthetic": job.synthetic,
         "machine": machine(),
         "versions": versions(),
-        "settings": _settings_block(plan, dtype, max_model_len),
+        "settings": _settings_block(job, dtype, max_model_len),
         "notes": notes_on(cases),
         "cases": cases,
     }
 
 
-def _settings_block(plan: BenchPlan, dtype: str, max_model_len: int) -> dict[str, Any]:
+def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, Any]:
     return {
-        "num_layers": plan.rules.num_layers,
-        "exit_layers": list(plan.rules.exit_layers),
-        "requests": plan.requests,
-        "prompts": plan.prompt_source,
-        "max_tokens": plan.max_tokens,
-        "repeats": plan.repeats,
-        "forced": None if plan.forced is None else dict(plan.forced),
+        "num_layers": job.rules.num_layers,
+        "exit_layers": list(job.rules.exit_layers),
+        "requests": job.requests,
+        "prompts": job.prompt_source,
+        "max_tokens": job.max_tokens,
+        "repeats": job.repeats,
+        "forced": None if job.forced is None else dict(job.forced),
         "dtype": dtype,
-        "compile": "eager" if plan.enforce_eager else "compiled",
+        "compile": "eager" if job.enforce_eager else "compiled",
         "prefix_caching": False,
         "max_model_len": max_model_len,
-        "max_num_seqs": max(plan.batch_sizes),
+        "max_num_seqs": max(job.batch_sizes),
     }
 
 
-def _check_lengths(plan: BenchPlan, max_model_len: int) -> None:
-    longest = max(len(prompt) for prompt in plan.prompts)
-    if longest + plan.max_tokens > max_model_len:
+def _check_lengths(job: BenchJob, max_model_len: int) -> None:
+    longest = max(len(prompt) for prompt in job.prompts)
+    if longest + job.max_tokens > max_model_len:
         raise ExitServeError(
-            f"the longest prompt has {longest} tokens; with --max-tokens {plan.max_tokens} it "
+            f"the longest prompt has {longest} tokens; with --max-tokens {job.max_tokens} it "
             f"exceeds the context of {max_model_len}: lower --max-tokens, shorten the prompt, or "
             f"raise --max-model-len."
         )
 
 
-def _observe(plan: BenchPlan, engines: Engines, progress: Progress) -> list[Observed]:
-    """All passes; one `Observed` for each batch size and setting, in the plan's order."""
-    total = len(plan.batch_sizes) * len(plan.settings) * (plan.repeats + 1)
+def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
+    """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
+    total = len(job.batch_sizes) * len(job.settings) * (job.repeats + 1)
     done = 0
-    observed = []
-    for batch_size in plan.batch_sizes:
-        requests = plan.requests_in_pass(batch_size)
-        seen = {
-            setting: Observed(setting=setting, batch_size=batch_size, requests=requests)
-            for setting in plan.settings
+    measurements = []
+    for batch_size in job.batch_sizes:
+        requests = job.requests_in_pass(batch_size)
+        by_setting = {
+            setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
+            for setting in job.settings
         }
-        for repeat in range(-1, plan.repeats):
-            for setting in rotated(plan.settings, max(repeat, 0)):
-                phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {plan.repeats}"
+        for repeat in range(-1, job.repeats):
+            for setting in rotated(job.settings, max(repeat, 0)):
+                phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {job.repeats}"
                 progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
-                batches = _batches(plan, setting, batch_size)
+                batches = _batches(job, setting, batch_size)
                 if repeat < 0:
-                    _trace(plan, engines, batches, seen[setting])
+                    _traced_pass(job, engines, batches, by_setting[setting])
                 else:
-                    passes = (engines.run(setting, batch, plan.max_tokens) for batch in batches)
-                    seen[setting].repeats.append(together(timing_of(p.times) for p in passes))
+                    passes = (
+                        engines.run_batch(setting, batch, job.max_tokens) for batch in batches
+                    )
+                    by_setting[setting].repeats.append(
+                        joined_timing(timing_of(p.times) for p in passes)
+                    )
                 done += 1
-        observed += list(seen.values())
-    return observed
+        measurements += list(by_setting.values())
+    return measurements
 
 
-def _batches(plan: BenchPlan, setting: Setting, batch_size: int) -> list[list[Request]]:
+def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Request]]:
     """The requests in full batches: a last, smaller one would be another batch size."""
-    count = plan.requests_in_pass(batch_size)
-    pairs = zip(plan.prompts[:count], setting.fields(count), strict=True)
+    count = job.requests_in_pass(batch_size)
+    pairs = zip(job.prompts[:count], setting.fields(count), strict=True)
     requests = [Request(prompt, fields) for prompt, fields in pairs]
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
-def _trace(
-    plan: BenchPlan,
+def _traced_pass(
+    job: BenchJob,
     engines: Engines,
     batches: Sequence[Sequence[Request]],
-    seen: Observed,
+    measured: Measurements,
 ) -> None:
-    """The untimed pass: keeps tokens, depths, steps and checks."""
-    before = engines.counts(seen.setting)
+    """The untimed pass: records tokens, depths, steps and checks."""
+    before = engines.counts(measured.setting)
     for index, batch in enumerate(batches):
-        key = f"bench:{seen.batch_size}:{seen.setting.label}:{index}"
-        plain = seen.setting == PLAIN
-        result = engines.run(seen.setting, batch, plan.max_tokens, None if plain else key)
+        key = f"bench:{measured.batch_size}:{measured.setting.label}:{index}"
+        plain = measured.setting == PLAIN
+        result = engines.run_batch(measured.setting, batch, job.max_tokens, None if plain else key)
         if plain:
-            depths = [(plan.rules.num_layers,) * plan.max_tokens] * len(batch)
+            depths = [(job.rules.num_layers,) * job.max_tokens] * len(batch)
         else:
-            depths = engines.depths(seen.setting, key)
+            depths = engines.depths(measured.setting, key)
         decoded = [request[1:] for request in depths]
-        seen.depths += [depth for request in decoded for depth in request]
-        seen.steps += steps_of(
+        measured.depths += [depth for request in decoded for depth in request]
+        measured.steps += steps_of(
             decoded,
             [len(request.prompt) for request in batch],
-            propagates=seen.setting.mode != "defer",
+            propagates=measured.setting.mode != "defer",
         )
         prompts = (request.prompt for request in batch)
-        seen.sequences += list(zip(prompts, result.tokens, strict=True))
-    # Counter's own minus would drop zeros, which is all the same, and nothing here decreases.
-    counts = engines.counts(seen.setting) - before
-    seen.checks, seen.layers_later = counts["checks"], counts["layers_later"]
-    if seen.setting.mode == "verify":
-        seen.drafts = counts["drafted"], counts["accepted"]
-    if seen.setting != PLAIN:
-        # Each batch began with one prompt pass, which is no decode step.
-        seen.reads = Reads(
-            layers=counts["layers"] - len(batches) * plan.rules.num_layers,
+        measured.sequences += list(zip(prompts, result.tokens, strict=True))
+    # Subtracting counters drops zeros, which read as 0 all the same.
+    counts = engines.counts(measured.setting) - before
+    measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
+    if measured.setting.mode == "verify":
+        measured.drafts = counts["drafted"], counts["accepted"]
+    if measured.setting != PLAIN:
+        # Each batch began with one prompt pass, which is not a decode step.
+        measured.reads = Reads(
+            layers=counts["layers"] - len(batches) * job.rules.num_layers,
             heads=counts["heads"] - len(batches),
         )
 
 
-def _add_agreement(plan: BenchPlan, observed: list[Observed], progress: Progress) -> None:
-    """What the full-depth model, fed the same text, would choose too, and its perplexity."""
+def _add_agreement(
+    job: BenchJob, measurements: list[Measurements], progress: ShareProgress
+) -> None:
+    """Adds agreement with full depth on the generated text, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 
     progress("agreement with full depth, in float32", 1.0)
-    reference: Reference = load_reference(str(plan.model_dir), exit_layers=())
+    reference: Reference = load_reference(str(job.model_dir), exit_layers=())
     known: dict[tuple[int, ...], tuple[int, int, float]] = {}
-    for seen in observed:
+    for measured in measurements:
         counts = []
-        for prompt, generated in seen.sequences:
+        for prompt, generated in measured.sequences:
             text = (*prompt, *generated)
             if text not in known:  # settings and batch sizes often give the same text
                 known[text] = _agreeing(reference, prompt, generated)
             counts.append(known[text])
         tokens = sum(total for _, total, _ in counts)
-        seen.agreement = sum(equal for equal, _, _ in counts) / tokens
-        seen.perplexity = math.exp(sum(surprise for _, _, surprise in counts) / tokens)
+        measured.agreement = sum(equal for equal, _, _ in counts) / tokens
+        measured.perplexity = math.exp(sum(nats for _, _, nats in counts) / tokens)
 
 
 def _agreeing(
@@ -193,6 +200,6 @@ def _agreeing(
     log-likelihoods in nats), the first token left out."""
     text = [*prompt, *generated]
     logits = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).logits[len(prompt) :]
-    said = torch.tensor(generated[1:])
-    surprise = functional.cross_entropy(logits, said, reduction="sum")
-    return int((logits.argmax(dim=-1) == said).sum()), len(said), float(surprise)
+    following = torch.tensor(generated[1:])
+    nats = functional.cross_entropy(logits, following, reduction="sum")
+    return int((logits.argmax(dim=-1) == following).sum()), len(following), float(nats)

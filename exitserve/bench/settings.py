@@ -1,4 +1,4 @@
-"""What a comparison is asked to do, and the settings that it puts beside plain vLLM."""
+"""The job of a comparison, and the settings that it compares with plain vLLM."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exitserve.arguments import calibrated_fields
+from exitserve.arguments import calibrated_fields, threshold_label, verify_options
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
 Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
 
 MIX_SEED = 0
-"""Draws the requests of a mixed setting that exit: the same ones in every pass and run."""
+"""Of the draw which requests of a mixed setting exit: the same in every pass and run."""
 
 Fields = dict[str, Any]
 """A request's extra arguments."""
@@ -28,19 +28,17 @@ class Setting:
 
     mode: Mode
     exit_threshold: float | str | None = None
-    """A number, or a word for calibrated ones (`exitserve.arguments.calibrated_fields`)."""
+    """A number, or a word for calibrated thresholds (`exitserve.arguments.calibrated_fields`)."""
     exit_layer: int | None = None
     exit_share: float | None = None
-    """Of a mixed setting: which part of the requests exits at `exit_layer`, on every token. The
-    others run at full depth."""
+    """Mixed settings: share of the requests that exit at `exit_layer` on every token; the others
+    run at full depth."""
 
     @property
     def label(self) -> str:
         """For tables and plots."""
         if self.mode in BY_CONFIDENCE:
-            name = "threshold" if self.mode == "confidence" else self.mode
-            value = self.exit_threshold
-            return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
+            return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
         if self.mode == "mixed":
@@ -48,9 +46,9 @@ class Setting:
         return "plain vLLM" if self.mode == "plain" else "exits off"
 
     def fields(self, count: int) -> list[Fields]:
-        """What each of the `count` requests of a pass asks for, in the order they are sent.
+        """Exit fields of each of the `count` requests of a pass, in the order they are sent.
 
-        Full depth is asked for by name, not by default.
+        Requests at full depth say so too, whatever the engine's default is.
         """
         if self.mode == "plain":
             return [{}] * count
@@ -66,19 +64,20 @@ class Setting:
         return [early if self.mode == "fixed" else off] * count
 
     def _exiting(self, count: int) -> set[int]:
-        """Which requests of a mixed pass exit: as near to the share as whole requests allow."""
+        """Indices of the requests that exit in a mixed pass, as near to the share as can be."""
         exits = math.floor((self.exit_share or 0) * count + 0.5)
         return set(random.Random(MIX_SEED).sample(range(count), exits))
 
     def actual_share(self, count: int) -> float | None:
-        """The part of `count` requests that a mixed setting lets exit; None for the others."""
+        """Share of `count` requests that exit under a mixed setting; None for other settings."""
         return len(self._exiting(count)) / count if self.mode == "mixed" else None
 
 
 def policy_of(fields: Fields, rules: ExitRules) -> ExitPolicy:
-    """What the engine makes of a request's fields; raises `ExitServeError` if they do not fit.
+    """The policy of a request with these fields; full depth without fields, as plain vLLM is sent.
 
-    No fields are plain vLLM's, which knows no exits.
+    Raises:
+        ExitServeError: the model does not allow them.
     """
     return rules.policy_for(fields) if fields else ExitPolicy.off()
 
@@ -88,8 +87,8 @@ OFF = Setting(mode="off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchPlan:
-    """A checked request for a comparison."""
+class BenchJob:
+    """What a comparison was asked to do, checked."""
 
     model_dir: Path
     model_name: str
@@ -101,7 +100,7 @@ class BenchPlan:
     prompts: tuple[tuple[int, ...], ...]
     """Token ids; at least as many as the largest batch."""
     requests: int
-    """Sent in a pass, as many as make full batches; at least one batch."""
+    """Requests of a pass; only full batches are sent, at least one."""
     prompt_source: str
     max_tokens: int
     repeats: int
@@ -111,27 +110,21 @@ class BenchPlan:
     num_drafts: int | None = None
     """Tokens that requests of mode "verify" may draft at a time; None for the default."""
     forced: Mapping[str, float] | None = None
-    """Shares of checks that pass and of drafts that are accepted, drawn by lot."""
+    """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
     @property
     def verifies(self) -> bool:
-        """Whether any setting needs a server of mode "verify"."""
+        """Whether any setting needs an engine started for mode "verify"."""
         return any(setting.mode == "verify" for setting in self.settings)
 
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
-        """Exit options of an engine; one for mode "verify" is an engine of its own."""
+        """Exit options of an engine; settings of mode "verify" have an engine of their own."""
         options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
         return options | verify_options(self.num_drafts) if verify else options
 
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""
         return max(1, self.requests // batch_size) * batch_size
-
-
-def verify_options(num_drafts: int | None) -> dict[str, Any]:
-    """What lets an engine verify; the threshold is only its default, which no request takes."""
-    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
-    return options if num_drafts is None else options | {"num_drafts": num_drafts}
 
 
 def make_settings(
@@ -145,10 +138,10 @@ def make_settings(
 
     Args:
         rules: what the model allows.
-        thresholds: of the settings by confidence; calibrated ones bring a mode of their own.
+        thresholds: of the settings by confidence; calibrated ones come with their mode.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
-        modes: those in which each threshold is measured.
+        modes: in which each numeric threshold is measured.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -170,8 +163,8 @@ def make_settings(
             mode = rules.policy_for(calibrated_fields(word)).mode
             if mode == "off":
                 raise ExitServeError(
-                    f"'{word}' means full depth for this checkpoint, which is always measured; "
-                    f"leave it away."
+                    f"'{word}' means full depth for this checkpoint, which is always measured: "
+                    f"leave it out."
                 )
             settings.append(Setting(mode=mode, exit_threshold=word))
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
@@ -192,6 +185,6 @@ def make_settings(
 
 
 def rotated(settings: Sequence[Setting], repeat: int) -> list[Setting]:
-    """The order of one repeat: a later start each time, so that no setting always goes first."""
+    """The order of one repeat: rotated, so that each setting goes first equally often."""
     shift = repeat % len(settings)
     return [*settings[shift:], *settings[:shift]]

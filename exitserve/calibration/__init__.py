@@ -1,1 +1,1 @@
-"""Which exits, which thresholds, at what loss: chosen on text, with a promise that is tested."""
+"""`exitserve calibrate`: chooses thresholds on text, and tests what they promise on other text."""

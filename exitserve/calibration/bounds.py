@@ -1,13 +1,13 @@
-"""The promise: finite-sample tests that a choice of thresholds keeps its target.
+"""Finite-sample tests that a choice of thresholds keeps its target.
 
 Learn then Test (Angelopoulos, Bates, Candes, Jordan and Lei 2021, arXiv 2110.01052): each choice
 of thresholds is a hypothesis, "its risk is above the limit", tested on text that had no part in
 proposing it. Choices are tested in an order fixed beforehand, the safest first, until one cannot be
-rejected; then all rejected before keep the limit together, with probability at least 1 - delta
+rejected; with probability at least 1 - delta, all those rejected before it keep the limit
 (fixed-sequence testing, their section 3). The order comes from other text, as in Pareto Testing
 (Laufer-Goldshtein, Fisch, Barzilay and Jaakkola 2023, arXiv 2210.07913).
 
-The test is one of betting (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random
+The test is a betting test (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random
 variables by betting", JRSS B 86(1), section 4): under the hypothesis, the capital of a gambler who
 bets that losses are below the limit is a nonnegative supermartingale that begins at 1, so by
 Ville's inequality it ever reaches 1 / delta with probability at most delta. It needs losses in
@@ -20,13 +20,13 @@ import math
 from collections.abc import Sequence
 
 BOLDNESS = 0.95
-"""Of the largest bet that cannot ruin the gambler; a loss of 1 must leave something."""
+"""Largest bet, as a share of the one that would lose all capital at a loss of 1."""
 LONG = 20_000
-"""Losses beyond which the least number is not tried out."""
+"""Number of losses from which `min_pieces` trusts its estimate instead of trying it out."""
 
 
 class Gambler:
-    """One who bets, loss after loss, that their mean is below a limit.
+    """Bets, loss after loss, that their mean is below a limit.
 
     Bets are the predictable plug-in of Waudby-Smith and Ramdas (their equation 26): each depends
     on the losses before it alone, so that looking after every loss is allowed.
@@ -37,8 +37,8 @@ class Gambler:
 
         Args:
             limit: above 0 and below 1.
-            delta: at which the bets are aimed; the test is valid at any.
-            planned: losses that there are to see at most.
+            delta: level for which the bets are tuned; the test is valid at any level.
+            planned: number of losses expected, for the size of the bets.
 
         Raises:
             ValueError: the limit lies outside (0, 1).
@@ -52,7 +52,7 @@ class Gambler:
         self._count, self._total, self._squares = 1, 0.5, 0.25
         self._capital = self._highest = 0.0
 
-    def sees(self, loss: float) -> None:
+    def bet_on(self, loss: float) -> None:
         """Bets on one more loss.
 
         Raises:
@@ -69,7 +69,7 @@ class Gambler:
 
     @property
     def p_value(self) -> float:
-        """Of "the mean loss is the limit or more": one over the highest capital so far."""
+        """P-value of "the mean loss is at least the limit": 1 over the highest capital so far."""
         return math.exp(-self._highest)
 
 
@@ -77,15 +77,15 @@ def p_value(losses: Sequence[float], limit: float, delta: float) -> float:
     """A gambler's p-value after all planned `losses`; other arguments as in `Gambler`."""
     gambler = Gambler(limit, delta, len(losses))
     for loss in losses:
-        gambler.sees(loss)
+        gambler.bet_on(loss)
     return gambler.p_value
 
 
-def least_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
-    """How many losses a test of `limit` at `delta` needs, if every one is `perfect`."""
+def min_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
+    """The fewest losses with which a test of `limit` at `delta` passes, if all equal `perfect`."""
     boldest = math.log1p(BOLDNESS / (1.0 - limit) * (limit - perfect))
     count = max(1, math.floor(math.log(1.0 / delta) / boldest))
-    # The first bets are smaller; in long tests that hardly matters.
+    # The first bets are smaller, so a few more are needed; in long tests that hardly matters.
     while count < LONG and p_value([perfect] * count, limit, delta) > delta:
         count = math.ceil(1.02 * count + 1)
     return count

@@ -1,10 +1,11 @@
 """From proposals to a choice that keeps its promise: measure, order, test, take the cheapest.
 
-Everything up to the order is done on text of its own (`Parts.select`); the test sees other text.
+Choices are measured and put in order on one part of the text (`PieceSplit.select`) and tested on
+another.
 
-The promise is about tokens, and pieces differ in length. A piece of n tokens with the mean risk r
-therefore counts as limit + (r - limit) n / n_max, which lies in [0, 1], and whose mean is above
-the limit exactly if more than that share of all tokens is.
+The promise is about tokens, and pieces differ in length. A piece of n tokens with mean risk r
+therefore counts as a loss of limit + (r - limit) n / n_max, which lies in [0, 1]. The mean of these
+losses is above the limit exactly if the risk, averaged over all tokens, is.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from exitserve.calibration.bounds import Gambler, least_pieces, p_value
-from exitserve.calibration.outcomes import Outcome, Summary, summary
+from exitserve.calibration.bounds import Gambler, min_pieces, p_value
+from exitserve.calibration.outcomes import Outcome, Summary, summarise
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import Target, wrong_ends
 from exitserve.calibration_record import OperatingPoint
@@ -23,52 +24,54 @@ from exitserve.costs import TokenCosts
 from exitserve.policy import ExitPolicy, Mode
 
 CONFIDENT = 2.0
-"""The first choice tested is one that selection says passes with this many times the capital that
-is needed (as a power): a test that fails at its first choice promises nothing."""
+"""The first choice to be tested is one that, on the pieces for selection, reached the capital
+1 / delta raised to this power: a test that fails at its first choice promises nothing."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A proposal as selection saw it."""
+class Choice:
+    """A proposal, and what it gave on the pieces for selection."""
 
     proposal: Proposal
-    ends: Mapping[int, float]
-    """Thresholds for ends of sequence, by exit layer; 1: none leaves early."""
-    selected: tuple[Outcome, ...]
-    """Of the pieces for selection."""
+    eos_thresholds: Mapping[int, float]
+    """For tokens that end the sequence, by exit layer; 1: they never exit there."""
+    outcomes: tuple[Outcome, ...]
+    """On the pieces for selection."""
 
     @property
     def point(self) -> OperatingPoint:
         """Its thresholds, with no promise yet."""
         return OperatingPoint(
-            agreement=None, thresholds=dict(self.proposal.thresholds), eos_thresholds=self.ends
+            agreement=None,
+            thresholds=dict(self.proposal.thresholds),
+            eos_thresholds=self.eos_thresholds,
         )
 
     @property
     def ends_early(self) -> bool:
-        """Whether any end of sequence may leave early."""
-        return any(threshold < 1.0 for threshold in self.ends.values())
+        """Whether an end of sequence may exit at any layer."""
+        return any(threshold < 1.0 for threshold in self.eos_thresholds.values())
 
     def policy(self, mode: Mode) -> ExitPolicy:
-        """What a request would get."""
+        """The policy of a request that is served with these thresholds."""
         return ExitPolicy.calibrated(self.point, mode=mode)
 
 
-def cost_of(found: Summary, costs: TokenCosts, mode: Mode) -> float:
-    """Of a mean token, as a share of full depth's."""
+def relative_cost(found: Summary, costs: TokenCosts, mode: Mode) -> float:
+    """Cost of an average token, as a share of the cost of a full-depth token."""
     propagates = mode == "confidence"
     return costs.of(found.mean_depth, found.checks, found.stays, propagates=propagates)
 
 
-def weighed(one: Outcome, target: Target, most_tokens: int) -> float:
-    """The loss of a piece, from 0 to 1, by its tokens; see the module's header."""
-    # The same as in the header, but never below 0 by a rounding error.
+def weighted_loss(one: Outcome, target: Target, most_tokens: int) -> float:
+    """The loss of a piece weighted by its tokens, from 0 to 1: the formula in the header."""
+    # Arranged so that rounding never gives a loss below 0.
     share = one.tokens / most_tokens
     return min(1.0, (1.0 - share) * target.limit + share * target.risk(one))
 
 
 def mean_risk(outcomes: Sequence[Outcome], target: Target) -> float:
-    """The greatest of the sources' mean risks, over tokens."""
+    """Mean risk over tokens, of the source where it is greatest."""
     found = []
     for source in {one.source for one in outcomes}:
         own = [one for one in outcomes if one.source == source]
@@ -77,117 +80,126 @@ def mean_risk(outcomes: Sequence[Outcome], target: Target) -> float:
     return max(found)
 
 
-def in_order(candidates: Iterable[Candidate], target: Target) -> list[Candidate]:
-    """By their risk on the pieces for selection, the safest first."""
-    return sorted(candidates, key=lambda one: mean_risk(one.selected, target))
+def by_risk(choices: Iterable[Choice], target: Target) -> list[Choice]:
+    """Sorts choices by their mean risk on the pieces for selection, the safest first."""
+    return sorted(choices, key=lambda one: mean_risk(one.outcomes, target))
 
 
 @dataclass
-class Trial:
-    """Tests candidates, each on every piece once at most."""
+class PromiseTest:
+    """Tests choices on the test pieces; a choice runs on each piece at most once."""
 
-    run: Callable[[Candidate, int], Outcome]
-    """Runs a candidate on test piece number i."""
+    measure: Callable[[Choice, int], Outcome]
+    """Runs a choice on the test piece of this index."""
     sources: Sequence[str]
-    """[number of test pieces] where each is from, in the order of the test."""
+    """Where each test piece is from, in the order in which they are tested."""
     delta: float
+    """The greatest p-value with which a choice passes."""
     most_tokens: int
-    """Of a piece."""
-    _seen: dict[tuple[Proposal, int], Outcome] = field(default_factory=dict)
+    """Decode tokens of the longest piece."""
+    _measured: dict[tuple[Proposal, int], Outcome] = field(default_factory=dict)
 
-    def outcome(self, candidate: Candidate, piece: int) -> Outcome:
-        """What the candidate makes of a piece."""
-        key = candidate.proposal, piece
-        if key not in self._seen:
-            self._seen[key] = self.run(candidate, piece)
-        return self._seen[key]
+    def outcome(self, choice: Choice, piece: int) -> Outcome:
+        """The outcome of a choice on a piece."""
+        key = choice.proposal, piece
+        if key not in self._measured:
+            self._measured[key] = self.measure(choice, piece)
+        return self._measured[key]
 
     def can_show(self, target: Target) -> bool:
-        """Whether there are pieces enough for the target, were they all perfect."""
-        least = least_pieces(target.limit, self.delta, target.perfect)
+        """Whether there are enough pieces to show the target if every one of them is perfect."""
+        least = min_pieces(target.limit, self.delta, target.perfect)
         return min(Counter(self.sources).values(), default=0) >= least
 
-    def p_value(self, candidate: Candidate, target: Target) -> float:
-        """Of "its risk is above the limit for some source, or that of its early ends is"."""
-        found = max(self._p_value(candidate, target, one) for one in sorted(set(self.sources)))
-        return max(found, self._p_of_ends(candidate, target)) if candidate.ends_early else found
+    def p_value(self, choice: Choice, target: Target) -> float:
+        """P-value of "the risk is above the limit in some source, or that of early ends is"."""
+        found = max(self._p_value(choice, target, one) for one in sorted(set(self.sources)))
+        return max(found, self._p_of_ends(choice, target)) if choice.ends_early else found
 
-    def _p_value(self, candidate: Candidate, target: Target, source: str) -> float:
+    def _p_value(self, choice: Choice, target: Target, source: str) -> float:
         pieces = [piece for piece, one in enumerate(self.sources) if one == source]
         gambler = Gambler(target.limit, self.delta, len(pieces))
         for piece in pieces:
-            gambler.sees(weighed(self.outcome(candidate, piece), target, self.most_tokens))
+            gambler.bet_on(weighted_loss(self.outcome(choice, piece), target, self.most_tokens))
             if gambler.p_value <= self.delta:
-                break  # a gambler who has won may leave
+                break  # the capital never falls below its highest: the test has passed
         return gambler.p_value
 
-    def _p_of_ends(self, candidate: Candidate, target: Target) -> float:
-        """Of "too many early ends are wrong", over all sources: most text has none at all."""
-        selected = sum(wrong_ends(one) is not None for one in candidate.selected)
-        planned = round(selected * len(self.sources) / len(candidate.selected))
+    def _p_of_ends(self, choice: Choice, target: Target) -> float:
+        """P-value of "too many early ends of sequence are wrong", over all sources.
+
+        Few pieces have an early end, too few to test each source by itself.
+        """
+        with_ends = sum(wrong_ends(one) is not None for one in choice.outcomes)
+        planned = round(with_ends * len(self.sources) / len(choice.outcomes))
         gambler = Gambler(end_limit(target), self.delta, planned)
         for piece in range(len(self.sources)):
-            wrong = wrong_ends(self.outcome(candidate, piece))
+            wrong = wrong_ends(self.outcome(choice, piece))
             if wrong is not None:
-                gambler.sees(wrong)
+                gambler.bet_on(wrong)
             if gambler.p_value <= self.delta:
                 break
         return gambler.p_value
 
-    def found(self, candidate: Candidate) -> Summary:
-        """All of its outcomes on the test's pieces."""
-        return summary(self.outcome(candidate, piece) for piece in range(len(self.sources)))
+    def summary(self, choice: Choice) -> Summary:
+        """Means over all test pieces."""
+        return summarise(self.outcome(choice, piece) for piece in range(len(self.sources)))
 
 
 def end_limit(target: Target) -> float:
-    """How many early ends of sequence may be wrong, as a share of them."""
+    """The share of early ends of sequence that may be wrong."""
     return 0.01 if target.agreement is None else 1.0 - target.agreement
 
 
-def sequence(candidates: Sequence[Candidate], target: Target, trial: Trial) -> list[Candidate]:
-    """The candidates to test, in order, from the riskiest of which selection is confident.
+def test_order(choices: Sequence[Choice], target: Target, trial: PromiseTest) -> list[Choice]:
+    """The choices to test, by rising risk, from the riskiest that selection is confident of.
 
-    Candidates that are safer than it would have to be tested first for nothing.
+    Safer choices would cost tests and give nothing.
     """
-    ordered = in_order(candidates, target)
+    ordered = by_risk(choices, target)
     start = 0
-    for index, candidate in enumerate(ordered):
-        if _expected(candidate, target, trial) >= CONFIDENT * math.log(1.0 / trial.delta):
+    for index, choice in enumerate(ordered):
+        if _expected(choice, target, trial) >= CONFIDENT * math.log(1.0 / trial.delta):
             start = index
     return ordered[start:]
 
 
-def _expected(candidate: Candidate, target: Target, trial: Trial) -> float:
-    """The capital (its logarithm) that selection leads one to expect of the test."""
+def _expected(choice: Choice, target: Target, trial: PromiseTest) -> float:
+    """Logarithm of the capital that the test should reach, judging by the pieces for selection."""
     found = []
     for source, planned in Counter(trial.sources).items():
-        own = [one for one in candidate.selected if one.source == source]
-        seen = [weighed(one, target, trial.most_tokens) for one in own]
-        losses = (seen * math.ceil(planned / len(seen)))[:planned] if seen else []
+        own = [one for one in choice.outcomes if one.source == source]
+        own_losses = [weighted_loss(one, target, trial.most_tokens) for one in own]
+        repeats = math.ceil(planned / max(1, len(own)))
+        losses = (own_losses * repeats)[:planned]
         found.append(-math.log(p_value(losses, target.limit, trial.delta)))
     return min(found)
 
 
-def kept(
-    candidates: Sequence[Candidate], target: Target, trial: Trial, tried: Callable[[], None]
-) -> list[Candidate]:
-    """Those that keep the target together, with the trial's level; empty if none can be shown to.
+def passing_choices(
+    choices: Sequence[Choice],
+    target: Target,
+    trial: PromiseTest,
+    tried: Callable[[], None],
+) -> list[Choice]:
+    """The choices that pass the test of a target; empty where there are too few pieces.
 
-    Fixed-sequence testing: in order, until the first that fails.
+    Fixed-sequence testing: in order, until the first that fails. So with probability at least
+    1 - delta all that passed keep the target.
 
     Args:
-        candidates: of one criterion.
-        target: what to keep.
-        trial: on text that had no part in the candidates.
+        choices: all of one criterion.
+        target: what they must keep.
+        trial: on text that had no part in making the choices.
         tried: called after each test.
     """
-    if not candidates or not trial.can_show(target):
+    if not choices or not trial.can_show(target):
         return []
     keeping = []
-    for candidate in sequence(candidates, target, trial):
-        passes = trial.p_value(candidate, target) <= trial.delta
+    for choice in test_order(choices, target, trial):
+        passes = trial.p_value(choice, target) <= trial.delta
         tried()
         if not passes:
             break
-        keeping.append(candidate)
+        keeping.append(choice)
     return keeping

@@ -1,15 +1,13 @@
-"""`exitserve calibrate`: thresholds that keep a target, into the checkpoint."""
+"""The command: from arguments to a calibration, its report, and the checkpoint's new block."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import numbers
+from exitserve.arguments import check_context, numbers
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
 from exitserve.calibration_record import CALIBRATED_MODES, Calibration
 from exitserve.checkpoint import (
@@ -22,13 +20,12 @@ from exitserve.checkpoint import (
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from exitserve.calibration.outcomes import Piece, Source
-    from exitserve.calibration.pieces import Parts
+    from exitserve.calibration.pieces import PieceSplit
     from exitserve.calibration.risks import Target
-    from exitserve.calibration.run import Asked, Found, Progress
+    from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.costs import TokenCosts
+    from exitserve.progress import StepProgress
     from exitserve.reference import Reference
     from exitserve.windows import Documents, Window
 
@@ -37,15 +34,15 @@ BYTES, MEASURED = "bytes", "measured"
 """Kinds of `--costs`; any other word is a device."""
 
 _HELP = """\
-Chooses exit layers, and a threshold for each, that cost least while a target is kept: by
-default, that 99 % of the tokens are those of full depth. The choice is made on one part of the
-text and tested on another, with a finite-sample guarantee: with the confidence level, the target
-holds on text of the same kind. Thresholds go into the checkpoint's config.json, where
-`exitserve serve` finds them; a report with plots goes into --out.
+Chooses exit layers and a threshold for each, so that tokens cost as little as possible while a
+target is kept: by default, that 99 % of the tokens are those of full depth. The choice is made on
+one part of the text and tested on another, with a finite-sample guarantee: at the given confidence
+level, the target holds on text of the same kind. Thresholds go into the checkpoint's config.json,
+where `exitserve serve` finds them; a report with plots goes into --out.
 
 FILE is held-out text (or .jsonl with a "text" on each line), of the kind that will be served.
-Half of the windows are only prompts: the model writes on by itself, and the promise is tested
-on that too."""
+Half of the windows serve as prompts only: the model continues them, and the promise is tested on
+its own text too."""
 _EXAMPLES = """\
 examples:
   exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
@@ -55,11 +52,12 @@ examples:
   exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
 then
   exitserve serve MODEL                              # the calibrated thresholds are its default
-  {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another promise
+  {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another target
 
-A test needs text: at least 321 windows for an agreement of 0.99 at a confidence of 0.95 if no
-token is ever wrong, about three times as many in practice, and as many that the model writes. A
-row of a .jsonl gives one window; a text file is cut into many, and the promise is about it."""
+The test needs much text: for an agreement of 0.99 at a confidence of 0.95 at least 321 windows if
+no token is ever wrong, about three times as many in practice, and the same number of continuations
+by the model. Each row of a .jsonl gives one window. A text file is cut into many, and the promise
+then holds for that text."""
 
 
 def add_calibrate(subparsers: Any) -> None:
@@ -84,17 +82,19 @@ def add_calibrate(subparsers: Any) -> None:
         "--mode",
         choices=CALIBRATED_MODES,
         default="confidence",
-        help="in which the thresholds will be served (default %(default)s)",
+        help="mode in which the thresholds will be served (default %(default)s)",
     )
     parser.add_argument(
-        "--exit-layers", metavar="N,N", help="instead of the checkpoint's own, for good"
+        "--exit-layers",
+        metavar="N,N",
+        help="replace the checkpoint's exit layers, in its config.json too",
     )
     parser.add_argument(
         "--costs",
         metavar="HOW",
         default=BYTES,
-        help=f"what a token's parts cost: {BYTES} that are read (default), {MEASURED} on this "
-        f"machine as exitserve plan does, or a device of its table such as h200",
+        help=f"prices of layers and checks: {BYTES} read (default), {MEASURED} on this machine as "
+        f"exitserve plan does, or the figures of a device such as h200",
     )
     add_text(parser)
     parser.set_defaults(run=run)
@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the text is too little.
     """
+    from exitserve.progress import step_bars
     from exitserve.report import prepare_out_dir
 
     directory = Path(args.model)
@@ -113,14 +114,14 @@ def run(args: argparse.Namespace) -> int:
     targets = targets_of(args, config)
     check_text(args)
     out = prepare_out_dir(args.out or directory / "calibration", overwrite=args.out is None)
-    with _progress() as progress:
+    with step_bars() as progress:
         calibration, data, found = calibrate(args, block, config, targets, progress)
-    from exitserve.calibration.page import publish
+    from exitserve.calibration.page import show_report
 
     kept = any(one.point is not None for one in found.promised)
     if kept and not args.dry_run:
         _write(directory, block, calibration, found)
-    publish(out, data)
+    show_report(out, data)
     if kept and not args.dry_run:
         print(f"Written into {directory / 'config.json'}; `exitserve serve {directory}` uses it.")
     return 0
@@ -130,16 +131,12 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
     config = read_config(args.model)
     if not directory.is_dir() and not args.dry_run:
         raise ExitServeError(
-            f"'{args.model}' is a hub id, into which nothing can be written: download it to a "
-            f"directory first, or --dry-run for the report alone."
+            f"'{args.model}' is a hub id, and thresholds cannot be written there: download it to a "
+            f"directory first, or give --dry-run for the report alone."
         )
     if args.dry_run and args.out is None:
-        raise ExitServeError("--dry-run writes a report only: say where to, --out DIR.")
-    context = config.get("max_position_embeddings", config.get("n_positions"))
-    if isinstance(context, int) and args.window > context:
-        raise ExitServeError(
-            f"--window {args.window} is longer than the model's context of {context} tokens."
-        )
+        raise ExitServeError("--dry-run writes nothing but a report: say where with --out DIR.")
+    check_context(args.window, config, "--window")
     block = parse_multi_exit(config)
     num_layers = num_layers_of(config)
     if args.exit_layers:
@@ -148,8 +145,8 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
     if block is None or not block.exit_layers:
         raise ExitServeError(
             f"'{args.model}' declares no exits, so there is nothing to calibrate: `exitserve plan` "
-            f"tells which exits could pay, `exitserve train` trains them; or name layers that were "
-            f"trained elsewhere, --exit-layers N,N."
+            f"tells which exits could pay, and `exitserve train` trains them. Layers that were "
+            f"trained elsewhere can be named with --exit-layers N,N."
         )
     block.validate(num_layers)
     return block, config
@@ -160,93 +157,93 @@ def calibrate(
     block: MultiExit,
     config: dict[str, Any],
     targets: list[Target],
-    progress: Progress,
-) -> tuple[Calibration, dict[str, Any], Found]:
-    """Reads the text, calibrates, and returns the block for the checkpoint, the report, and all."""
+    progress: StepProgress,
+) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
+    """Reads the text and calibrates; returns the checkpoint's record, the report, the result."""
     import torch
 
-    from exitserve.calibration.bounds import least_pieces
+    from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.outcomes import Piece
     from exitserve.calibration.page import provenance_of, report
-    from exitserve.calibration.pieces import check_enough, split
+    from exitserve.calibration.pieces import check_enough, split_pieces
     from exitserve.calibration.run import Calibrator
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
     documents = read_documents(args.data)
     delta = 1.0 - args.confidence_level
-    asked = _asked(args, block, config, targets, delta)
+    job = _job(args, block, config, targets, delta)
     windows = _windows(args, documents)
     count = round(args.generated_share * len(windows))
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
     prompts = [window.token_ids[: args.prompt_tokens] for window in windows[:count]]
 
-    def check(written: list[Piece]) -> Parts:
-        parts = split([*text, *written])
+    def check(written: list[Piece]) -> PieceSplit:
+        parts = split_pieces([*text, *written])
         sources = _sources(args)
-        least = least_pieces(targets[0].limit, delta, targets[0].perfect)
+        least = min_pieces(targets[0].limit, delta, targets[0].perfect)
         check_enough(parts, sources, least, documents.name, targets[0].name)
         return parts
 
-    # Before anything slow starts; and again, since some continuations are too short to count.
+    # Before anything slow starts; and again below, since continuations may be too short to count.
     check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
     parts = check(_written(args, reference, prompts, progress))
-    found = Calibrator(reference, asked, progress).run(parts)
+    found = Calibrator(reference, job, progress).calibrate(parts)
     source = provenance_of(documents, parts, args)
-    calibration = found.calibration(asked, source)
-    data = report(str(args.model), block.exit_layers, asked, found, calibration)
+    calibration = found.calibration(job, source)
+    data = report(str(args.model), block.exit_layers, job, found, calibration)
     return calibration, data, found
 
 
-def _asked(
+def _job(
     args: argparse.Namespace,
     block: MultiExit,
     config: dict[str, Any],
     targets: list[Target],
     delta: float,
-) -> Asked:
-    from exitserve.calibration.bounds import least_pieces
+) -> CalibrationJob:
+    from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.choice import end_limit
-    from exitserve.calibration.run import Asked
+    from exitserve.calibration.run import CalibrationJob
     from exitserve.costs import break_even_rates
 
-    return Asked(
+    return CalibrationJob(
         target=targets[0],
         others=tuple(targets[1:]),
         mode=args.mode,
         delta=delta,
         costs=_costs(args, config),
         break_even=break_even_rates(config, block.exit_layers),
-        fewest_ends=least_pieces(end_limit(targets[0]), delta),
+        fewest_ends=min_pieces(end_limit(targets[0]), delta),
         most_tokens=args.window - args.prompt_tokens,
     )
 
 
 def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
-    """What the parts of a token cost, at half the window's context."""
-    from exitserve.costs import shape_of, token_bytes
-    from exitserve.planning.sources import measured_costs, serving_dtype
+    """What the parts of a token cost, at a context of half a window."""
+    from exitserve.costs import serving_dtype, shape_of, token_bytes
+    from exitserve.step_costs import measured_costs
 
     context = args.window // 2
     if args.costs == BYTES:
-        return token_bytes(shape_of(config, serving_dtype(config, None)), context)
+        return token_bytes(shape_of(config, serving_dtype(config)), context)
     device = None if args.costs == MEASURED else args.costs
     return measured_costs(config, dtype=None, context=context, device=device)
 
 
 def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
-    from exitserve.calibration.pieces import independent
+    from exitserve.calibration.pieces import independent_windows
     from exitserve.windows import load_tokenizer, windows_of
 
     tokenizer = load_tokenizer(args.model)
     every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)
-    return independent(every, args.windows, SEED, running=documents.running)
+    return independent_windows(every, args.windows, SEED, running=documents.running)
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    """Where pieces are from."""
+    """The sources that pieces come from."""
     text: list[Source] = ["text"] if args.generated_share < 1.0 else []
     return [*text, "generated"] if args.generated_share > 0.0 else text
 
@@ -255,10 +252,10 @@ def _written(
     args: argparse.Namespace,
     reference: Reference,
     prompts: list[tuple[int, ...]],
-    progress: Progress,
+    progress: StepProgress,
 ) -> list[Piece]:
-    """What the model writes after prompts."""
-    from exitserve.calibration.pieces import written_by
+    """The model's continuations of the prompts."""
+    from exitserve.calibration.pieces import model_continuations
 
     done = 0
 
@@ -268,10 +265,12 @@ def _written(
         progress("the model writes", done, len(prompts))
 
     tokens = args.window - args.prompt_tokens
-    return written_by(reference, prompts, tokens, args.temperature, SEED, advance)
+    return model_continuations(reference, prompts, tokens, args.temperature, SEED, advance)
 
 
-def _write(directory: Path, block: MultiExit, calibration: Calibration, found: Found) -> None:
+def _write(
+    directory: Path, block: MultiExit, calibration: Calibration, found: CalibrationResult
+) -> None:
     from dataclasses import replace
 
     from exitserve.checkpoint import write_multi_exit
@@ -280,31 +279,3 @@ def _write(directory: Path, block: MultiExit, calibration: Calibration, found: F
     if found.criterion == "gate":
         save_gates(directory, found.gates)
     write_multi_exit(directory, replace(block, criterion=found.criterion, calibration=calibration))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the error stream for each kind of work; lines where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def progress(doing: str, done: int, total: int) -> None:
-            if doing not in tasks:
-                for task in tasks.values():  # what ended early shows as done
-                    bar.stop_task(task)
-                tasks[doing] = bar.add_task(doing, total=total)
-                if not console.is_terminal:
-                    console.print(f"{doing} ({total})", markup=False, highlight=False)
-            bar.update(tasks[doing], completed=done)
-
-        yield progress

@@ -1,4 +1,4 @@
-"""What a calibration is asked to keep, and on which text: options of `exitserve calibrate`."""
+"""Options of `exitserve calibrate`: what to keep, how surely, and on which text."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from exitserve.calibration.risks import Target
 
 AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
-"""Promised for requests that ask for a target, where the text is enough to show it."""
+"""Also calibrated, for requests that send `exit_target`, where the text is enough."""
 DEFAULT_AGREEMENT = 0.99
 
 
 def add_targets(parser: argparse.ArgumentParser) -> None:
-    """Adds what is to be kept, and how surely."""
+    """Adds the targets and the confidence level."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
         "--target-agreement",
         type=float,
         metavar="A",
-        help=f"share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
+        help=f"least share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
     )
     target.add_argument(
         "--target-perplexity-increase",
         type=float,
         metavar="P",
-        help="instead: most that perplexity may rise, 0.01 for one per cent",
+        help="instead: largest rise of perplexity, 0.01 for one per cent",
     )
     target.add_argument(
         "--target-mean-depth",
         type=float,
         metavar="N",
-        help="instead: most layers that a token may run on average, at the best agreement",
+        help="instead: most layers a token may run on average, at the best agreement found",
     )
     parser.add_argument(
         "--confidence-level",
@@ -48,9 +48,11 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:
-    """Adds how the text is used."""
+    """Adds how the text is cut and continued."""
     text = parser.add_argument_group("text")
-    text.add_argument("--windows", type=int, default=2400, metavar="N", help="default %(default)s")
+    text.add_argument(
+        "--windows", type=int, default=2400, metavar="N", help="at most (default %(default)s)"
+    )
     text.add_argument(
         "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
     )
@@ -59,26 +61,26 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=32,
         metavar="T",
-        help="of which the first are the prompt (default %(default)s)",
+        help="how many of them are the prompt (default %(default)s)",
     )
     text.add_argument(
         "--generated-share",
         type=float,
         default=0.5,
         metavar="S",
-        help="share of the windows after whose prompts the model writes (default %(default)s)",
+        help="share of the windows whose prompts the model continues (default %(default)s)",
     )
     text.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         metavar="T",
-        help="at which it writes, as it will be served; 0: greedily (default %(default)g)",
+        help="of these continuations, as it will be served; 0: greedy (default %(default)g)",
     )
 
 
 def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
-    """The asked target first."""
+    """The target that was asked for, then those of `AGREEMENTS`."""
     from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
 
     if not 0.5 <= args.confidence_level < 1.0:
@@ -97,7 +99,7 @@ def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]
 
 
 def check_text(args: argparse.Namespace) -> None:
-    """Raises `ExitServeError` where the text cannot be used so."""
+    """Raises `ExitServeError` unless the options of `add_text` make sense."""
     at_least(10, args.windows, "--windows")
     at_least(1, args.prompt_tokens, "--prompt-tokens")
     at_least(args.prompt_tokens + 8, args.window, "--window")

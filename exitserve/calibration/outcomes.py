@@ -1,4 +1,4 @@
-"""What the oracle makes of a piece of text under some thresholds: means over its tokens."""
+"""What exits give on pieces of text, by the oracle: means over tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from exitserve.agreement import FullDepth, full_depth, judged
+from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
@@ -19,12 +19,12 @@ Source = Literal["text", "generated"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text as a request would see it: a prompt, and what follows it."""
+    """One request's text: a prompt, and what follows it."""
 
     token_ids: tuple[int, ...]
     prompt_length: int
     source: Source
-    """Held-out text, or what the model itself wrote after a prompt."""
+    """Held-out text, or a continuation that the model itself wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +37,28 @@ class Outcome:
     """Share of tokens equal to full depth's."""
     depth: float
     checks: float
-    """Reads of the head for a check, per token."""
+    """Exit checks per token, each a read of the head."""
     stays: float
     """Share of tokens that ran all layers."""
     nats: float
     full_nats: float
-    """Loss on the following tokens, with exits and at full depth."""
+    """Mean negative log-likelihood of the following tokens, with exits and at full depth."""
     ends: int
-    """Tokens that left early with an end of sequence."""
+    """Ends of sequence that exited early."""
     wrong_ends: int
-    """Those of them with which full depth does not agree."""
+    """Those of them that are not full depth's token."""
 
 
-def full_depth_of(reference: Reference, piece: Piece) -> FullDepth:
+def run_at_full_depth(reference: Reference, piece: Piece) -> FullDepthPass:
     """Runs a piece at full depth."""
-    return full_depth(reference, piece.token_ids, piece.prompt_length)
+    return run_full_depth(reference, piece.token_ids, piece.prompt_length)
 
 
-def outcome(reference: Reference, piece: Piece, full: FullDepth, policy: ExitPolicy) -> Outcome:
-    """Runs a piece with exits; `full` is what full depth says of it."""
-    found = judged(reference, piece.token_ids, piece.prompt_length, policy, full)
+def measure_outcome(
+    reference: Reference, piece: Piece, full: FullDepthPass, policy: ExitPolicy
+) -> Outcome:
+    """Runs a piece with exits, given its full-depth pass."""
+    found = run_with_exits(reference, piece.token_ids, piece.prompt_length, policy, full)
     stays = found.depth == reference.parts.num_layers
     early = ~stays & torch.isin(found.token, reference.eos_token_ids)
     return Outcome(
@@ -91,8 +93,8 @@ class Summary:
     full_perplexity: float
 
 
-def summary(outcomes: Iterable[Outcome]) -> Summary:
-    """Summarises outcomes, each weighted by its tokens."""
+def summarise(outcomes: Iterable[Outcome]) -> Summary:
+    """Means over outcomes, each weighted by its tokens."""
     every = list(outcomes)
     tokens = sum(one.tokens for one in every)
 

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.calibration.choice import Candidate, cost_of
-from exitserve.calibration.outcomes import summary
-from exitserve.calibration.pieces import Parts
-from exitserve.calibration.run import Asked, Found
+from exitserve.calibration.choice import Choice, relative_cost
+from exitserve.calibration.outcomes import summarise
+from exitserve.calibration.pieces import PieceSplit
+from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
 from exitserve.calibration_record import Calibration
 from exitserve.report import (
     machine,
     machine_line,
     markdown_table,
+    publish,
     terminal_table,
     versions,
-    write_report,
 )
 from exitserve.windows import Documents
 
@@ -37,15 +37,19 @@ HEADERS = ("target", "agreement", "mean depth", "perplexity", "cost")
 
 
 def report(
-    model: str, exit_layers: Sequence[int], asked: Asked, found: Found, calibration: Calibration
+    model: str,
+    exit_layers: Sequence[int],
+    job: CalibrationJob,
+    found: CalibrationResult,
+    calibration: Calibration,
 ) -> dict[str, Any]:
-    """What `report.json` holds."""
+    """The report without its `schema_version`; see docs/calibrate.md for the keys."""
     return {
         "command": "calibrate",
         "model": model,
         "machine": machine(),
         "versions": versions(),
-        "num_layers": asked.costs.num_layers,
+        "num_layers": job.costs.num_layers,
         "exit_layers": list(exit_layers),
         "calibration": calibration.to_json(),
         "promised": [
@@ -58,7 +62,7 @@ def report(
             for one in found.promised
         ],
         "curves": {
-            name: [_choice(one, asked) for one in curve] for name, curve in found.curves.items()
+            name: [_choice(one, job) for one in curve] for name, curve in found.curves.items()
         },
         "reliability": {
             str(layer): reliability(scores, found.criterion)
@@ -67,8 +71,10 @@ def report(
     }
 
 
-def provenance_of(documents: Documents, parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
-    """Which text, how it was used, when, and with what."""
+def provenance_of(
+    documents: Documents, parts: PieceSplit, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The text, how it was used, the date, and the versions."""
     sources = ("text", "generated")
     return {
         "data": documents.provenance(),
@@ -85,20 +91,20 @@ def provenance_of(documents: Documents, parts: Parts, args: argparse.Namespace) 
     }
 
 
-def _choice(candidate: Candidate, asked: Asked) -> dict[str, Any]:
-    found = summary(candidate.selected)
+def _choice(choice: Choice, job: CalibrationJob) -> dict[str, Any]:
+    found = summarise(choice.outcomes)
     return {
-        "thresholds": {str(layer): value for layer, value in candidate.proposal.thresholds},
+        "thresholds": {str(layer): value for layer, value in choice.proposal.thresholds},
         "agreement": round(found.agreement, 5),
         "mean_depth": round(found.mean_depth, 4),
         "perplexity": round(found.perplexity, 4),
         "full_depth_perplexity": round(found.full_perplexity, 4),
-        "cost": round(cost_of(found, asked.costs, asked.mode), 4),
+        "cost": round(relative_cost(found, job.costs, job.mode), 4),
     }
 
 
 def reliability(scores: ExitScores, criterion: str) -> list[dict[str, float | int]]:
-    """How often full depth agrees with an exit, by its confidence, in `BINS` bins of one width."""
+    """Share of tokens equal to full depth's, by confidence, in `BINS` bins of equal width."""
     confidence = scores.confidence[criterion]
     found: list[dict[str, float | int]] = []
     for index in range(BINS):
@@ -116,28 +122,24 @@ def reliability(scores: ExitScores, criterion: str) -> list[dict[str, float | in
     return found
 
 
-def publish(out: Path, data: Mapping[str, Any]) -> None:
+def show_report(out: Path, data: Mapping[str, Any]) -> None:
     """Writes the report, and prints its short table."""
-    from rich.console import Console
-
-    figures = {"pareto": pareto(data), "reliability": reliability_plot(data)}
-    write_report(out, data, markdown(data), figures)
-    console = Console()
     calibration = data["calibration"]
     title = (
         f"criterion {calibration['criterion']}, mode {calibration['mode']}, confidence level "
         f"{calibration['confidence_level']:g}"
     )
-    console.print(terminal_table(title, HEADERS, rows(data)))
-    for line in choices(data):
-        console.print(line, markup=False, highlight=False)
-    for line in warnings(data):
-        console.print(f"Warning: {line}")
-    console.print(f"Report: {out / 'report.md'}")
+    shown = [
+        terminal_table(title, HEADERS, rows(data)),
+        *choices(data),
+        *(f"Warning: {line}" for line in warnings(data)),
+    ]
+    figures = {"pareto": pareto(data), "reliability": reliability_plot(data)}
+    publish(out, data, markdown(data), figures, shown)
 
 
 def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The table of what is promised."""
+    """One row for each target, in the order of `HEADERS`."""
     table: list[tuple[str, ...]] = []
     for one in data["promised"]:
         if not one["kept"]:
@@ -158,7 +160,7 @@ def rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def choices(data: Mapping[str, Any]) -> list[str]:
-    """The thresholds of each target, a line each."""
+    """One line of thresholds for each target."""
     lines = []
     for one in data["promised"]:
         exits = [f"{layer} above {value:.3f}" for layer, value in (one["thresholds"] or {}).items()]
@@ -170,7 +172,7 @@ def choices(data: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(data: Mapping[str, Any]) -> list[str]:
-    """What a reader must know."""
+    """What a reader must know before relying on the promises."""
     lines = []
     first = data["promised"][0]
     if not first["kept"]:
@@ -183,14 +185,14 @@ def warnings(data: Mapping[str, Any]) -> list[str]:
     missing = [one["target"] for one in data["promised"][1:] if not one["kept"]]
     if missing:
         lines.append(
-            f"no thresholds of their own for {', '.join(missing)}: requests that ask for it get "
-            f"those of a higher promise, or full depth."
+            f"no thresholds could be shown to keep {', '.join(missing)}: requests that ask for it "
+            f"get those of a stricter target, or full depth."
         )
     return lines
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """The page."""
+    """The page `report.md`."""
     calibration = data["calibration"]
     provenance = calibration["provenance"]
     lines = [
@@ -205,9 +207,9 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
         *(f"- {line}" for line in choices(data)),
         "",
-        "Agreement, depth and perplexity are those of the test's text. Cost is that of a mean "
-        "token as a share of a full-depth token, at batch 1; it is not a wall speedup: `exitserve "
-        "bench --thresholds auto` measures that.",
+        "Agreement, depth and perplexity were measured on the test's text. Cost is that of an "
+        "average token as a share of a full-depth token, at batch 1. It is not a wall speedup: "
+        "measure that with `exitserve bench --thresholds auto`.",
         "",
         *(f"**Warning**: {line}" for line in warnings(data)),
         "",
@@ -223,7 +225,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def _tested(provenance: Mapping[str, Any]) -> list[str]:
-    """What the test's text was."""
+    """Describes the text of the test."""
     windows, data = provenance["windows"]["test"], provenance["data"]
     name = f"`{data['name']}` (sha256 {data['sha256'][:12]}...)"
     found = []

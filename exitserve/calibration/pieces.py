@@ -1,7 +1,7 @@
-"""The text of a calibration: held-out windows, and what the model itself writes after prompts.
+"""The text of a calibration: held-out windows, and continuations that the model itself writes.
 
-What is served is the model's own text, which is more predictable than other people's; what it is
-asked to read is other people's. A promise is tested on both.
+A server decodes the model's own text, which is more predictable than text written by people. A
+promise is tested on both.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from exitserve.reference import Reference
 from exitserve.windows import Window
 
 FEWEST_TOKENS = 8
-"""A continuation that ended sooner says too little."""
+"""Shorter continuations are dropped."""
 BATCH = 32
-"""Continuations written together."""
+"""Continuations generated together."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The pieces, by what they are for; no piece is in two of them."""
+class PieceSplit:
+    """Pieces by their use; no piece is in two of the parts."""
 
     fit: list[Piece]
-    """Gates are fitted to these."""
+    """For fitting gates."""
     select: list[Piece]
-    """Thresholds are proposed and put in order by these."""
+    """For proposing choices, and for their order."""
     test: list[Piece]
-    """The promise is tested on these alone."""
+    """For testing the promise, and for nothing else."""
 
 
 SHARES = (0.1, 0.2)
-"""Of the pieces: for fitting and for selection; the rest is for the test, which needs the most."""
+"""Shares of the pieces for fitting and for selection; the test needs most and gets the rest."""
 
 
-def independent(windows: Sequence[Window], count: int, seed: int, *, running: bool) -> list[Window]:
-    """At most `count` windows in random order: one of each document.
+def independent_windows(
+    windows: Sequence[Window], count: int, seed: int, *, running: bool
+) -> list[Window]:
+    """At most `count` windows in random order, one of each document.
 
-    Windows of one document depend on each other, which the test must not ignore. Of running text
-    there are no documents: windows are draws from the one text.
+    The test needs independent pieces, and windows of one document depend on each other. Running
+    text has no documents: all its windows are draws from one text.
     """
     drawn = random.Random(seed)
     shuffled = drawn.sample(list(windows), len(windows))
@@ -55,22 +57,22 @@ def independent(windows: Sequence[Window], count: int, seed: int, *, running: bo
     return shuffled[:count]
 
 
-def split(pieces: Sequence[Piece]) -> Parts:
-    """Cuts pieces in random order into their three parts, each source by itself."""
-    parts = Parts([], [], [])
+def split_pieces(pieces: Sequence[Piece]) -> PieceSplit:
+    """Divides pieces, already in random order, into the three parts, each source by itself."""
+    parts = PieceSplit([], [], [])
     for source in ("text", "generated"):
         own = [piece for piece in pieces if piece.source == source]
         first, second = (round(share * len(own)) for share in SHARES)
         parts.fit.extend(own[:first])
         parts.select.extend(own[first : first + second])
         parts.test.extend(own[first + second :])
-    # Gates are fitted to the first tokens, which should be of all sources.
+    # Gates are fitted to the first tokens only, which should come from all sources.
     random.Random(len(parts.fit)).shuffle(parts.fit)
     return parts
 
 
 @torch.no_grad()
-def written_by(
+def model_continuations(
     reference: Reference,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
@@ -78,18 +80,18 @@ def written_by(
     seed: int,
     advance: Callable[[int], None],
 ) -> list[Piece]:
-    """What the model writes at full depth after prompts of one length.
+    """Continuations that the model writes at full depth, after prompts of equal length.
 
     Args:
         reference: the oracle, whose model writes.
         prompts: token ids.
-        tokens: most of a continuation.
-        temperature: at which it samples; 0: the likeliest token each time.
+        tokens: most tokens of a continuation.
+        temperature: of the sampling; 0: greedy.
         seed: of the sampling.
-        advance: called with the number of prompts that are done.
+        advance: called with the number of prompts done since the last call.
 
     Returns:
-        Those of at least `FEWEST_TOKENS` tokens, each up to its end of sequence, without that.
+        Prompt and continuation, up to its end of sequence; those of at least `FEWEST_TOKENS`.
     """
     torch.manual_seed(seed)
     how: dict[str, Any] = {"do_sample": False}
@@ -120,16 +122,16 @@ def written_by(
 
 
 def check_enough(
-    parts: Parts, sources: Sequence[Source], least: int, name: str, target: str
+    parts: PieceSplit, sources: Sequence[Source], least: int, name: str, target: str
 ) -> None:
-    """Raises `ExitServeError`, with what is needed, if a test could not pass on so little text.
+    """Raises `ExitServeError`, saying how much is needed, if the text is too little for a test.
 
     Args:
         parts: the pieces.
-        sources: where there should be some from.
+        sources: all must have enough pieces.
         least: pieces of each source that the test needs.
-        name: of the file.
-        target: what is tested.
+        name: of the file, for the message.
+        target: of the test, for the message.
     """
     for source in sources:
         count = sum(piece.source == source for piece in parts.test)

@@ -1,9 +1,9 @@
-"""Thresholds worth trying: for each price of a wrong token, those of the least expected cost.
+"""Proposes thresholds: for each price of a wrong token, those with the least expected cost.
 
-For one exit layer with all other thresholds held, the best threshold is found exactly: tokens
-sorted by confidence, the running sum of what each would save or lose by leaving there, its lowest
-point. Taking the layers in turn until nothing changes gives a choice of exit layers too, since a
-layer whose best threshold lets nobody leave is not checked at all.
+With the thresholds of all other layers fixed, the best threshold of one layer is found exactly:
+sort tokens by confidence, sum up what each would cost or save by exiting there, and cut where the
+running sum is lowest. Layers take turns until nothing changes. This chooses exit layers too: where
+no token exits at the best threshold, the layer is not checked at all.
 
 Shapes: N tokens.
 """
@@ -21,28 +21,29 @@ from exitserve.costs import TokenCosts
 from exitserve.policy import NEVER
 
 PRICES = tuple(1000.0 * 0.5**step for step in range(13))
-"""Of a token that is not full depth's, in full-depth tokens: from the safest to the cheapest."""
+"""Price of a token that differs from full depth's, in full-depth tokens; the safest first."""
 LOW_PRICES = tuple(0.15 * 0.6**step for step in range(6))
-"""More of them for targets of depth, at which errors count for little."""
+"""Added for targets of depth, where errors count for little."""
 BETWEEN = 5
-"""Choices between two neighbours, near a target."""
+"""Proposals interpolated between two neighbours on both sides of a target."""
 SWEEPS = 6
+"""Most turns of the layers."""
 FEWEST = 20
-"""Tokens that must leave at a layer on the data, or it is not worth its checks."""
+"""If fewer tokens exit at a layer, it is not worth its checks."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One choice of thresholds for one criterion."""
+    """Thresholds for one criterion."""
 
     criterion: str
     thresholds: tuple[tuple[int, float], ...]
     """Exit layer and threshold, ascending; layers left out are not checked."""
     price: float
-    """At which it is the best."""
+    """The price of a wrong token for which they cost least."""
 
 
-def proposals(
+def propose(
     scores: Mapping[int, ExitScores],
     criterion: str,
     costs: TokenCosts,
@@ -50,27 +51,27 @@ def proposals(
     propagates: bool,
     prices: Sequence[float] = PRICES,
 ) -> list[Proposal]:
-    """The choices for all prices, the safest first, without repeats.
+    """The best thresholds for each price, the safest first, without repeats.
 
     Args:
         scores: by exit layer, of tokens that ran at full depth.
         criterion: whose confidence is compared with thresholds.
         costs: of the parts of a token.
         propagates: whether keys and values of layers not run are paid for.
-        prices: of a token that is not full depth's, descending.
+        prices: of a wrong token, descending.
     """
     found: dict[tuple[tuple[int, float], ...], Proposal] = {}
     for price in prices:
-        thresholds = _Problem(scores, criterion, costs, price, propagates).solved()
+        thresholds = _ThresholdSearch(scores, criterion, costs, price, propagates).best_thresholds()
         if thresholds:
             found.setdefault(thresholds, Proposal(criterion, thresholds, price))
     return list(found.values())
 
 
-def between(first: Proposal, second: Proposal) -> list[Proposal]:
-    """`BETWEEN` choices between two, thresholds evenly between theirs.
+def interpolated(first: Proposal, second: Proposal) -> list[Proposal]:
+    """`BETWEEN` proposals with thresholds evenly spaced between those of two.
 
-    At a layer that only one of them checks, the other's threshold is 1, which nobody passes.
+    At a layer that only one of them checks, the other's threshold counts as 1, which never passes.
     """
     one, other = dict(first.thresholds), dict(second.thresholds)
     found = []
@@ -88,15 +89,15 @@ def between(first: Proposal, second: Proposal) -> list[Proposal]:
 def end_thresholds(
     scores: Mapping[int, ExitScores], proposal: Proposal, least: float, fewest: int
 ) -> dict[int, float]:
-    """Thresholds for ends of sequence; 1, so that none leaves early, where too few were seen.
+    """Thresholds for ends of sequence, by exit layer; 1 (never) where too few were seen.
 
-    Half of the errors that `least` allows are left for what the data does not show.
+    Chosen for half of the errors that `least` allows, as a margin for other text.
 
     Args:
         scores: by exit layer.
-        proposal: what other tokens leave by.
+        proposal: the thresholds of all other tokens.
         least: share of early ends that must be full depth's.
-        fewest: ends that a layer must have seen.
+        fewest: ends of sequence that a layer must have seen.
     """
     found = {}
     for layer, threshold in proposal.thresholds:
@@ -110,8 +111,8 @@ def end_thresholds(
     return found
 
 
-class _Problem:
-    """Least cost at one price. All costs are shares of a full-depth token."""
+class _ThresholdSearch:
+    """Searches the least cost at one price. Costs are shares of a full-depth token's."""
 
     def __init__(
         self,
@@ -123,8 +124,8 @@ class _Problem:
     ) -> None:
         self._layers = sorted(scores)
         self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]
-        # Ends of sequence leave early only where that is calibrated by itself.
-        self._may = [~scores[layer].ends for layer in self._layers]
+        # Ends of sequence have thresholds of their own (`end_thresholds`).
+        self._may_exit = [~scores[layer].ends for layer in self._layers]
         full = costs.of(costs.num_layers, 0.0, 1.0, propagates=propagates)
         bare = [costs.of(layer, 0.0, 0.0, propagates=propagates) for layer in self._layers]
         self._check = costs.of(0, 1.0, 0.0) - costs.of(0, 0.0, 0.0)
@@ -136,8 +137,8 @@ class _Problem:
         ]
         self._thresholds = [NEVER] * len(self._layers)
 
-    def solved(self) -> tuple[tuple[int, float], ...]:
-        """Thresholds of the layers that are checked."""
+    def best_thresholds(self) -> tuple[tuple[int, float], ...]:
+        """(layer, threshold) of each layer that is checked, ascending."""
         for _ in range(SWEEPS):
             before = list(self._thresholds)
             for index in reversed(range(len(self._layers))):
@@ -148,11 +149,11 @@ class _Problem:
         return tuple((layer, one) for layer, one in chosen if one < NEVER)
 
     def _leaves(self, index: int) -> Tensor:
-        """[N] bool: who would leave at exit number `index`, having come there."""
-        return (self._confidence[index] > self._thresholds[index]) & self._may[index]
+        """[N] bool: tokens that exit at layer number `index` if they get there."""
+        return (self._confidence[index] > self._thresholds[index]) & self._may_exit[index]
 
     def _after(self, index: int) -> Tensor:
-        """[N] what tokens cost that go on beyond exit number `index`."""
+        """[N] cost of each token if it goes on beyond exit layer number `index`."""
         cost = torch.full_like(self._leave[0], self._stay)
         for later in reversed(range(index + 1, len(self._layers))):
             leaves = self._leaves(later)
@@ -162,11 +163,11 @@ class _Problem:
         return cost
 
     def _best(self, index: int) -> float:
-        """The best threshold of one exit, all others held."""
-        comes = torch.ones_like(self._may[0])
+        """The best threshold of one exit layer, the others fixed."""
+        arrives = torch.ones_like(self._may_exit[0])
         for earlier in range(index):
-            comes &= ~self._leaves(earlier)
-        able = comes & self._may[index]
+            arrives &= ~self._leaves(earlier)
+        able = arrives & self._may_exit[index]
         if able.sum() < FEWEST:
             return NEVER
         gain = self._leave[index][able] - self._after(index)[able]
@@ -175,8 +176,8 @@ class _Problem:
         confidence, order = self._confidence[index][able].sort(descending=True)
         total = gain[order].cumsum(dim=0)
         if not self._gated:
-            total = total + self._check * comes.sum()
-        # No threshold lies between tokens of one confidence.
+            total = total + self._check * arrives.sum()
+        # A threshold cannot separate tokens of equal confidence.
         cut = torch.ones_like(total, dtype=torch.bool)
         cut[:-1] = confidence[1:] < confidence[:-1]
         total = torch.where(cut, total, torch.inf)

@@ -1,6 +1,6 @@
-"""What may be lost, as a number from 0 to 1 for each piece of text, and how much of it is allowed.
+"""Targets of a calibration: the risk of a piece of text, from 0 to 1, and the limit of its mean.
 
-Independent units are pieces of text, not tokens: tokens of one piece depend on each other.
+Risks belong to pieces of text, not to tokens: pieces are independent, tokens of one piece are not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from exitserve.calibration.outcomes import Outcome
 from exitserve.errors import ExitServeError
 
 MOST_NATS = 0.5
-"""A piece whose loss in nats per token changes by more counts as if it changed by this much."""
+"""Greater changes of a piece's loss, in nats per token, count as this much."""
 MOST_INCREASE = 0.5
-"""Of perplexity, that can be asked for: ln 1.5 is below `MOST_NATS`."""
+"""Largest increase of perplexity that may be asked for: ln 1.5 is below `MOST_NATS`."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Target:
     """One thing that a calibration must keep."""
 
     name: str
-    """In words, as in the checkpoint."""
+    """As in the checkpoint, such as `agreement>=0.99`."""
     agreement: float | None
-    """The promise, where it is one about agreement."""
+    """The promised share of tokens; None for targets of another kind."""
     limit: float
-    """Of the mean risk."""
+    """The mean risk must be at most this."""
     risk: Callable[[Outcome], float]
     """Mean over the tokens of one piece, from 0 to 1."""
     perfect: float = 0.0
-    """The risk of full depth; of a target of depth, of no depth at all."""
+    """The least risk that is possible."""
     grows: bool = True
-    """Whether it grows as more tokens exit; the opposite for a target of depth."""
+    """Whether the risk grows as more tokens exit; for a target of depth it falls."""
 
 
 def agreement_target(least: float) -> Target:
@@ -77,5 +77,5 @@ def depth_target(most: float, num_layers: int) -> Target:
 
 
 def wrong_ends(one: Outcome) -> float | None:
-    """Of the early ends of sequence in a piece, the share that full depth does not agree with."""
+    """Share of a piece's early ends of sequence that are wrong; None where it has none."""
     return one.wrong_ends / one.ends if one.ends else None

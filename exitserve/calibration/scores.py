@@ -1,7 +1,7 @@
-"""What each exit would say of tokens that ran at full depth, and gates fitted to it.
+"""Confidence and agreement at every exit layer, for tokens that ran at full depth; fits gates.
 
-One full-depth pass over a piece shows all its exits at once, with exact keys and values: what
-proposals are made from. What thresholds really give is for the oracle to say (`outcomes`).
+One full-depth pass over a piece shows all exits at once, with exact keys and values. Proposals are
+made from that. What thresholds give when served is measured by the oracle (`outcomes`).
 
 Shapes: N tokens, E exit layers, D hidden, V vocabulary.
 """
@@ -21,25 +21,25 @@ from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, check_logits
 
 GATE_TOKENS = 30_000
-"""Most tokens a gate is fitted to: a probe of D weights needs no more."""
+"""Tokens a gate is fitted to, at most: its D weights need no more."""
 GATE_DECAY = 1e-3
-"""Of the squared weights of a gate, on standardised states."""
+"""Weight of the squared-weights penalty of a gate, on standardised states."""
 
 
 @dataclass(frozen=True)
 class ExitScores:
-    """What one exit layer says of N tokens."""
+    """What one exit layer predicts for N tokens."""
 
     confidence: Mapping[str, Tensor]
     """[N] float32 for each criterion."""
     agrees: Tensor
-    """[N] bool: its likeliest token is full depth's."""
+    """[N] bool: its greedy token is full depth's."""
     ends: Tensor
-    """[N] bool: its likeliest token ends the sequence."""
+    """[N] bool: its greedy token ends the sequence."""
 
 
 @torch.no_grad()
-def states_of(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
+def exit_states(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
     """Normed states [N, D] of a piece's decode tokens at each exit, and full depth's tokens [N]."""
     parts = reference.parts
     depths = [*reference.exit_layers, parts.num_layers]
@@ -63,12 +63,12 @@ def exit_scores(
     Args:
         reference: the oracle.
         pieces: the text.
-        gates: fitted ones; without any, there is no criterion "gate".
+        gates: by exit layer; where empty, there is no criterion "gate".
         advance: called after each piece.
     """
     found: dict[int, list[ExitScores]] = {layer: [] for layer in reference.exit_layers}
     for piece in pieces:
-        states, token = states_of(reference, piece)
+        states, token = exit_states(reference, piece)
         for layer, normed in states.items():
             logits = reference.parts.classify_normed(normed)
             never = torch.full((len(logits),), torch.inf, device=logits.device)
@@ -76,9 +76,9 @@ def exit_scores(
             confidence = {str(name): score.confidence for name, score in scores.items()}
             if gates:
                 confidence["gate"] = gates[layer].confidence(normed)
-            says = logits.argmax(dim=-1)
-            ends = torch.isin(says, reference.eos_token_ids)
-            found[layer].append(ExitScores(confidence, says == token, ends))
+            greedy = logits.argmax(dim=-1)
+            ends = torch.isin(greedy, reference.eos_token_ids)
+            found[layer].append(ExitScores(confidence, greedy == token, ends))
         advance()
     return {layer: _joined(scores) for layer, scores in found.items()}
 
@@ -94,14 +94,14 @@ def _joined(scores: Sequence[ExitScores]) -> ExitScores:
     )
 
 
-def fitted_gates(
+def fit_gates(
     reference: Reference, pieces: Sequence[Piece], advance: Callable[[], None]
 ) -> dict[int, Gate]:
-    """Fits a gate to each exit layer: does full depth agree with what this exit says?
+    """Fits a gate for each exit layer, to predict whether its greedy token is full depth's.
 
     Args:
         reference: the oracle.
-        pieces: text for this alone.
+        pieces: text used for nothing else.
         advance: called after each piece.
     """
     states: dict[int, list[Tensor]] = {layer: [] for layer in reference.exit_layers}
@@ -109,13 +109,13 @@ def fitted_gates(
     tokens = 0
     for piece in pieces:
         if tokens < GATE_TOKENS:
-            normed, token = states_of(reference, piece)
+            normed, token = exit_states(reference, piece)
             tokens += len(token)
             for layer, rows in normed.items():
                 with torch.no_grad():
-                    says = reference.parts.classify_normed(rows).argmax(dim=-1)
+                    greedy = reference.parts.classify_normed(rows).argmax(dim=-1)
                 states[layer].append(rows.float())
-                labels[layer].append(says == token)
+                labels[layer].append(greedy == token)
         advance()
     return {
         layer: fit_gate(torch.cat(states[layer]), torch.cat(labels[layer]))
@@ -134,8 +134,8 @@ def fit_gate(states: Tensor, agrees: Tensor) -> Gate:
 
     def loss() -> Tensor:
         solver.zero_grad()
-        said = rows @ weight + bias
-        fit = torch.nn.functional.binary_cross_entropy_with_logits(said, labels)
+        logits = rows @ weight + bias
+        fit = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         whole = fit + GATE_DECAY * weight.square().sum()
         whole.backward()  # type: ignore[no-untyped-call]  # PyTorch's
         return whole

@@ -1,4 +1,4 @@
-"""`exitserve eval`: from arguments to a plan, a run and a report.
+"""The command: from arguments to a job, the evaluation and a report.
 
 Light to import: torch, transformers and lm-eval are loaded only once the arguments are known to be
 good.
@@ -13,19 +13,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import at_least, modes_of, thresholds_of
-from exitserve.bench.command import DTYPES
-from exitserve.bench.settings import verify_options
+from exitserve.arguments import (
+    DEFAULT_THRESHOLDS,
+    add_out_flags,
+    add_threshold_flags,
+    at_least,
+    check_context,
+    check_dtype,
+    modes_of,
+    thresholds_of,
+    verify_options,
+    words,
+)
+from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.engine.options import EXIT_CHECKS
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import EvalPlan, TaskPlan, make_settings
+from exitserve.evaluation.settings import EvalJob, TaskJob, make_settings
 
 _HELP = """\
 Measures what early exit does to quality, at every threshold: perplexity and agreement with full
 depth on held-out text (exact, in float32), and generative tasks of lm-eval on a running server,
-with the mean depth of each. Writes report.json, report.md and a plot. Nothing is timed; for that
-there is `exitserve bench`."""
+with the mean depth of each. Writes report.json, report.md and a plot. Nothing is timed:
+`exitserve bench` does that."""
 _EXAMPLES = """\
 examples:
   held-out text, at three thresholds in two modes:
@@ -49,23 +59,9 @@ def add_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     exits = parser.add_argument_group("what is compared with full depth")
-    exits.add_argument(
-        "--thresholds",
-        default="0.5,0.7,0.9",
-        metavar="T,T",
-        help="confidence, auto for the calibrated ones, auto:0.95 for those that promise this "
-        "agreement (default %(default)s)",
-    )
-    exits.add_argument(
-        "--modes",
-        metavar="M,M",
-        default="confidence",
-        help="in which each threshold is measured, of confidence, defer, verify (default: the "
-        "first); auto has the mode of its calibration",
-    )
+    add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
     exits.add_argument(
         "--exit-checks", choices=EXIT_CHECKS, default="paying", help="as in `exitserve serve`"
     )
@@ -82,32 +78,38 @@ def _add_text(text: Any) -> None:
         metavar="FILE",
         help='text, blank lines between documents; or .jsonl with "text"',
     )
-    text.add_argument("--window", type=int, default=256, metavar="N", help="tokens (%(default)s)")
+    text.add_argument(
+        "--window", type=int, default=256, metavar="N", help="tokens of each (%(default)s)"
+    )
     text.add_argument(
         "--prompt-tokens",
         type=int,
         default=32,
         metavar="N",
-        help="of a window, at full depth (%(default)s)",
+        help="how many of them are the prompt, at full depth (%(default)s)",
     )
     text.add_argument("--windows", type=int, default=64, metavar="N", help="at most (%(default)s)")
-    text.add_argument("--seed", type=int, default=0, help="chooses windows (%(default)s)")
+    text.add_argument("--seed", type=int, default=0, help="of the choice of windows (%(default)s)")
 
 
 def _add_tasks(tasks: Any) -> None:
-    tasks.add_argument("--tasks", metavar="NAME,NAME", help="generative tasks")
+    tasks.add_argument("--tasks", metavar="NAME,NAME", help="generative tasks of lm-eval")
     tasks.add_argument("--task-path", type=Path, metavar="DIR", help="task files of your own")
     tasks.add_argument("--limit", type=int, metavar="N", help="most requests of each task")
-    tasks.add_argument("--concurrency", type=int, default=4, metavar="N", help="%(default)s")
+    tasks.add_argument(
+        "--concurrency", type=int, default=4, metavar="N", help="requests at a time (%(default)s)"
+    )
     tasks.add_argument(
         "--chat", action="store_true", help="put prompts into the tokenizer's chat template"
     )
     tasks.add_argument(
         "--endpoint", metavar="URL", help="a running exitserve server (default: start one)"
     )
-    tasks.add_argument("--dtype", default="auto", metavar="TYPE", help="of a server started here")
-    tasks.add_argument("--enforce-eager", action="store_true", help="the same: do not compile")
-    tasks.add_argument("--max-model-len", type=int, metavar="N", help="the same: context, tokens")
+    tasks.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="of the server that is started"
+    )
+    tasks.add_argument("--enforce-eager", action="store_true", help="the server does not compile")
+    tasks.add_argument("--max-model-len", type=int, metavar="N", help="its context, in tokens")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,23 +118,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the server or a task fails.
     """
-    plan = plan_of(args)
+    job = job_of(args)
     from exitserve.evaluation.run import check_server
     from exitserve.report import prepare_out_dir
     from exitserve.windows import load_tokenizer, windows_of
 
-    check_server(plan)
-    tasks = _tasks(plan)
-    tokenizer = load_tokenizer(plan.model)
-    windows = windows_of(plan.documents, tokenizer, plan.window, plan.windows, plan.seed)
+    check_server(job)
+    tasks = _tasks(job)
+    tokenizer = load_tokenizer(job.model)
+    windows = windows_of(job.documents, tokenizer, job.window, job.windows, job.seed)
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    data = _with_progress(plan, windows, tasks, out)
+    data = _evaluate(job, windows, tasks, out)
     _publish(out, data)
     return 0
 
 
-def plan_of(args: argparse.Namespace) -> EvalPlan:
-    """The plan that the arguments ask for.
+def job_of(args: argparse.Namespace) -> EvalJob:
+    """The job that the arguments ask for.
 
     Raises:
         ExitServeError: an argument is wrong.
@@ -142,13 +144,13 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
     served_architecture(args.model)
     modes = modes_of(args.modes)
     options: dict[str, Any] = {"exit_checks": args.exit_checks}
-    rules = check_rules(args.model, options | (verify_options(None) if "verify" in modes else {}))
+    rules = check_rules(args.model, options | (verify_options() if "verify" in modes else {}))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     prompt_tokens = at_least(1, args.prompt_tokens, "--prompt-tokens")
-    # One token at the least is decoded, and one more is there to be predicted.
+    # At least one token is decoded, and one more is there to be predicted.
     window = at_least(prompt_tokens + 2, args.window, "--window")
-    _check_context(args.model, window)
-    return EvalPlan(
+    check_context(window, read_config(args.model), "--window")
+    return EvalJob(
         model=str(args.model),
         rules=rules,
         exit_checks=args.exit_checks,
@@ -158,20 +160,12 @@ def plan_of(args: argparse.Namespace) -> EvalPlan:
         prompt_tokens=prompt_tokens,
         windows=at_least(1, args.windows, "--windows"),
         seed=args.seed,
-        tasks=_task_plan(args),
+        tasks=_task_job(args),
     )
 
 
-def _check_context(model: str, window: int) -> None:
-    from exitserve.checkpoint import read_config
-
-    context = read_config(model).get("max_position_embeddings")
-    if isinstance(context, int) and window > context:
-        raise ExitServeError(f"--window {window} exceeds the model's context of {context}.")
-
-
-def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
-    names = tuple(part.strip() for part in (args.tasks or "").split(",") if part.strip())
+def _task_job(args: argparse.Namespace) -> TaskJob | None:
+    names = tuple(words(args.tasks or ""))
     if not names:
         for flag in ("task_path", "endpoint", "limit"):
             if getattr(args, flag) is not None:
@@ -181,12 +175,11 @@ def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
         raise ExitServeError(
             "--tasks needs lm-eval, which is not installed: pip install 'exitserve[eval]'."
         )
-    if args.dtype not in DTYPES:
-        raise ExitServeError(f"--dtype {args.dtype!r} is unknown; allowed: {', '.join(DTYPES)}.")
-    options = ["--dtype", args.dtype, *(["--enforce-eager"] if args.enforce_eager else [])]
+    options = ["--dtype", check_dtype(args.dtype)]
+    options += ["--enforce-eager"] if args.enforce_eager else []
     if args.max_model_len is not None:
         options += ["--max-model-len", str(at_least(2, args.max_model_len, "--max-model-len"))]
-    return TaskPlan(
+    return TaskJob(
         names=names,
         path=args.task_path,
         limit=None if args.limit is None else at_least(1, args.limit, "--limit"),
@@ -197,62 +190,42 @@ def _task_plan(args: argparse.Namespace) -> TaskPlan | None:
     )
 
 
-def _tasks(plan: EvalPlan) -> Mapping[str, Any]:
-    """lm-eval's tasks by name, loaded without what it and `datasets` print meanwhile."""
-    if plan.tasks is None:
+def _tasks(job: EvalJob) -> Mapping[str, Any]:
+    """lm-eval's tasks by name; what it and `datasets` print while loading is dropped."""
+    if job.tasks is None:
         return {}
-    from exitserve.engine_logs import errors_to
+    from exitserve.engine_logs import redirect_stderr
     from exitserve.evaluation.harness import load_tasks
 
-    with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, errors_to(Path(log.name)):
-        return load_tasks(plan.tasks)
+    with tempfile.NamedTemporaryFile(prefix="exitserve-") as log, redirect_stderr(Path(log.name)):
+        return load_tasks(job.tasks)
 
 
-def _with_progress(
-    plan: EvalPlan, windows: Any, tasks: Mapping[str, Any], out: Path
-) -> dict[str, Any]:
-    """Runs the plan; what libraries write to the error stream goes to a log."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from exitserve.engine_logs import error_stream, errors_to
+def _evaluate(job: EvalJob, windows: Any, tasks: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """Runs the evaluation; what libraries write to the error stream goes to a log."""
+    from exitserve.engine_logs import redirect_stderr, visible_stderr
     from exitserve.evaluation.run import evaluate
+    from exitserve.progress import share_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with error_stream() as screen, errors_to(out / "eval.log"):
-        console = Console(file=screen)
-        bar = Progress(
-            *columns, console=console, disable=not console.is_terminal, redirect_stderr=False
-        )
-        row = bar.add_task("", total=1.0)
-        shown = ""
-
-        def progress(doing: str, done: float) -> None:
-            nonlocal shown
-            bar.update(row, description=doing, completed=done)
-            if not console.is_terminal and doing != shown:  # a log file: lines instead of a bar
-                console.print(f"[{done:4.0%}] {doing}", markup=False, highlight=False)
-            shown = doing
-
-        with bar:
-            return evaluate(plan, windows, tasks, out, progress)
+    with (
+        visible_stderr() as screen,
+        redirect_stderr(out / "eval.log"),
+        share_bar(screen) as progress,
+    ):
+        return evaluate(job, windows, tasks, out, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from exitserve.evaluation import page
-    from exitserve.report import terminal_table, write_report
+    from exitserve.report import publish, terminal_table
 
-    write_report(out, data, page.markdown(data), {"retention": page.plot(data)})
-    console = Console()
+    shown = []
     if data["cases"][0]["tasks"]:
         rows = page.task_rows(data["cases"])
-        console.print(terminal_table("tasks", page.SHORT_TASK_HEADERS, rows))
+        shown.append(terminal_table("tasks", page.SHORT_TASK_HEADERS, rows))
     rows = page.text_rows(data["cases"])
-    console.print(terminal_table(page.title_of(data), page.SHORT_HEADERS, rows))
-    if least := page.minimum_line(data):
-        console.print(least)
-    for note in (page.warning_of(data), *data["notes"]):
-        console.print(f"Warning: {note}")
-    console.print(f"Report: {out / 'report.md'}")
+    shown.append(terminal_table(page.title_of(data), page.SHORT_HEADERS, rows))
+    least = page.minimum_line(data)
+    lines = [least] if least else []
+    lines += [f"Warning: {note}" for note in (page.warning_of(data), *data["notes"])]
+    publish(out, data, page.markdown(data), {"retention": page.plot(data)}, [*shown, *lines])

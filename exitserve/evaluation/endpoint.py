@@ -1,4 +1,4 @@
-"""Looks at a server before tasks are sent to it: is it ours, and does it serve this model?"""
+"""Checks a server before tasks are sent to it: is it exitserve, and does it serve this model?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
 
-SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class Endpoint:
     url: str
     """Without a path."""
     name: str
-    """By which requests call the model."""
+    """Model name, as requests send it."""
     context: int
     """Most tokens of a request, prompt and answer together."""
 
 
-def find(url: str, model: str, rules: ExitRules) -> Endpoint:
+def find_endpoint(url: str, model: str, rules: ExitRules) -> Endpoint:
     """Asks a server what it serves.
 
     Args:
@@ -37,17 +37,17 @@ def find(url: str, model: str, rules: ExitRules) -> Endpoint:
         rules: that checkpoint's exits.
 
     Raises:
-        ExitServeError: it does not answer, is no exitserve server, or serves another model.
+        ExitServeError: it does not answer, is not exitserve, or serves another model.
     """
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
-        raise ExitServeError(f"--endpoint '{url}' is no URL; write http://HOST:PORT.")
+        raise ExitServeError(f"--endpoint '{url}' is not a URL; write http://HOST:PORT.")
     card = _model_card(url)
     try:
         stats = _get(f"{url}/exitserve/stats")
     except urllib.error.HTTPError as error:
         raise ExitServeError(
-            f"--endpoint '{url}' is no exitserve server (/exitserve/stats answers "
+            f"--endpoint '{url}' is not an exitserve server (/exitserve/stats answers "
             f"{error.code}); start one with `exitserve serve {model}`."
         ) from error
     served = str(card.get("root") or card["id"])
@@ -70,7 +70,7 @@ def find(url: str, model: str, rules: ExitRules) -> Endpoint:
 def _model_card(url: str) -> dict[str, Any]:
     try:
         card: dict[str, Any] = _get(f"{url}/v1/models")["data"][0]
-    except (OSError, ValueError) as error:  # HTTP's errors and refused connections are OSErrors
+    except (OSError, ValueError) as error:  # HTTP errors and refused connections are OSErrors
         reason = getattr(error, "reason", None) or error
         raise ExitServeError(
             f"--endpoint '{url}' does not answer ({reason}); is the server running there?"
@@ -83,10 +83,10 @@ def _model_card(url: str) -> dict[str, Any]:
 
 
 def check_fields(endpoint: Endpoint, settings: Iterable[Mapping[str, Any]]) -> None:
-    """Sends one token's request for each set of fields.
+    """Sends a request of one token for each set of fields.
 
     Raises:
-        ExitServeError: the server refuses one; the message has its reason.
+        ExitServeError: the server refuses one; the message gives its reason.
     """
     for fields in settings:
         body = {"model": endpoint.name, "prompt": [1], "max_tokens": 1, "vllm_xargs": dict(fields)}
@@ -96,7 +96,7 @@ def check_fields(endpoint: Endpoint, settings: Iterable[Mapping[str, Any]]) -> N
             headers={"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=SECONDS):
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
                 pass
         except urllib.error.HTTPError as error:
             raise ExitServeError(
@@ -115,5 +115,5 @@ def _message_of(error: urllib.error.HTTPError) -> str:
 
 
 def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
         return json.loads(answer.read())

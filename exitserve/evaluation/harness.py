@@ -1,10 +1,10 @@
 """Generative tasks of EleutherAI's lm-eval against a running server, with the depth of every token.
 
-Exit fields belong to a request, so one server answers for every setting. Its responses carry the
-depth at which each token stopped (`exit_trace`), which is kept beside the score.
+Each request carries its exit fields, so one server serves all settings. Responses tell the depth at
+which each token stopped (`exit_trace`), which is kept beside the score.
 
-Tasks that compare log-likelihoods of given answers generate nothing: prompts run at full depth, so
-no threshold would change their score. They are refused.
+Tasks that compare log-likelihoods of given answers are refused: they generate nothing, and prompts
+run at full depth, so no threshold would change their score.
 """
 
 from __future__ import annotations
@@ -23,47 +23,46 @@ from lm_eval.tasks import TaskManager
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve.evaluation.endpoint import Endpoint
-from exitserve.evaluation.settings import Setting, TaskPlan
+from exitserve.evaluation.settings import EvalSetting, TaskJob
 
 GENERATIVE = "generate_until"
 SEED = 1234
-"""lm-eval's own: of few-shot examples and of sampling."""
+"""lm-eval's default, for few-shot examples and sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
-    """What lm-eval says of one task under one setting."""
+class TaskScore:
+    """Score of one task under one setting."""
 
     task: str
     samples: int
     metrics: Mapping[str, dict[str, Any]]
     """"metric,filter" to `value`, `stderr`, `higher_is_better`; the first is the task's own."""
     depths: Sequence[int]
-    """Of every decode token of all answers; an answer's first token, always at full depth, is not
-    among them."""
+    """Depth of each decode token; an answer's first token, always at full depth, is left out."""
 
 
 class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
-    """lm-eval's client of a completions server, which sends exit fields and keeps the depths."""
+    """lm-eval's client of a completions server; also sends exit fields and collects depths."""
 
-    def __init__(self, endpoint: Endpoint, tokenizer: str, plan: TaskPlan) -> None:
+    def __init__(self, endpoint: Endpoint, tokenizer: str, job: TaskJob) -> None:
         """Connects to a server.
 
         Args:
             endpoint: the server.
             tokenizer: directory of the checkpoint.
-            plan: concurrency, chat.
+            job: concurrency, chat.
         """
         super().__init__(
             base_url=f"{endpoint.url}/v1/completions",
             model=endpoint.name,
             tokenizer=tokenizer,
             tokenizer_backend="huggingface",
-            # As the server encodes prompts itself; a chat template brings its own special tokens.
-            add_bos_token=not plan.chat,
-            # lm-eval takes one off for a token to generate, which it then counts once more.
+            # As the server encodes prompts; a chat template has special tokens of its own.
+            add_bos_token=not job.chat,
+            # lm-eval subtracts one for a generated token, which max_gen_toks counts again.
             max_length=endpoint.context + 1,
-            num_concurrent=plan.concurrency,
+            num_concurrent=job.concurrency,
             max_retries=1,
             seed=SEED,
         )
@@ -75,7 +74,7 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
         return payload | {"vllm_xargs": {**self.fields, "exit_trace": True}}
 
     def parse_generations(self, outputs: Any, **kwargs: Any) -> list[str]:
-        """The texts of the answers; notes their depths."""
+        """Returns the texts of the answers, and collects their depths."""
         for output in outputs if isinstance(outputs, list) else [outputs]:
             for choice in output["choices"]:
                 self.depths += choice["exit_layers"][1:]
@@ -83,26 +82,28 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
         return texts
 
 
-def load_tasks(plan: TaskPlan) -> dict[str, Any]:
-    """Task name to lm-eval's task; groups are taken apart.
+def load_tasks(job: TaskJob) -> dict[str, Any]:
+    """lm-eval's tasks by name; a group gives its members.
 
-    Relative paths of data files count from the folder of `--task-path`.
+    Relative paths of data files start at the folder of `--task-path`.
 
     Raises:
         ExitServeError: a task is unknown, cannot be loaded, or generates nothing.
     """
-    if plan.path is not None and not plan.path.is_dir():
-        raise ExitServeError(f"--task-path '{plan.path}' is no folder; give the one of your tasks.")
-    manager = _manager(plan)
-    for name in plan.names:
+    if job.path is not None and not job.path.is_dir():
+        raise ExitServeError(
+            f"--task-path '{job.path}' is not a folder; give the one with your tasks."
+        )
+    manager = _manager(job)
+    for name in job.names:
         if name not in manager.task_index:
             raise ExitServeError(
                 f"task {name!r} is unknown to lm-eval.{nearest(name, manager.all_tasks)} Tasks of "
                 f"your own go into a folder given with --task-path."
             )
     tasks: dict[str, Any] = {}
-    for name in plan.names:
-        with contextlib.chdir(plan.path or Path.cwd()):
+    for name in job.names:
+        with contextlib.chdir(job.path or Path.cwd()):
             tasks |= _load(manager, name)
     for name, task in tasks.items():
         if task.OUTPUT_TYPE != GENERATIVE:
@@ -114,14 +115,14 @@ def load_tasks(plan: TaskPlan) -> dict[str, Any]:
     return tasks
 
 
-def _manager(plan: TaskPlan) -> TaskManager:
-    """What finds the tasks: in the folder given, or also among lm-eval's own thousands."""
-    if plan.path is not None:
-        own = TaskManager(include_path=str(plan.path.resolve()), include_defaults=False)
-        # A group may hold tasks of lm-eval's.
-        if set(plan.names) <= set(own.all_subtasks):
+def _manager(job: TaskJob) -> TaskManager:
+    """Finds tasks: in the given folder alone if that is enough, since lm-eval has thousands."""
+    if job.path is not None:
+        own = TaskManager(include_path=str(job.path.resolve()), include_defaults=False)
+        # A group in the folder may name tasks of lm-eval.
+        if set(job.names) <= set(own.all_subtasks):
             return own
-    return TaskManager(include_path=None if plan.path is None else str(plan.path.resolve()))
+    return TaskManager(include_path=None if job.path is None else str(job.path.resolve()))
 
 
 def _load(manager: TaskManager, name: str) -> dict[str, Any]:
@@ -138,35 +139,35 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
 
 def run_tasks(
     tasks: Mapping[str, Any],
-    settings: Sequence[Setting],
-    plan: TaskPlan,
+    settings: Sequence[EvalSetting],
+    job: TaskJob,
     endpoint: Endpoint,
     tokenizer: str,
-) -> Iterator[tuple[Setting, Score]]:
-    """Runs every task under every setting, and yields each score as it is there.
+) -> Iterator[tuple[EvalSetting, TaskScore]]:
+    """Runs every task under every setting, and yields each score once it is known.
 
     Raises:
         ExitServeError: answers of a task do not fit the context, the server fails, or lm-eval
             refuses the task.
     """
-    client = ExitCompletions(endpoint, tokenizer, plan)
+    client = ExitCompletions(endpoint, tokenizer, job)
     for name, task in tasks.items():
         _prepare(task, endpoint)
         for setting in settings:
             client.fields, client.depths = dict(setting.fields), []
-            with _told_in_one_line(name, endpoint):
+            with _one_line_errors(name, endpoint):
                 found = evaluate(
                     lm=client,
                     task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}},
-                    limit=plan.limit,
+                    limit=job.limit,
                     log_samples=False,
-                    apply_chat_template=plan.chat,
+                    apply_chat_template=job.chat,
                 )
             yield setting, _score_of(name, found, client.depths)
 
 
 def _prepare(task: Any, endpoint: Endpoint) -> None:
-    """What lm-eval's own command does to a task before it runs it, and a look at its length."""
+    """Prepares a task as lm-eval's command does, and checks that its answers fit the context."""
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=SEED)
@@ -179,7 +180,7 @@ def _prepare(task: Any, endpoint: Endpoint) -> None:
 
 
 @contextlib.contextmanager
-def _told_in_one_line(name: str, endpoint: Endpoint) -> Iterator[None]:
+def _one_line_errors(name: str, endpoint: Endpoint) -> Iterator[None]:
     try:
         yield
     except (requests.RequestException, aiohttp.ClientError, TimeoutError) as error:
@@ -187,11 +188,11 @@ def _told_in_one_line(name: str, endpoint: Endpoint) -> Iterator[None]:
             f"the server at {endpoint.url} failed during task {name!r}: {error or 'no answer'}."
         ) from error
     except ValueError as error:
-        # How lm-eval refuses a task, such as one that runs code that was generated.
+        # lm-eval refuses tasks this way, such as those that run generated code.
         raise ExitServeError(f"lm-eval refuses task {name!r}: {error}") from error
 
 
-def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> Score:
+def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> TaskScore:
     results, better = found["results"][name], found["higher_is_better"][name]
     metrics = {}
     for key, value in results.items():
@@ -206,7 +207,7 @@ def _score_of(name: str, found: Mapping[str, Any], depths: Sequence[int]) -> Sco
         }
     if not metrics:
         raise ExitServeError(f"task {name!r} has no metric that is a number.")
-    return Score(
+    return TaskScore(
         task=name,
         samples=found["n-samples"][name]["effective"],
         metrics=metrics,

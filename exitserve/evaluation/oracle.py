@@ -1,14 +1,14 @@
-"""Exit-aware perplexity and agreement on held-out text, exact: teacher-forced frozen-row passes.
+"""Exact perplexity and agreement on held-out text with exits: teacher-forced frozen-row passes.
 
-Of a window's T tokens the first P are its prompt. The tokens that a server would decode are those
-at positions P to T-2: each stops at its own depth and says the next token, which the window holds.
+Of a window's T tokens the first P are its prompt. Measured are those at positions P to T-2, which a
+server would decode: each stops at its own depth and predicts the next token, which the text has.
 
-- Perplexity: exp of the mean surprise (nats) at the next token of the text, by the logits of the
-  depth at which each token stopped.
-- Agreement: the share of them whose greedy next token is full depth's, fed the same text.
+- Perplexity: exp of the mean negative log-likelihood (nats) of the next token, by the logits of
+  the depth at which each token stopped.
+- Agreement: the share of tokens whose greedy next token is that of full depth on the same text.
 
-In mode "verify" full depth judges every token, so both are full depth's. What exits say are drafts
-there, and they are counted as such.
+In mode "verify" full depth decides every token, so both are those of full depth. Tokens that exit
+are counted as drafts there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.agreement import FullDepth, full_depth, judged
-from exitserve.evaluation.settings import Setting
+from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
+from exitserve.evaluation.settings import EvalSetting
 from exitserve.reference import Reference
 from exitserve.windows import Window
 
@@ -33,14 +33,14 @@ class Tally:
 
     tokens: int = 0
     agreeing: int = 0
-    surprise: float = 0.0
+    nats: float = 0.0
     """Negative log-likelihood, in nats."""
 
-    def add(self, agreeing: Tensor, surprise: Tensor) -> None:
-        """Adds tokens: bool [N], and float [N]."""
+    def add(self, agreeing: Tensor, nats: Tensor) -> None:
+        """Adds N tokens: whether each agrees (bool), and its negative log-likelihood."""
         self.tokens += len(agreeing)
         self.agreeing += int(agreeing.sum())
-        self.surprise += float(surprise.sum(dtype=torch.float64))
+        self.nats += float(nats.sum(dtype=torch.float64))
 
     @property
     def agreement(self) -> float | None:
@@ -50,16 +50,16 @@ class Tally:
     @property
     def perplexity(self) -> float | None:
         """None without tokens."""
-        return math.exp(self.surprise / self.tokens) if self.tokens else None
+        return math.exp(self.nats / self.tokens) if self.tokens else None
 
 
 @dataclass
-class Seen:
-    """What the oracle found of one setting."""
+class SettingQuality:
+    """Quality of one setting."""
 
-    setting: Setting
+    setting: EvalSetting
     by_depth: dict[int, Tally] = field(default_factory=dict)
-    """Ascending, exit layers that no token stopped at among them; last full depth."""
+    """All exit layers, ascending, then full depth; some may have no tokens."""
     drafted: int = 0
     accepted: int = 0
 
@@ -69,66 +69,70 @@ class Seen:
         return Tally(
             tokens=sum(tally.tokens for tally in self.by_depth.values()),
             agreeing=sum(tally.agreeing for tally in self.by_depth.values()),
-            surprise=sum(tally.surprise for tally in self.by_depth.values()),
+            nats=sum(tally.nats for tally in self.by_depth.values()),
         )
 
     @property
     def mean_depth(self) -> float:
-        """Layers that a token waited for."""
+        """Mean number of layers a token waited for."""
         layers = sum(depth * tally.tokens for depth, tally in self.by_depth.items())
         return layers / self.whole.tokens
 
 
-def measure(
+def measure_quality(
     reference: Reference,
     windows: Sequence[Window],
     prompt_tokens: int,
-    settings: Sequence[Setting],
+    settings: Sequence[EvalSetting],
     progress: Callable[[], None],
-) -> list[Seen]:
-    """Passes every window once for each setting.
+) -> list[SettingQuality]:
+    """Runs every window once for each setting.
 
     Args:
         reference: the oracle over the checkpoint.
         windows: each of at least `prompt_tokens` + 2 tokens.
         prompt_tokens: P.
-        settings: one of full depth among them costs nothing more.
+        settings: full depth among them costs nothing extra.
         progress: called after each window.
     """
     depths = (*reference.exit_layers, reference.parts.num_layers)
-    found = [Seen(setting, {depth: Tally() for depth in depths}) for setting in settings]
+    found = [SettingQuality(setting, {depth: Tally() for depth in depths}) for setting in settings]
     for window in windows:
-        full = full_depth(reference, window.token_ids, prompt_tokens)
-        for seen in found:
-            _add(seen, reference, window.token_ids, prompt_tokens, full)
+        full = run_full_depth(reference, window.token_ids, prompt_tokens)
+        for quality in found:
+            _add_window(quality, reference, window.token_ids, prompt_tokens, full)
         progress()
     return found
 
 
-def _add(
-    seen: Seen, reference: Reference, ids: Sequence[int], prompt_tokens: int, full: FullDepth
+def _add_window(
+    quality: SettingQuality,
+    reference: Reference,
+    ids: Sequence[int],
+    prompt_tokens: int,
+    full: FullDepthPass,
 ) -> None:
-    """Adds one window: those of its decode tokens that another follows."""
-    policy, count = seen.setting.policy, len(full.nats)
+    """Adds the decode tokens of a window, but for the last, which nothing follows."""
+    policy, count = quality.setting.policy, len(full.nats)
     last = reference.parts.num_layers
     depth = torch.full((count,), last, device=reference.device)
     agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats
     if policy.mode != "off":
-        found = judged(reference, ids, prompt_tokens, policy, full)
+        found = run_with_exits(reference, ids, prompt_tokens, policy, full)
         if policy.mode == "verify":
             exited = found.depth[:count] < last
-            seen.drafted += int(exited.sum())
-            seen.accepted += int((exited & found.agrees[:count]).sum())
+            quality.drafted += int(exited.sum())
+            quality.accepted += int((exited & found.agrees[:count]).sum())
         else:
             depth, agrees, nats = found.depth[:count], found.agrees[:count], found.nats
-    for layer, tally in seen.by_depth.items():
+    for layer, tally in quality.by_depth.items():
         here = depth == layer
         tally.add(agrees[here], nats[here])
 
 
-def report_of(seen: Seen) -> list[dict[str, Any]]:
-    """`by_depth` of a case: what stopped where, and how good it was."""
-    total = seen.whole.tokens
+def depth_entries(quality: SettingQuality) -> list[dict[str, Any]]:
+    """`by_depth` of a case: how many tokens stopped at each depth, and their quality."""
+    total = quality.whole.tokens
     return [
         {
             "depth": depth,
@@ -137,10 +141,10 @@ def report_of(seen: Seen) -> list[dict[str, Any]]:
             "agreement": rounded(tally.agreement),
             "perplexity": rounded(tally.perplexity),
         }
-        for depth, tally in seen.by_depth.items()
+        for depth, tally in quality.by_depth.items()
     ]
 
 
 def rounded(value: float | None) -> float | None:
-    """To four digits, as reports have it."""
+    """To four decimal places, as in reports."""
     return None if value is None else round(value, 4)

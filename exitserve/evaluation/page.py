@@ -1,4 +1,4 @@
-"""The human side of an evaluation: Markdown page, terminal tables, plot."""
+"""An evaluation for readers: Markdown page, terminal tables, plot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT_HEADERS = (
     "perplexity",
     "perplexity\nretained",
 )
-"""Of the terminal table, which fits 80 characters."""
+"""Columns of the terminal table, which fits 80 characters."""
 TASK_HEADERS = ("task", "setting", "score", "retained", "mean depth", "depth speedup")
 SHORT_TASK_HEADERS = ("task", "setting", "score", "retained", "mean\ndepth", "depth\nspeedup")
 DEPTH_HEADERS = ("setting", "depth", "share of tokens", "agreement", "perplexity")
@@ -97,13 +97,13 @@ def title_of(data: Mapping[str, Any]) -> str:
 
 
 def warning_of(data: Mapping[str, Any]) -> str:
-    """What quality is traded, in the settings that were measured."""
+    """Whether the measured settings change answers."""
     modes = {case["mode"] for case in data["cases"]} - {"off"}
     return LOSSLESS if modes == {"verify"} else LOSSY
 
 
 def minimum_line(data: Mapping[str, Any]) -> str | None:
-    """The least that any task retains; None without tasks."""
+    """The least retention of any task, in a sentence; None without tasks."""
     least = data["minimum_retention"]
     if least is None:
         return None
@@ -137,9 +137,9 @@ def _conditions(data: Mapping[str, Any]) -> list[str]:
         f"{settings['windows']} windows of {settings['window_tokens']} tokens, the first "
         f"{settings['prompt_tokens']} of each as prompt: {settings['decode_tokens']} decode "
         f"tokens. Teacher forced and exact, in float32.",
-        "- Agreement: tokens equal to full depth's greedy choice on the same text. Perplexity: of "
-        "the text, by the depth at which each token stopped; of one depth's row, over the tokens "
-        "that stopped there, which are the easy ones.",
+        "- Agreement: share of tokens equal to full depth's greedy choice on the same text. "
+        "Perplexity: of the text, by the logits of the depth at which each token stopped; in the "
+        "table by depth, over the tokens that stopped there: at exits, the easy ones.",
         "- Retained: score over full depth's (the inverse where less is better).",
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
         f"{settings['criterion']}, exit checks {settings['exit_checks']}. Nothing was timed; "

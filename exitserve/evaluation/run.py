@@ -1,16 +1,17 @@
-"""The evaluation: tasks against a server, then the oracle on held-out text; a report of both."""
+"""Runs an evaluation: tasks against a server, then the oracle on held-out text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.evaluation.endpoint import Endpoint, check_fields, find
-from exitserve.evaluation.oracle import Seen, measure, report_of, rounded
-from exitserve.evaluation.settings import EvalPlan, TaskPlan
+from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
+from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
+from exitserve.evaluation.settings import EvalJob, TaskJob
+from exitserve.progress import ShareProgress
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
 from exitserve.server.local_server import LocalServer
@@ -18,10 +19,7 @@ from exitserve.windows import Window
 
 if TYPE_CHECKING:
     # lm-eval, which it needs, may not be installed.
-    from exitserve.evaluation.harness import Score
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of all work that is done, 0..1."""
+    from exitserve.evaluation.harness import TaskScore
 
 NOT_TIMED: dict[str, Any] = {
     "batch_size": None,
@@ -31,24 +29,24 @@ NOT_TIMED: dict[str, Any] = {
     "limit_speedup": None,
     "efficiency": None,
 }
-"""Keys of `exitserve bench` that need plain vLLM running beside."""
+"""Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
 
 def evaluate(
-    plan: EvalPlan,
+    job: EvalJob,
     windows: Sequence[Window],
     tasks: Mapping[str, Any],
     out: Path,
-    progress: Progress,
+    progress: ShareProgress,
 ) -> dict[str, Any]:
-    """Runs a plan.
+    """Runs an evaluation.
 
     Args:
-        plan: what is asked.
-        windows: of the plan's documents.
-        tasks: lm-eval's, by name; empty without `plan.tasks`.
+        job: what to evaluate.
+        windows: of the job's documents.
+        tasks: lm-eval's, by name; empty without `job.tasks`.
         out: for the log of a server that is started.
-        progress: see `Progress`.
+        progress: see `ShareProgress`.
 
     Returns:
         The report without its `schema_version`; see docs/eval.md for the keys.
@@ -56,7 +54,7 @@ def evaluate(
     Raises:
         ExitServeError: the server is not the right one, or it or a task fails.
     """
-    steps = len(tasks) * len(plan.settings) + len(windows)
+    steps = len(tasks) * len(job.settings) + len(windows)
     done = 0
 
     def passed(doing: str) -> None:
@@ -64,113 +62,114 @@ def evaluate(
         done += 1
         progress(doing, done / steps)
 
-    scores: dict[str, list[Score]] = {setting.label: [] for setting in plan.settings}
-    if plan.tasks is not None:
+    scores: dict[str, list[TaskScore]] = {setting.label: [] for setting in job.settings}
+    if job.tasks is not None:
         from exitserve.evaluation.harness import run_tasks
 
-        progress("asking the server" if plan.tasks.endpoint else "starting a server", 0.0)
-        with _server(plan, plan.tasks, out) as endpoint:
-            for setting, score in run_tasks(tasks, plan.settings, plan.tasks, endpoint, plan.model):
+        progress("asking the server" if job.tasks.endpoint else "starting a server", 0.0)
+        with _server(job, job.tasks, out) as endpoint:
+            for setting, score in run_tasks(tasks, job.settings, job.tasks, endpoint, job.model):
                 scores[setting.label].append(score)
                 passed(f"{score.task}: {setting.label}")
     progress("loading the model in float32", done / steps)
-    reference = load_reference(plan.model, exit_checks=plan.exit_checks)
-    found = measure(
+    reference = load_reference(job.model, exit_checks=job.exit_checks)
+    found = measure_quality(
         reference,
         windows,
-        plan.prompt_tokens,
-        plan.settings,
+        job.prompt_tokens,
+        job.settings,
         lambda: passed("held-out text, every setting"),
     )
-    return _report(plan, windows, found, scores)
+    return _report(job, windows, found, scores)
 
 
 def _report(
-    plan: EvalPlan,
+    job: EvalJob,
     windows: Sequence[Window],
-    found: Sequence[Seen],
-    scores: Mapping[str, Sequence[Score]],
+    found: Sequence[SettingQuality],
+    scores: Mapping[str, Sequence[TaskScore]],
 ) -> dict[str, Any]:
     full = found[0].whole.perplexity
     cases = [
-        case_of(seen, scores[seen.setting.label], full, plan.rules.exit_layers) for seen in found
+        case_of(quality, scores[quality.setting.label], full, job.rules.exit_layers)
+        for quality in found
     ]
     for case in cases:
         add_retention(case, cases[0])
     return {
         "kind": "evaluation",
-        "model": plan.model,
+        "model": job.model,
         "synthetic": False,
         "machine": machine(),
         "versions": versions(),
-        "settings": _settings_block(plan, windows),
+        "settings": _settings_block(job, windows),
         "minimum_retention": least_retained(cases),
         "notes": notes_on(cases),
         "cases": cases,
     }
 
 
-def check_server(plan: EvalPlan) -> None:
-    """Looks at the server that was named, if one was, before anything slow starts.
+def check_server(job: EvalJob) -> None:
+    """Checks the server of `--endpoint`, if there is one, before anything slow starts.
 
     Raises:
         ExitServeError: it is not the right one, or refuses a setting.
     """
-    if plan.tasks is not None and plan.tasks.endpoint is not None:
-        endpoint = find(plan.tasks.endpoint, plan.model, plan.rules)
-        check_fields(endpoint, (setting.fields for setting in plan.settings))
+    if job.tasks is not None and job.tasks.endpoint is not None:
+        endpoint = find_endpoint(job.tasks.endpoint, job.model, job.rules)
+        check_fields(endpoint, (setting.fields for setting in job.settings))
 
 
 @contextmanager
-def _server(plan: EvalPlan, asked: TaskPlan, out: Path) -> Iterator[Endpoint]:
-    """The running server that was named, or one that runs as long as the context."""
-    if asked.endpoint is not None:
-        yield find(asked.endpoint, plan.model, plan.rules)
+def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
+    """The server of `--endpoint`, or one that is started and runs as long as the context."""
+    if tasks.endpoint is not None:
+        yield find_endpoint(tasks.endpoint, job.model, job.rules)
         return
-    options = [*asked.server_options, "--exit-checks", plan.exit_checks]
-    if any(setting.policy.mode == "verify" for setting in plan.settings):
-        # The threshold is only its default, which no request takes.
+    options = [*tasks.server_options, "--exit-checks", job.exit_checks]
+    if any(setting.policy.mode == "verify" for setting in job.settings):
+        # The threshold is only its default; every request sends its own.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]
-    with LocalServer(plan.model, *options, log=out / "server.log") as server:
-        yield find(server.url, plan.model, plan.rules)
+    with LocalServer(job.model, *options, log=out / "server.log") as server:
+        yield find_endpoint(server.url, job.model, job.rules)
 
 
 def case_of(
-    seen: Seen,
-    scores: Sequence[Score],
+    quality: SettingQuality,
+    scores: Sequence[TaskScore],
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
-    """One entry of the report's `cases`: the keys of `exitserve bench`, then our own."""
-    whole, full = seen.whole, max(seen.by_depth)
-    policy = seen.setting.policy
+    """One entry of the report's `cases`: the keys of `exitserve bench`, then further ones."""
+    whole, full = quality.whole, max(quality.by_depth)
+    policy = quality.setting.policy
     verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
         **NOT_TIMED,
         "mode": policy.mode,
-        "exit_threshold": seen.setting.exit_threshold,
+        "exit_threshold": quality.setting.exit_threshold,
         "exit_layer": None,
         "exit_share": None,
         "actual_exit_share": None,
-        "mean_depth": rounded(seen.mean_depth),
-        # What a server runs for drafts that it rejects, it alone can count.
+        "mean_depth": rounded(quality.mean_depth),
+        # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None
         if verifies
-        else rounded(float(full) if policy.mode == "defer" else seen.mean_depth),
-        "depth_speedup": rounded(full / seen.mean_depth),
+        else rounded(float(full) if policy.mode == "defer" else quality.mean_depth),
+        "depth_speedup": rounded(full / quality.mean_depth),
         "agreement": rounded(whole.agreement),
         "perplexity": rounded(perplexity),
-        "drafted": seen.drafted if verifies else None,
-        "accepted": seen.accepted if verifies else None,
-        "exit_layers": {str(depth): tally.tokens for depth, tally in seen.by_depth.items()},
+        "drafted": quality.drafted if verifies else None,
+        "accepted": quality.accepted if verifies else None,
+        "exit_layers": {str(depth): tally.tokens for depth, tally in quality.by_depth.items()},
         "perplexity_retention": None
         if perplexity is None or full_perplexity is None
         else rounded(full_perplexity / perplexity),
         "thresholds": {str(layer): _finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
         if policy.mode != "off"
         else {},
-        "by_depth": report_of(seen),
+        "by_depth": depth_entries(quality),
         "tasks": {score.task: _task_of(score, full) for score in scores},
     }
 
@@ -179,7 +178,7 @@ def _finite(value: float) -> float | None:
     return None if value == float("inf") else value
 
 
-def _task_of(score: Score, full: int) -> dict[str, Any]:
+def _task_of(score: TaskScore, full: int) -> dict[str, Any]:
     """A task under one setting; its first metric is the score."""
     name, first = next(iter(score.metrics.items()))
     depths = score.depths
@@ -203,13 +202,13 @@ def _task_of(score: Score, full: int) -> dict[str, Any]:
 
 
 def retention(score: float, full: float, *, higher_is_better: bool) -> float | None:
-    """The share of full depth's score that is left; None where that would divide by zero."""
+    """A score as a share of full depth's; None where that would divide by zero."""
     part, whole = (score, full) if higher_is_better else (full, score)
     return rounded(part / whole) if whole else None
 
 
 def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
-    """Puts `retention` into the tasks of a case, beside those of full depth."""
+    """Fills in `retention` of a case's tasks."""
     for name, task in case["tasks"].items():
         task["retention"] = retention(
             task["score"], full["tasks"][name]["score"], higher_is_better=task["higher_is_better"]
@@ -217,7 +216,7 @@ def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
 
 
 def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Of all tasks and settings; None where no task has a retention."""
+    """The least retention over tasks and settings; None where no task has one."""
     found = [
         {
             "retention": task["retention"],
@@ -232,19 +231,19 @@ def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return min(found, key=lambda one: one["retention"], default=None)
 
 
-def _settings_block(plan: EvalPlan, windows: Sequence[Window]) -> dict[str, Any]:
-    tasks = plan.tasks
+def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
+    tasks = job.tasks
     return {
-        "num_layers": plan.rules.num_layers,
-        "exit_layers": list(plan.rules.exit_layers),
-        "exit_checks": plan.exit_checks,
-        "criterion": plan.rules.criterion,
-        "data": plan.documents.provenance(),
+        "num_layers": job.rules.num_layers,
+        "exit_layers": list(job.rules.exit_layers),
+        "exit_checks": job.exit_checks,
+        "criterion": job.rules.criterion,
+        "data": job.documents.provenance(),
         "windows": len(windows),
-        "window_tokens": plan.window,
-        "prompt_tokens": plan.prompt_tokens,
-        "decode_tokens": len(windows) * (plan.window - plan.prompt_tokens - 1),
-        "seed": plan.seed,
+        "window_tokens": job.window,
+        "prompt_tokens": job.prompt_tokens,
+        "decode_tokens": len(windows) * (job.window - job.prompt_tokens - 1),
+        "seed": job.seed,
         "tasks": None
         if tasks is None
         else {
@@ -260,7 +259,7 @@ def _settings_block(plan: EvalPlan, windows: Sequence[Window]) -> dict[str, Any]
 
 
 def notes_on(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Warnings about scores that a reader should not take at face value."""
     notes = []
     for name, full in cases[0]["tasks"].items():
         others = [case["tasks"][name] for case in cases[1:]]

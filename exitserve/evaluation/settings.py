@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do, and the settings whose quality is compared."""
+"""The job of an evaluation, and the settings whose quality it compares."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import calibrated_fields
+from exitserve.arguments import calibrated_fields, threshold_label
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.windows import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One rule for all requests; the first of an evaluation is full depth."""
+class EvalSetting:
+    """The exit fields that all requests send; an evaluation's first setting is full depth."""
 
     fields: Mapping[str, Any]
-    """What a request sends for it."""
+    """Exit fields, as requests send them."""
     policy: ExitPolicy
     """What the fields mean for this model."""
     exit_threshold: float | str | None = None
@@ -31,23 +31,19 @@ class Setting:
 
 
 def label_of(mode: str, exit_threshold: float | str | None) -> str:
-    """Names a setting."""
-    if exit_threshold is None:
-        return "full depth"
-    name = "threshold" if mode == "confidence" else mode
-    value = exit_threshold
-    return f"{name} {value if isinstance(value, str) else format(value, 'g')}"
+    """Names a setting by its mode and threshold; None is full depth."""
+    return "full depth" if exit_threshold is None else threshold_label(mode, exit_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskPlan:
+class TaskJob:
     """Tasks of lm-eval, and the server that they run against."""
 
     names: tuple[str, ...]
     path: Path | None
     """A folder with task files of one's own."""
     limit: int | None
-    """Most requests of each task; None for all."""
+    """Most requests of each task; None for no limit."""
     concurrency: int
     chat: bool
     """Whether prompts go through the tokenizer's chat template."""
@@ -58,30 +54,30 @@ class TaskPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalPlan:
-    """A checked request for an evaluation."""
+class EvalJob:
+    """What an evaluation was asked to do, checked."""
 
     model: str
     """As it was given: a directory."""
     rules: ExitRules
     exit_checks: str
-    settings: tuple[Setting, ...]
+    settings: tuple[EvalSetting, ...]
     """Full depth first."""
     documents: Documents
     window: int
     """Tokens of a window."""
     prompt_tokens: int
-    """Those of them that are taken for the prompt."""
+    """How many of them are the prompt."""
     windows: int
     """Most windows."""
     seed: int
-    tasks: TaskPlan | None
+    tasks: TaskJob | None
 
 
 def make_settings(
     rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
-) -> tuple[Setting, ...]:
-    """Full depth, then every number in every mode; calibrated ones bring a mode of their own.
+) -> tuple[EvalSetting, ...]:
+    """Full depth, every numeric threshold in every mode, and calibrated ones in their own mode.
 
     Raises:
         ExitServeError: the model has no exits, or a threshold does not fit or is given twice.
@@ -93,23 +89,25 @@ def make_settings(
         )
     if len(set(thresholds)) != len(thresholds) or len(set(modes)) != len(modes):
         raise ExitServeError("a threshold or a mode is given twice; give each once.")
-    asked: list[tuple[float | str, dict[str, Any]]] = []
+    fields_by_threshold: list[tuple[float | str, dict[str, Any]]] = []
     for mode in modes:
-        asked += [
+        fields_by_threshold += [
             (value, {"exit_threshold": value, "exit_mode": mode})
             for value in thresholds
             if not isinstance(value, str)
         ]
-    asked += [(word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)]
-    settings = [Setting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
-    for value, fields in asked:
+    fields_by_threshold += [
+        (word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)
+    ]
+    settings = [EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
+    for value, fields in fields_by_threshold:
         policy = rules.policy_for(fields)
         if policy.mode == "off":
             raise ExitServeError(
                 f"threshold {value} never exits for this checkpoint; full depth is always "
-                f"measured, so leave it away."
+                f"measured, so leave it out."
             )
-        settings.append(Setting(fields=fields, policy=policy, exit_threshold=value))
+        settings.append(EvalSetting(fields=fields, policy=policy, exit_threshold=value))
     if len(settings) == 1:
         raise ExitServeError("--thresholds names none; give numbers below 1, or auto.")
     return tuple(settings)

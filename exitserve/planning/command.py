@@ -1,4 +1,4 @@
-"""`exitserve plan`: what exits can give on this machine, before anything is trained.
+"""The command: from arguments to the costs of a step, and a report.
 
 Light to import: torch is loaded only where something is measured.
 """
@@ -6,25 +6,27 @@ Light to import: torch is loaded only where something is measured.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import at_least, numbers
-from exitserve.bench import synthetic
-from exitserve.checkpoint import check_exit_layers, parse_multi_exit
+from exitserve import synthetic_shapes
+from exitserve.arguments import add_out_flags, batch_sizes_of, check_model_or_synthetic
+from exitserve.checkpoint import check_exit_layers, parse_multi_exit, read_config
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.planning.devices import DEVICES
-from exitserve.planning.sources import MOST_ROWS, read_model
+from exitserve.step_costs.devices import DEVICES
 
+MAX_BATCH_SIZE = 512
 SHOWN_SIZES = 3
 """Batch sizes in the terminal table, which fits 80 characters; the page has them all."""
 
 _HELP = """\
-Times the parts of a decode step on this machine, for matrices of the model's shapes (or takes a
-GPU's figures from a table), and tells what exits can give: the cost of a check in layers, for each
-exit layer the break-even share of tokens and the most that wall speedup can be, and which exit
-layers to train. Needs a config.json only, no weights."""
+Times the parts of a decode step on this machine, on matrices of the model's shapes (or takes a
+GPU's figures from a table), and shows what exits can give: the cost of a check in layers, for each
+exit layer the break-even share of tokens and the largest possible wall speedup, and which exit
+layers to train. Needs only a config.json, no weights."""
 _EXAMPLES = """\
 examples:
   exitserve plan MODEL                                  a directory, a config.json, or a hub id
@@ -45,7 +47,7 @@ def add_command(subparsers: Any) -> None:
         "model", nargs="?", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
     )
     parser.add_argument(
-        "--synthetic", metavar="NAME", help=f"instead: {'|'.join(synthetic.SHAPES)}"
+        "--synthetic", metavar="NAME", help=f"instead of MODEL: {'|'.join(synthetic_shapes.SHAPES)}"
     )
     parser.add_argument(
         "--batch-sizes",
@@ -58,17 +60,19 @@ def add_command(subparsers: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens that attention reads (default 0: short)",
+        help="tokens that each request's attention reads (default 0: short)",
     )
     parser.add_argument(
         "--exit-share",
         type=float,
         default=0.5,
         metavar="S",
-        help="share of tokens that is assumed to leave early (default %(default)s)",
+        help="share of tokens assumed to exit early (default %(default)s)",
     )
     parser.add_argument(
-        "--device", metavar="NAME", help=f"a GPU's figures, nothing measured: {'|'.join(DEVICES)}"
+        "--device",
+        metavar="NAME",
+        help=f"use a GPU's figures instead of timing: {'|'.join(DEVICES)}",
     )
     parser.add_argument(
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
@@ -77,10 +81,9 @@ def add_command(subparsers: Any) -> None:
         "--step-overhead-ms",
         type=float,
         metavar="MS",
-        help="of a step outside the model, instead of what is known of the engine",
+        help="time of a step outside the model, instead of the engine's known one",
     )
-    parser.add_argument("--out", metavar="DIR", help="also write a report there")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser, required=False)
     parser.set_defaults(run=run)
 
 
@@ -99,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
         raise ExitServeError(f"--step-overhead-ms must be 0 or more, not {overhead:g}.")
     block = parse_multi_exit(config)
     own_layers = block.exit_layers if block else ()
-    # Now, before anything is timed: a shape that is not known, or exits that do not fit it.
+    # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
     from exitserve.planning.run import make_plan
-    from exitserve.planning.sources import step_costs
     from exitserve.report import prepare_out_dir
+    from exitserve.step_costs.sources import step_costs
 
     out = None if args.out is None else prepare_out_dir(args.out, overwrite=args.overwrite)
 
@@ -133,54 +136,58 @@ def run(args: argparse.Namespace) -> int:
 
 def _model_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The parsed config and the model's name."""
-    if (args.model is None) == (args.synthetic is None):
-        raise ExitServeError("give either MODEL or --synthetic NAME.")
+    check_model_or_synthetic(args)
     if args.synthetic is None:
         return read_model(args.model), args.model
-    synthetic.check_name(args.synthetic)
-    return synthetic.SHAPES[args.synthetic], f"synthetic {args.synthetic}"
+    synthetic_shapes.check_name(args.synthetic)
+    return synthetic_shapes.SHAPES[args.synthetic], f"synthetic {args.synthetic}"
 
 
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    sizes = [at_least(1, size, "--batch-sizes") for size in numbers(text, int, "--batch-sizes")]
-    if not sizes or len(set(sizes)) != len(sizes):
-        raise ExitServeError(f"--batch-sizes {text!r} must name sizes, each once.")
-    if max(sizes) > MOST_ROWS:
-        raise ExitServeError(f"--batch-sizes must be at most {MOST_ROWS}, not {max(sizes)}.")
-    return tuple(sizes)
+def read_model(model: str) -> dict[str, Any]:
+    """The `config.json` of a directory, a hub id, or the file itself.
+
+    Raises:
+        ExitServeError: there is none, or it is no JSON object.
+    """
+    path = Path(model)
+    if not path.is_file():
+        return read_config(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ExitServeError(f"'{path}' is not valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ExitServeError(f"'{path}' must hold a JSON object, as config.json does.")
+    return config
+
+
+def _batch_sizes(text: str) -> list[int]:
+    sizes = batch_sizes_of(text)
+    if max(sizes) > MAX_BATCH_SIZE:
+        raise ExitServeError(f"--batch-sizes must be at most {MAX_BATCH_SIZE}, not {max(sizes)}.")
+    return sizes
 
 
 def _with_progress(measure: Callable[[Callable[[float], None]], Any]) -> Any:
-    """Runs a measurement under a bar, on the error stream."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    """Runs a measurement under a bar."""
+    from exitserve.progress import share_bar
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task("timing the parts of a step", total=1.0)
-        return measure(lambda done: bar.update(task, completed=done))
+    with share_bar(transient=True) as progress:
+        return measure(lambda done: progress("timing the parts of a step", done))
 
 
-def _publish(data: dict[str, Any], out: Any) -> None:
-    from rich.console import Console
-
+def _publish(data: dict[str, Any], out: Path | None) -> None:
     from exitserve.planning import page
-    from exitserve.report import terminal_table, write_report
+    from exitserve.report import publish, terminal_table
 
-    console = Console()
-    for line in page.summary(data):
-        console.print(line, highlight=False)
     headers, rows = page.layer_headers(data, SHOWN_SIZES), page.layer_rows(data, SHOWN_SIZES)
-    console.print(terminal_table("Exit layers, one at a time (* the best)", headers, rows))
-    console.print(page.LEGEND, highlight=False)
     choices = page.choice_rows(data)
-    console.print(terminal_table("Exit layers together", page.choice_headers(data), choices))
-    console.print(page.recommendation(data), highlight=False)
-    for note in data["notes"]:
-        console.print(f"Note: {note}", highlight=False)
-    if out is not None:
-        write_report(out, data, page.markdown(data), {"plan": page.plot(data)})
-        console.print(f"Report: {out / 'report.md'}")
+    shown = [
+        *page.summary(data),
+        terminal_table("Exit layers, one at a time (* the best)", headers, rows),
+        page.LEGEND,
+        terminal_table("Exit layers together", page.choice_headers(data), choices),
+        page.recommendation(data),
+        *(f"Note: {note}" for note in data["notes"]),
+    ]
+    publish(out, data, page.markdown(data), {"plan": page.plot(data)}, shown)

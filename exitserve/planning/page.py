@@ -1,4 +1,4 @@
-"""The human side of a plan: terminal tables, Markdown page, plot."""
+"""A plan for readers: terminal tables, Markdown page, plot."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def layer_rows(data: dict[str, Any], most: int | None = None) -> list[list[str]]
 def choice_headers(data: Mapping[str, Any]) -> list[str]:
     """Columns of the table of exit layers together."""
     shares = dict.fromkeys(one["exit_share"] for one in data["best"]["speedups"])
-    return ["exit layers", *(f"{share:.0%} leave" for share in shares)]
+    return ["exit layers", *(f"{share:.0%} exit" for share in shares)]
 
 
 def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """One row of text for each batch size, for the layers recommended and those declared."""
+    """One row of text for each batch size, for the best layers and for those declared."""
     rows = []
     for name, label in (("best", "best here"), ("declared", "the checkpoint's")):
         choice = data[name]
@@ -78,11 +78,12 @@ def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
 
 
 def summary(data: Mapping[str, Any]) -> list[str]:
-    """What was found, in sentences."""
+    """The costs of a step and whether exits can pay, in sentences."""
     cost, shape = data["costs"][0], data["shape"]
     size = cost["batch_size"]
     rate = data["source"]["bandwidth"] / 1e9
-    where = f"{data['source']['device']} by its figures" if not data["measured"] else "here"
+    device = data["source"].get("device")
+    where = "on this machine" if data["measured"] else f"on {device}, by the vendor's figures"
     lines = [
         f"A step of batch {size} at full depth takes {cost['full_depth_ms']:.3g} ms {where} "
         f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
@@ -101,11 +102,11 @@ def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         return (
             f"Batch {one['batch_size']}: exits can pay, up to "
             f"{one['best_plausible_speedup']:.2f} if {assumed['plausible_share']:.0%} of the "
-            f"tokens left at a quarter of the depth."
+            f"tokens exit at a quarter of the depth."
         )
     return (
         f"Batch {one['batch_size']}: exits CANNOT pay. Even if {assumed['plausible_share']:.0%} "
-        f"of the tokens left at a quarter of the depth, wall speedup would be "
+        f"of the tokens exited at a quarter of the depth, wall speedup would be "
         f"{one['best_plausible_speedup']:.2f}: {one['reason']}."
     )
 
@@ -116,17 +117,19 @@ def recommendation(data: Mapping[str, Any]) -> str:
     size = data["costs"][0]["batch_size"]
     assumed = (
         f"{gain_of(best, size, share):.2f} at batch {size} ({data['way']}) if {share:.0%} of the "
-        f"tokens leave early, 40% of these by a quarter of the depth and 70% by half of it"
+        f"tokens exit early, 40% of these by a quarter of the depth and 70% by half of it"
     )
     even = best["break_even_share"]
-    needed = "at no share" if even is None else f"from {even:.0%} on"
+    needed = "They do not pay even if every token exits."
+    if even is not None:
+        needed = f"They pay if more than {even:.0%} of the tokens exit early."
     layers = _named(best["layers"])
     if not data["recommended"]:
         return (
             f"NO exit layers are recommended: wall speedup of the best, {layers}, would be "
-            f"{assumed}. They cost nothing {needed}."
+            f"{assumed}. {needed}"
         )
-    return f"Recommended exit layers: {layers}. Wall speedup {assumed}. They cost nothing {needed}."
+    return f"Recommended exit layers: {layers}. Wall speedup {assumed}. {needed}"
 
 
 def _named(layers: Sequence[int]) -> str:
@@ -134,11 +137,11 @@ def _named(layers: Sequence[int]) -> str:
 
 
 LEGEND = (
-    "One exit layer: wall speedups over full depth if all tokens leave there, if some do and only "
-    "active rows run (CPU), and the same masked, all rows running as long as one does (CUDA "
-    "graphs). Break-even: share of tokens that must leave there, at the first batch size. Copies: "
-    "a token that leaves keeps its whole room in the cache; so much of it is filled from the state "
-    "at which it left."
+    "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
+    "active rows run (CPU); and masked, if all rows run as long as one does (CUDA graphs). "
+    "Break-even: share of tokens that must exit there, at the first batch size. Copies: a token "
+    "that exits keeps its full space in the cache; so much of it is filled from the state at which "
+    "it exited."
 )
 
 
@@ -201,8 +204,8 @@ def plot(data: Mapping[str, Any]) -> Figure:
     speeds.yaxis.set_minor_formatter(ScalarFormatter())
     speeds.axhline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
     speeds.set_ylabel("wall speedup over full depth")
-    speeds.set_title("solid: every token leaves; dashed: some do", fontsize=10)
-    shares.set_ylabel("share of tokens that must leave")
+    speeds.set_title("solid: every token exits; dashed: some do", fontsize=10)
+    shares.set_ylabel("share of tokens that must exit")
     shares.set_ylim(0, 1)
     shares.set_title("break-even share (no line: never)", fontsize=10)
     for panel in (speeds, shares):
@@ -222,14 +225,14 @@ def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colou
     look: dict[str, Any] = {
         "color": colour,
         "marker": "o" if len(layers) < 3 else "",
-        # Batch sizes often agree: the first one stays visible beneath the others.
+        # Batch sizes often coincide: the first one stays visible beneath the others.
         "linewidth": max(1.2, 4.0 - 1.2 * index),
     }
     speeds.plot(
         layers,
         [batch["best_speedup"] for batch in batches],
         **look,
-        label=f"batch {size}: every token leaves",
+        label=f"batch {size}: every token exits",
     )
     ways = [batch[data["way"]] for batch in batches]
     speeds.plot(
@@ -237,7 +240,7 @@ def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colou
         [way["speedup_at_share"] for way in ways],
         **look,
         linestyle="--",
-        label=f"batch {size}: {data['exit_share']:.0%} leave",
+        label=f"batch {size}: {data['exit_share']:.0%} exit",
     )
     even = [way["break_even_share"] for way in ways]
     known = [float("nan") if share is None else share for share in even]

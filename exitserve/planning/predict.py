@@ -1,103 +1,35 @@
-"""From what the parts of a decode step cost to the wall speedup that exits can give.
+"""Predicts wall speedup from the costs of a decode step's parts.
 
-A step of B rows that decode together, of which each leaves at exit layer e_i with probability q_i,
-independently of the others (S_i is the share of rows that are still there before e_i):
+B rows decode together; each exits at layer e_i with probability q_i, independently of the others
+(S_i is the share of rows still active before e_i):
 
     full(B)     = rest(B) + L * layer(B) + head(B)       layer = matrices + attention
     compacted   = rest(B) + exits(B) + sum over segments i of n_i * E[layer(A_i)] + E[check(A_i)]
                   + sum over i of (L - e_i) * E[fill(X_i)] + E[head(A_last)]
-                  A_i ~ Binomial(B, S_i) rows still there, X_i ~ Binomial(B, q_i) that leave
-    masked      = the same with A_i replaced by B wherever any row is still there (with probability
+                  A_i ~ Binomial(B, S_i) active rows, X_i ~ Binomial(B, q_i) rows that exit
+    masked      = the same with A_i replaced by B wherever any row is active (with probability
                   1 - (1 - S_i)^B); only `attention` is that of A_i rows, because a frozen row reads
-                  no cache; what is left of the fill is done once all rows have left
+                  no cache; the rest of the fill is done once all rows have exited
     speedup     = full(B) / either
 
-All are functions of the number of rows, because reading weights costs the same for one row as for
-several, and arithmetic does not. A failed check is paid and gives nothing; one that passes is the
-head. *Compacted* is the engine on a CPU, which runs active rows only; *masked* is a CUDA graph, in
-which all rows run as long as any of them does.
+Costs are functions of the number of rows, because reading weights costs the same for one row as
+for several, and arithmetic does not. A check that fails is lost; one that passes replaces the head.
+*Compacted* is the engine on a CPU, which runs active rows only; *masked* is a CUDA graph, in which
+all rows run as long as any of them is active.
 
 Pure Python. B rows, L layers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import comb
 
-from exitserve.costs import TokenCosts
+from exitserve.step_costs.curves import Curve, StepCosts
 
 BISECTIONS = 40
-"""Halvings of [0, 1]: far below any digit that is printed."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds as a function of the number of rows: straight lines between points; 0 at no row."""
-
-    points: tuple[tuple[int, float], ...]
-    """(rows, seconds), rows ascending from 1."""
-
-    def __call__(self, rows: int) -> float:
-        """Seconds for a number of rows; raises `ValueError` beyond the points."""
-        if rows == 0:
-            return 0.0
-        where = bisect_left(self.points, (rows, 0.0))
-        if where < len(self.points) and self.points[where][0] == rows:
-            return self.points[where][1]
-        if not 0 < where < len(self.points):
-            known = f"{self.points[0][0]}..{self.points[-1][0]}"
-            raise ValueError(f"{rows} rows lie outside {known}, for which times are known.")
-        (fewer, below), (more, above) = self.points[where - 1 : where + 1]
-        return below + (above - below) * (rows - fewer) / (more - fewer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCosts:
-    """Seconds that the parts of a decode step take, by the number of rows."""
-
-    num_layers: int
-    """L."""
-    matrices: Curve
-    """One layer but for attention: norms and products with its weights."""
-    attention: Curve
-    """One layer's attention: the cache it reads."""
-    fill: Curve
-    """Keys and values of one layer that these rows do not run."""
-    check: Curve
-    """One exit check: norm, head, confidence."""
-    head: Curve
-    """Norm and head at full depth."""
-    rest: Curve
-    """What every step costs: scheduling, preparing the batch, sampling."""
-    exits: Curve
-    """Planning and recording of a step in which rows may exit."""
-
-    def layer(self, rows: int) -> float:
-        """Seconds of one layer."""
-        return self.matrices(rows) + self.attention(rows)
-
-    def full(self, batch: int) -> float:
-        """Seconds of a step of `batch` rows at full depth, without exits."""
-        return self.rest(batch) + self.num_layers * self.layer(batch) + self.head(batch)
-
-    def check_in_layers(self, batch: int) -> float:
-        """What a check costs, as a number of layers."""
-        return self.check(batch) / self.layer(batch)
-
-    def of_tokens(self, batch: int) -> TokenCosts:
-        """What one token costs where all rows of a batch do the same."""
-        return TokenCosts(
-            num_layers=self.num_layers,
-            layer=self.layer(batch) / batch,
-            fill=self.fill(batch) / batch,
-            check=self.check(batch) / batch,
-            head=self.head(batch) / batch,
-            rest=(self.rest(batch) + self.exits(batch)) / batch,
-        )
+"""Halvings of [0, 1]: more precise than any digit that is printed."""
 
 
 @cache
@@ -110,7 +42,7 @@ def _binomial(rows: int, probability: float) -> tuple[float, ...]:
 
 
 def _expected(cost: Callable[[int], float], rows: int, probability: float) -> float:
-    """Mean of `cost` over the number of rows, each of which counts with `probability`."""
+    """Mean of `cost` over the number of rows that take part, each with `probability`."""
     weights = _binomial(rows, probability)
     return sum(weight * cost(hits) for hits, weight in enumerate(weights) if weight)
 
@@ -125,15 +57,15 @@ def segment_seconds(
     *,
     compacts: bool,
 ) -> float:
-    """Mean seconds of the layers between two exits, the check behind them, and what it lets go.
+    """Mean seconds of the layers between two exits, of the check after them, and of its fills.
 
     Args:
         costs: of the parts.
         batch: B.
         start: the exit layer before, 0 at the start.
-        layer: the exit layer behind; L for the last segment, whose end is the head.
+        layer: the exit layer after them; L for the last segment, which ends in the head.
         staying: share of tokens that run these layers.
-        after: share of tokens that go on.
+        after: share of tokens that go on beyond them.
         compacts: only active rows run, instead of all as long as any is active.
     """
 
@@ -149,7 +81,7 @@ def segment_seconds(
     if compacts:
         filled = _expected(costs.fill, batch, staying - after)
     else:
-        # Rows that left while others ran were filled by the layers themselves.
+        # Rows that exited while others ran were filled by the layers themselves.
         filled = ((1.0 - after) ** batch - (1.0 - staying) ** batch) * costs.fill(batch)
     return run + seconds(costs.check) + (costs.num_layers - layer) * filled
 
@@ -157,12 +89,12 @@ def segment_seconds(
 def expected_seconds(
     costs: StepCosts, batch: int, shares: Mapping[int, float], *, compacts: bool
 ) -> float:
-    """Mean seconds of a step whose rows are checked at exit layers and leave there at random.
+    """Mean seconds of a step whose rows are checked at exit layers and exit at random.
 
     Args:
         costs: of the parts.
         batch: B.
-        shares: exit layer to the share of all tokens that leave there; together at most 1.
+        shares: exit layer to the share of all tokens that exit there; together at most 1.
         compacts: see `segment_seconds`.
     """
     _check_shares(costs, shares)
@@ -177,13 +109,13 @@ def expected_seconds(
 
 
 def forced_seconds(costs: StepCosts, batch: int, layer: int, exiting: int) -> float:
-    """Seconds of a step in which rows exit unconditionally, so that nobody is checked.
+    """Seconds of a step in which rows exit unconditionally, without checks.
 
     Args:
         costs: of the parts.
         batch: B.
         layer: where they exit.
-        exiting: how many of the B rows; the others run all layers, by themselves.
+        exiting: how many of the B rows; the others run all layers.
     """
     skipped = costs.num_layers - layer
     above = costs.layer(batch - exiting) + costs.fill(exiting)
@@ -197,17 +129,17 @@ def speedup(costs: StepCosts, batch: int, shares: Mapping[int, float], *, compac
 
 
 def break_even_share(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> float | None:
-    """Share of tokens that must leave at the only exit layer for it to cost nothing.
+    """Share of tokens that must exit at the only exit layer for exits to cost nothing.
 
     Returns:
-        Between 0 and 1; None where exits do not pay even if every token leaves.
+        Between 0 and 1; None where exits do not pay even if every token exits.
     """
 
     return least_share(lambda share: speedup(costs, batch, {layer: share}, compacts=compacts))
 
 
 def least_share(gain: Callable[[float], float]) -> float | None:
-    """The least share at which a wall speedup that grows with it is 1; None if there is none."""
+    """The least share at which a wall speedup that grows with it reaches 1; None if never."""
 
     def pays(share: float) -> bool:
         return gain(share) >= 1.0
@@ -226,10 +158,3 @@ def _check_shares(costs: StepCosts, shares: Mapping[int, float]) -> None:
         raise ValueError(f"exit layers {list(shares)} must lie in 1..{costs.num_layers - 1}.")
     if min(shares.values(), default=0.0) < 0 or sum(shares.values()) > 1.0 + 1e-9:
         raise ValueError(f"shares {list(shares.values())} must be 0 or more, together at most 1.")
-
-
-def rows_to_time(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of rows at which to time a step's parts: powers of two, and the sizes themselves."""
-    largest = max(batch_sizes)
-    powers = {2**power for power in range(largest.bit_length()) if 2**power <= largest}
-    return tuple(sorted(powers | set(batch_sizes)))

@@ -1,12 +1,12 @@
-"""Which exit layers to train, under a stated assumption about how many tokens leave where.
+"""Recommends exit layers to train, assuming how many tokens exit at which depth.
 
-Before training nobody knows that. The assumption has one number, the share S of tokens that leave
-at any exit, and a curve: the part of them that has left by a depth. Its points are the bundled
-model's at threshold 0.4 (models/exit-py-10m/README.md: 16, 12 and 12 % of all tokens at a quarter,
+Before training that is unknown. The assumption has one number, the share S of tokens that exit at
+all, and a curve: the part of them that has exited by a depth. Its points are the bundled model's
+at threshold 0.4 (models/exit-py-10m/README.md: 16, 12 and 12 % of all tokens at a quarter,
 a half and three quarters of the depth), joined by straight lines.
 
-With it, the mean time of a step is a sum over segments, each of which depends on its two ends only,
-so the best layers are a shortest path.
+The mean time of a step is then a sum over segments that depend only on their two ends, so the best
+layers are a shortest path.
 """
 
 from __future__ import annotations
@@ -15,32 +15,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from exitserve.planning.predict import (
-    Curve,
-    StepCosts,
-    least_share,
-    segment_seconds,
-    speedup,
-)
+from exitserve.planning.predict import least_share, segment_seconds, speedup
+from exitserve.step_costs.curves import Curve, StepCosts
 
 LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
 """(share of the depth, part of the exits that are at or before it)."""
 SHARES = (0.3, 0.5, 0.8)
-"""S for which a recommendation's gains are told: the bundled model at an agreement of 0.95, the
-default assumption, and text of which most is easy."""
+"""S for which the gains of a recommendation are shown: the bundled model at an agreement of 0.95,
+the default assumption, and mostly easy text."""
 PLAUSIBLE = 0.8
-"""Share of tokens beyond which no model is assumed to go,"""
+"""No model is assumed to let more than this share of tokens exit, ..."""
 SHALLOWEST = 0.25
-"""all of them at this share of the depth. Where even that gains less than `WORTH`, exits cannot
-pay."""
+"""... nor any token before this share of the depth."""
 WORTH = 1.05
+"""Where even such exits give less wall speedup than this, exits cannot pay."""
 MOST_LAYERS = 4
 ONE_MORE = 1.01
-"""A further exit layer must gain this factor."""
+"""A further exit layer must shorten a step by this factor."""
 
 
 def shares_at(layers: Sequence[int], num_layers: int, total: float) -> dict[int, float]:
-    """Share of all tokens that leaves at each exit layer, ascending, where `total` could leave."""
+    """Share of all tokens that exits at each layer (ascending), if `total` could exit at all."""
     left = [0.0, *(total * left_by(layer / num_layers) for layer in layers)]
     return {
         layer: after - before for layer, (before, after) in zip(layers, pairwise(left), strict=True)
@@ -60,14 +55,14 @@ def break_even_total(
 
 
 def left_by(depth: float) -> float:
-    """Part of the exits at or before a share of the depth."""
+    """Part of the exits that happen at or before a share of the depth."""
     for (before, low), (after, high) in pairwise(LEFT_BY):
         if depth <= after:
             return low + (high - low) * (depth - before) / (after - before)
     raise ValueError(f"depth {depth} must be a share, 0..1.")
 
 
-def choose(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
+def choose_layers(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
     """The exit layers with the least mean time of a step; one to four of them.
 
     Args:
@@ -85,7 +80,7 @@ def choose(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tup
         return segment_seconds(costs, batch, start, layer, staying[start], after, compacts=compacts)
 
     edges = {(start, layer): edge(start, layer) for layer in nodes for start in range(layer)}
-    # For each number of exits, the best way to every layer that ends with an exit there.
+    # Round by round with one exit more: the best path to each layer, with an exit there.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     found: tuple[float, tuple[int, ...]] | None = None
     fixed = costs.rest(batch) + costs.exits(batch)
@@ -111,13 +106,13 @@ class Verdict:
     """Whether exits can pay at a batch size."""
 
     gain: float
-    """Wall speedup if the plausible share of tokens left at the shallowest layer considered."""
+    """Wall speedup if the plausible share of tokens exited at the shallowest plausible layer."""
     reason: str | None
     """Why they cannot; None where they can."""
 
 
 def verdict(costs: StepCosts, batch: int, *, compacts: bool) -> Verdict:
-    """Whether exits can pay, and if not, what stands in the way: what would have to be free."""
+    """Whether exits can pay, and if not, which cost prevents it."""
     layer = min(costs.num_layers - 1, max(1, round(SHALLOWEST * costs.num_layers)))
     gain = _plausible_gain(costs, batch, layer, compacts=compacts)
     reason = None
@@ -140,7 +135,7 @@ def _reason(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> str:
     nothing = Curve(tuple((rows, 0.0) for rows, _ in costs.check.points))
     if _plausible_gain(replace(costs, check=nothing), batch, layer, compacts=compacts) >= WORTH:
         return (
-            f"a check is too dear: it costs {costs.check_in_layers(batch):.1f} of "
+            f"a check is too expensive: it costs {costs.check_in_layers(batch):.1f} of "
             f"{costs.num_layers} layers, because the vocabulary is large for so small a model"
         )
     no_engine = replace(costs, rest=nothing, exits=nothing)

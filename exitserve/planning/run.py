@@ -1,4 +1,4 @@
-"""The plan of a model as report data; see docs/plan.md for the keys."""
+"""Makes the plan of a model, as report data; see docs/plan.md for the keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exitserve.costs import DecoderShape
-from exitserve.planning.predict import StepCosts, break_even_share, speedup
+from exitserve.planning.predict import break_even_share, speedup
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
@@ -14,20 +14,21 @@ from exitserve.planning.recommend import (
     SHARES,
     WORTH,
     break_even_total,
-    choose,
+    choose_layers,
     shares_at,
     verdict,
 )
-from exitserve.planning.sources import Source
 from exitserve.report import machine, versions
+from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.sources import CostSource
 
 ROWS_SHOWN = 8
-"""Exit layers in tables: about as many, evenly spread, the best ones, and those declared."""
+"""About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
 WAYS = {"compacted": True, "masked": False}
 
 
 def make_plan(
-    source: Source,
+    source: CostSource,
     *,
     model: str,
     batch_sizes: Sequence[int],
@@ -40,16 +41,16 @@ def make_plan(
     Args:
         source: the costs.
         model: its name.
-        batch_sizes: B of each batch to plan for, the most important first.
+        batch_sizes: to plan for, the most important first.
         context: tokens that each row's attention reads.
-        exit_share: S, the share of tokens that is assumed to leave.
+        exit_share: S, the share of tokens that is assumed to exit.
         own_layers: exit layers that the checkpoint declares already.
     """
     costs, shape = source.costs, source.shape
-    # On a CPU the engine compacts; in a GPU's graph all rows keep their places.
+    # On a CPU the engine runs active rows only; in a GPU's graph all rows keep their places.
     way = "compacted" if source.measured and source.details["threads"] else "masked"
     first = batch_sizes[0]
-    layers = choose(costs, first, exit_share, compacts=WAYS[way])
+    layers = choose_layers(costs, first, exit_share, compacts=WAYS[way])
     shares = sorted({*SHARES, exit_share})
 
     def choice(layers: Sequence[int]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def gain_of(choice: Mapping[str, Any], batch: int, share: float) -> float:
 
 
 def shown_layers(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of `exit_layers` that a table has room for."""
+    """The entries of `exit_layers` that tables show."""
     full = data["shape"]["num_layers"]
     step = max(1, round(full / ROWS_SHOWN))
     shown = {*range(step, full, step), *data["best"]["layers"]}
@@ -171,7 +172,7 @@ def _choice_block(
     shares: Sequence[float],
     way: str,
 ) -> dict[str, Any]:
-    """Several exit layers together: what they gain if shares of the tokens leave."""
+    """Several exit layers together, and what they gain if given shares of the tokens exit."""
     return {
         "layers": list(layers),
         "break_even_share": _rounded(

@@ -1,1 +1,1 @@
-"""The first layers of a decoder as a checkpoint of their own, and `exitserve truncate`."""
+"""`exitserve truncate`: the first layers of a decoder as a checkpoint."""

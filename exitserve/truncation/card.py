@@ -1,4 +1,4 @@
-"""The model card of a truncated checkpoint, and the files that go with its weights."""
+"""The model card of a truncated checkpoint, and the files copied along with its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exitserve.gates import FILE as GATES
 from exitserve.truncation.perplexity import Perplexity
 
 CARD = "README.md"
-CARRIED = (
+COPIED_FILES = (
     GATES,
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
@@ -37,7 +37,7 @@ CARRIED = (
     "NOTICE*",
     "USE_POLICY*",
 )
-"""Files of the full checkpoint that hold for its first layers too."""
+"""Files of the full checkpoint that apply to its first layers too."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 _TEMPLATE = """\
@@ -75,13 +75,13 @@ model's norm and head give after {kept} layers.
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """What the card tells of."""
+    """What the card describes."""
 
     source: str
     """The full model's hub id, or the name of its folder."""
     title: str
     config: Mapping[str, Any]
-    """Of the full model."""
+    """The full model's `config.json`."""
     num_layers: int
     full_depth: int
     block: MultiExit | None
@@ -95,13 +95,13 @@ class Truncation:
         return self.num_layers in (*exits, self.full_depth)
 
 
-def card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
-    """The page, with its metadata.
+def model_card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
+    """The card, with its metadata.
 
     Args:
-        made: what was cut.
-        licence: of the full model's card, see `licence_of`.
-        from_hub: `made.source` is a hub id.
+        made: the truncated checkpoint.
+        licence: of the full model, see `licence_of`.
+        from_hub: whether `made.source` is a hub id.
     """
     metadata: dict[str, Any] = dict(licence)
     if from_hub:
@@ -152,7 +152,7 @@ def _measured(found: Perplexity | None) -> str:
 
 
 def licence_of(directory: Path) -> dict[str, str]:
-    """The licence in the metadata of a checkpoint's own card; empty where there is none."""
+    """The licence in the metadata of a checkpoint's card; empty where there is none."""
     path = directory / CARD
     if not path.is_file():
         return {}
@@ -168,9 +168,9 @@ def licence_of(directory: Path) -> dict[str, str]:
     return {key: str(metadata[key]) for key in LICENCE_KEYS if metadata.get(key)}
 
 
-def carried(directory: Path) -> Iterator[Path]:
-    """The files of a checkpoint to copy, relative to it."""
-    for pattern in CARRIED:
+def files_to_copy(directory: Path) -> Iterator[Path]:
+    """Paths of the files to copy, relative to the checkpoint."""
+    for pattern in COPIED_FILES:
         for path in sorted(directory.glob(pattern)):
             if path.is_file():
                 yield path.relative_to(directory)

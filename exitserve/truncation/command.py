@@ -1,4 +1,4 @@
-"""The `truncate` command. Light to import: torch is loaded once the arguments are known."""
+"""The command. Light to import: torch is loaded once the arguments are checked."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.checkpoint import num_layers_of, read_config
+from exitserve.arguments import check_context
+from exitserve.checkpoint import context_length_of, num_layers_of, read_config
+from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import check_depth, doubt, trained_depths
 
 if TYPE_CHECKING:
     from exitserve.truncation.fit import Sizes
-    from exitserve.truncation.run import Job
+    from exitserve.truncation.run import TruncationJob
 
 DESCRIPTION = """\
 Write the first layers of a checkpoint, with the same norm and head, as a checkpoint of its own.
 
-It is an ordinary Hugging Face directory, smaller in weights and in key-value cache, for plain
-transformers, plain vLLM and exitserve. Nothing is trained: it says what the full model's head says
-after that many layers, so cut at a layer that was trained as an exit.
+The result is an ordinary Hugging Face directory for plain transformers, plain vLLM and exitserve,
+with fewer weights and a smaller key-value cache. Nothing is trained: it predicts what the full
+model's head predicts after that many layers, so cut at a layer that was trained as an exit.
 
   exitserve truncate MODEL --layers 8 --out DIR
   exitserve truncate MODEL --to-fit 8GiB --context 4096 --requests 16 --out DIR
@@ -45,18 +47,18 @@ def add_truncate(subparsers: Any) -> None:
     depth.add_argument(
         "--to-fit",
         metavar="SIZE",
-        help="keep as many layers as fit this memory, such as 8GiB, weights and cache together; "
-        "where a checkpoint names exit layers, one of those or all",
+        help="keep as many layers as fit this memory with weights and cache, such as 8GiB; where "
+        "a checkpoint names exit layers, one of those or all",
     )
-    load = parser.add_argument_group("what the memory is to hold (with --to-fit)")
+    load = parser.add_argument_group("what the memory must hold (with --to-fit)")
     load.add_argument(
         "--context",
         type=int,
         metavar="TOKENS",
-        help=f"of each request (default {DEFAULT_CONTEXT}, or the model's if shorter)",
+        help=f"context of each request (default {DEFAULT_CONTEXT}, or the model's if shorter)",
     )
     load.add_argument(
-        "--requests", type=int, default=1, metavar="R", help="at the same time (default 1)"
+        "--requests", type=int, default=1, metavar="R", help="requests at the same time (default 1)"
     )
     parser.add_argument(
         "--data",
@@ -64,7 +66,7 @@ def add_truncate(subparsers: Any) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="text or JSON lines to measure the perplexity on, for the model card",
+        help="text or JSON lines on which to measure perplexity, for the model card",
     )
     parser.set_defaults(run=_truncate)
 
@@ -72,27 +74,25 @@ def add_truncate(subparsers: Any) -> None:
 def _truncate(args: argparse.Namespace) -> int:
     _check(args)
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+    from exitserve.progress import byte_bar
     from exitserve.report import terminal_table
-    from exitserve.truncation.fit import served_dtype, table
+    from exitserve.truncation.fit import depth_table
     from exitserve.truncation.run import truncate
 
     job, sizes, budget = _job(args)
     console = Console()
-    # Before anything is written, so that a wrong choice can be stopped.
+    # Before anything is written, so that a user can stop a wrong choice.
     depths = sorted({*trained_depths(job.config), job.num_layers, len(sizes.layers)})
     context = _context(args, job.config)
-    headers, rows = table(sizes, depths, budget, context)
-    title = f"{Path(args.model).name} in {served_dtype(job.config)}"
+    headers, rows = depth_table(sizes, depths, budget, context)
+    title = f"{Path(args.model).name} in {serving_dtype(job.config)}"
     console.print(terminal_table(title, headers, rows))
     if warning := doubt(job.config, job.num_layers):
         console.print(warning, style="yellow", soft_wrap=True)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
-        task = progress.add_task("writing", total=total)
-        made = truncate(job, lambda count: progress.advance(task, count))
+    total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
+    with byte_bar("writing", total) as advance:
+        made = truncate(job, advance)
     if made.perplexity is not None:
         console.print(f"Perplexity at this depth: {made.perplexity.value:.3f}")
     console.print(f"{job.num_layers} of {made.full_depth} layers: {args.out}", soft_wrap=True)
@@ -100,7 +100,7 @@ def _truncate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `ExitServeError` for options that cannot be."""
+    """Raises `ExitServeError` for options that contradict each other or are out of range."""
     if (args.layers is None) == (args.to_fit is None):
         raise ExitServeError("give one of --layers N and --to-fit SIZE.")
     for option in ("context", "requests"):
@@ -112,10 +112,10 @@ def _check(args: argparse.Namespace) -> None:
             raise ExitServeError(f"no data file at '{path}'.")
 
 
-def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
-    """What to write, the full model's sizes, and the budget in bytes where one was given."""
-    from exitserve.truncation.fit import Load, deepest_fit, parse_size, served_dtype, sizes_of
-    from exitserve.truncation.run import Job, check_family, check_names, check_out
+def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
+    """The job, the sizes of the full model, and the budget in bytes of `--to-fit`."""
+    from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
+    from exitserve.truncation.run import TruncationJob, check_family, check_names, check_out
     from exitserve.truncation.source import local_checkpoint
     from exitserve.truncation.weights import read_weights
 
@@ -129,12 +129,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
     directory = local_checkpoint(args.model)
     weights = read_weights(directory)
     check_names(weights, full)
-    sizes = sizes_of(config, weights.tensors, served_dtype(config))
+    sizes = sizes_of(config, weights.tensors, serving_dtype(config))
     layers = args.layers
     if budget is not None:
         load = Load(requests=args.requests, context=_context(args, config))
         layers = deepest_fit(sizes, trained_depths(config) or range(1, full + 1), budget, load)
-    job = Job(
+    job = TruncationJob(
         model=args.model,
         directory=directory,
         config=config,
@@ -147,12 +147,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Sizes, int | None]:
 
 
 def _context(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Tokens of a request, as asked for or by default."""
-    longest = config.get("max_position_embeddings", config.get("n_positions"))
+    """Tokens of a request, as given or by default."""
     if args.context is None:
-        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
-    if longest and args.context > longest:
-        raise ExitServeError(
-            f"--context {args.context} is longer than the model's context of {longest} tokens."
-        )
-    return int(args.context)
+        return min(DEFAULT_CONTEXT, context_length_of(config) or DEFAULT_CONTEXT)
+    return check_context(args.context, config, "--context")

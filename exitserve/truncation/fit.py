@@ -3,10 +3,10 @@
     need(N) = weights outside the layers + sum of the first N layers' weights
             + requests * context * N * (keys and values of one token in one layer)
 
-A depth fits if its need is at most `USABLE` of the budget: activations, compiled code and the
-graphs of a GPU take the rest. These are plain vLLM's needs. Serving with exits takes a second copy
-of the K/V projections above the first exit layer. Layers whose attention has a window are counted
-at the full context, so models that have such need less than is said.
+A depth fits if its need is at most `USABLE` of the budget: activations, compiled code and CUDA
+graphs take the rest. This is what plain vLLM needs. Serving with exits takes a second copy of the
+K/V projections above the first exit layer. Layers with windowed attention are counted at the full
+context, so models with such layers need less than this says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exitserve.first_layers import layer_of
 from exitserve.truncation.weights import StoredTensor
 
 USABLE = 0.9
-"""Share of a budget for weights and cache; vLLM's default takes about as much of a GPU."""
+"""Share of a budget for weights and cache; vLLM takes about this share of a GPU by default."""
 UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -36,18 +36,18 @@ UNITS = {
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _FLOATS = ("F32", "F16", "BF16")
-"""Stored types that vLLM turns into the type it serves; others (quantised) stay as they are."""
+"""Stored types that vLLM converts to the type it serves; others (quantised) stay as they are."""
 _UNUSED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-"""Ends of names in old checkpoints that no model loads."""
+"""Suffixes of tensors in old checkpoints that no model loads."""
 _TIED_BY_DEFAULT = ("gemma2", "gemma3_text", "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the memory is to hold besides the weights."""
+    """What the memory must hold besides the weights."""
 
     requests: int
-    """At the same time."""
+    """How many at the same time."""
     context: int
     """Tokens of each, prompt and answer together."""
 
@@ -68,7 +68,7 @@ class Sizes:
         return self.outside + sum(self.layers[:num_layers])
 
     def kv_tokens(self, num_layers: int, budget: int) -> int:
-        """Tokens whose keys and values have room beside the weights; 0 if those do not fit."""
+        """Tokens of key-value cache that fit beside the weights; 0 if the weights do not fit."""
         room = int(budget * USABLE) - self.weights(num_layers)
         return max(0, room // (num_layers * self.kv_token))
 
@@ -82,7 +82,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as `8GiB`, `500MB`.
 
     Raises:
-        ExitServeError: it is none.
+        ExitServeError: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = None if found is None else UNITS.get(found[2].upper())
@@ -93,19 +93,13 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
-def served_dtype(config: Mapping[str, Any]) -> str:
-    """The type that vLLM serves a checkpoint in by default: its own, but bfloat16 for float32."""
-    own = config.get("dtype", config.get("torch_dtype"))
-    return own if own in DTYPE_BYTES and own != "float32" else "bfloat16"
-
-
 def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: str) -> Sizes:
-    """Reads the sizes off a checkpoint.
+    """Sums up the sizes of a checkpoint's tensors.
 
     Args:
         config: its `config.json`.
-        tensors: all of them.
-        dtype: that it is served in, one of `exitserve.costs.DTYPE_BYTES`.
+        tensors: all of the checkpoint's.
+        dtype: in which it is served, one of `exitserve.costs.DTYPE_BYTES`.
 
     Raises:
         ExitServeError: the config lacks a size, or the dtype is unknown.
@@ -128,24 +122,24 @@ def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: 
 
 
 def deepest_fit(sizes: Sizes, depths: Sequence[int], budget: int, load: Load) -> int:
-    """The largest of some depths that fits a budget together with its load.
+    """The largest of `depths` that fits a budget together with its load.
 
     Raises:
-        ExitServeError: none does; the message says what the smallest needs.
+        ExitServeError: none fits; the message says what the smallest needs.
     """
     fitting = [depth for depth in depths if sizes.budget(depth, load) <= budget]
     if fitting:
         return max(fitting)
     least = min(depths)
     raise ExitServeError(
-        f"no depth fits {in_words(budget)}: the smallest, {least} of {len(sizes.layers)} layers, "
-        f"needs {in_words(sizes.budget(least, load))} for its weights and "
+        f"no depth fits {format_bytes(budget)}: the smallest, {least} of {len(sizes.layers)} "
+        f"layers, needs {format_bytes(sizes.budget(least, load))} for its weights and "
         f"{load.requests} x {load.context} tokens of context ({1 - USABLE:.0%} left for the "
         f"rest); give more, or a lower --context or --requests."
     )
 
 
-def in_words(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for a reader: `3.4 GiB`."""
     for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
@@ -154,15 +148,15 @@ def in_words(count: float) -> str:
     return f"{count:.1f} {unit}"
 
 
-def table(
+def depth_table(
     sizes: Sizes, depths: Sequence[int], budget: int | None, context: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows that compare depths, the full one among them.
+    """Headers and rows of a table that compares depths.
 
     Args:
         sizes: of the full model.
-        depths: one row for each; gains are told against the full depth.
-        budget: of memory, for what it holds beside the weights; None leaves that out.
+        depths: one row for each, with its gain over full depth.
+        budget: of memory, for columns of what fits beside the weights; None leaves them out.
         context: tokens of a request.
     """
     full = len(sizes.layers)
@@ -173,8 +167,8 @@ def table(
     for depth in depths:
         row = [
             f"{depth} of {full}",
-            in_words(sizes.weights(depth)),
-            in_words(depth * sizes.kv_token),
+            format_bytes(sizes.weights(depth)),
+            format_bytes(depth * sizes.kv_token),
         ]
         if budget is not None:
             tokens, whole = sizes.kv_tokens(depth, budget), sizes.kv_tokens(full, budget)

@@ -1,7 +1,7 @@
 """The perplexity of a checkpoint on a user's file, as `exitserve inspect` measures it.
 
-Documents are tokenised, each ended by the end-of-sequence token, joined, and cut into windows;
-some of those are drawn. A window's first token is not predicted.
+Documents are tokenised, each followed by an end-of-sequence token, joined, and cut into windows, of
+which some are drawn. A window's first token is not predicted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from exitserve.checkpoint import context_length_of, read_config
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 
 WINDOW = 256
-"""Tokens of a window, where the model's context is not shorter."""
+"""Tokens of a window, or the model's context if that is shorter."""
 MOST_WINDOWS = 200
 _BATCH = 4
 _TABLES = (".jsonl", ".json")
@@ -32,14 +34,14 @@ _TEXT_FIELD = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """What was measured, on what."""
+    """A perplexity, and the text on which it was measured."""
 
     value: float
     tokens: int
-    """That were predicted."""
+    """How many tokens were predicted."""
     window: int
     files: tuple[str, ...]
-    """Their names."""
+    """Names of the text files."""
 
 
 def token_windows(
@@ -56,7 +58,7 @@ def token_windows(
         paths: text files, or JSON lines with a field `text`.
         tokenizer: the model's.
         length: tokens of a window.
-        most: windows to draw; fewer where the files hold fewer.
+        most: windows to draw; fewer if the files hold fewer.
         seed: of the draw.
 
     Raises:
@@ -92,34 +94,29 @@ def _documents(path: Path) -> Iterator[str]:
             found = json.loads(line)[_TEXT_FIELD]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ExitServeError(
-                f"line {number} of '{path}' is no JSON object with a field {_TEXT_FIELD!r}."
+                f"line {number} of '{path}' is not a JSON object with a field {_TEXT_FIELD!r}."
             ) from error
         if found:
             yield str(found)
 
 
-def read_data(model_dir: Path, files: Sequence[Path]) -> Tensor:
+def read_windows(model_dir: Path, files: Sequence[Path]) -> Tensor:
     """Windows [W, T] of files, in the tokens of a local checkpoint.
 
     Raises:
         ExitServeError: a file or the tokenizer cannot be read.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        config = AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExitServeError(
-            f"--data needs the model's tokenizer, and none can be loaded ({type(error).__name__})."
-        ) from error
-    length = min(WINDOW, int(config.max_position_embeddings))
+    tokenizer = load_tokenizer(model_dir, fix="leave out --data, or save the model's own into it")
+    longest = context_length_of(read_config(model_dir))
+    length = WINDOW if longest is None else min(WINDOW, longest)
     return torch.tensor(token_windows(files, tokenizer, length=length))
 
 
-def measure(model_dir: Path, windows: Tensor, files: Sequence[Path]) -> Perplexity:
+def measure_perplexity(model_dir: Path, windows: Tensor, files: Sequence[Path]) -> Perplexity:
     """The perplexity of a local checkpoint in float32, on windows [W, T] of some files.
 
     Raises:
-        ExitServeError: transformers cannot load it, for lack of a quantisation library perhaps.
+        ExitServeError: transformers cannot load it, perhaps for lack of a quantisation library.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Writes the first layers of a checkpoint as a checkpoint."""
+"""Writes the first layers of a checkpoint as a checkpoint of their own."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from exitserve.checkpoint import num_layers_of, parse_multi_exit
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import cut_config, layer_of
-from exitserve.truncation.card import CARD, Truncation, card, carried, licence_of
-from exitserve.truncation.perplexity import Perplexity, measure, read_data
+from exitserve.truncation.card import CARD, Truncation, files_to_copy, licence_of, model_card
+from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 from exitserve.truncation.weights import StoredWeights, write_weights
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be written where."""
+class TruncationJob:
+    """What a truncation was asked to do, checked."""
 
     model: str
     """As the user named it."""
     directory: Path
-    """Its files."""
+    """Folder of the model's files."""
     config: dict[str, Any]
     weights: StoredWeights
-    """Of `num_layers` layers or more."""
+    """All tensors of the checkpoint; those of the first `num_layers` layers are kept."""
     num_layers: int
     out: Path
     data: Sequence[Path] = ()
-    """Files to measure the perplexity on; none: it is not measured."""
+    """Files on which to measure perplexity; without any it is not measured."""
 
 
 def check_family(config: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def check_family(config: dict[str, Any]) -> None:
     (name, *_) = config.get("architectures") or ["none named"]
     if not name.endswith(_ENDINGS):
         raise ExitServeError(
-            f"architecture {name} is no causal language model, which alone can be truncated: "
+            f"architecture {name} is not a causal language model. Only those can be truncated: "
             f"others have no head that fits an earlier layer."
         )
     block = parse_multi_exit(config)
@@ -56,7 +56,7 @@ def check_family(config: dict[str, Any]) -> None:
 
 
 def check_names(weights: StoredWeights, num_layers: int) -> None:
-    """Raises `ExitServeError` unless tensors are named by layer, each layer having some."""
+    """Raises `ExitServeError` unless tensor names tell the layer, and every layer has some."""
     found = {layer_of(tensor.name) for tensor in weights.tensors}
     missing = sorted(set(range(num_layers)) - found)
     if missing:
@@ -76,15 +76,15 @@ def check_out(out: Path) -> None:
         raise ExitServeError(f"--out '{out}' exists; give another, or remove it.")
 
 
-def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
-    """Writes the checkpoint; on any failure nothing is left of it.
+def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
+    """Writes the checkpoint, or, where anything fails, nothing.
 
     Args:
         job: what to write.
-        advance: told of each piece of weights that was copied, in bytes.
+        advance: called with the bytes of each piece of weights that was copied.
 
     Returns:
-        What was made, as its card tells it.
+        What was written, as its model card describes it.
 
     Raises:
         ExitServeError: the destination exists or cannot be written, the data cannot be read, or
@@ -95,23 +95,23 @@ def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Trunca
     check_names(kept, job.num_layers)
     if job.data and job.config.get("quantization_config"):
         raise ExitServeError(
-            "the perplexity of quantised weights is not measured, since transformers runs them "
-            "otherwise than vLLM does; leave out --data."
+            "the perplexity of quantised weights is not measured, since transformers computes "
+            "with them differently from vLLM; leave out --data."
         )
-    windows = read_data(job.directory, job.data) if job.data else None
-    # Beside its destination, so that it is never there half-written and needs no second copy.
+    windows = read_windows(job.directory, job.data) if job.data else None
+    # Written beside its destination and renamed, so that it is never there half-written.
     partial = job.out.parent / f".{job.out.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_weights(kept, partial, advance)
         _write_config(job, partial)
-        for path in carried(job.directory):
+        for path in files_to_copy(job.directory):
             (partial / path).parent.mkdir(exist_ok=True)
             shutil.copyfile(job.directory / path, partial / path)
-        found = None if windows is None else measure(partial, windows, job.data)
-        made = _described(job, found)
-        page = card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
+        found = None if windows is None else measure_perplexity(partial, windows, job.data)
+        made = _summary_of(job, found)
+        page = model_card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
         (partial / CARD).write_text(page, encoding="utf-8")
         partial.replace(job.out)
     except OSError as error:
@@ -121,11 +121,11 @@ def truncate(job: Job, advance: Callable[[int], Any] = lambda _: None) -> Trunca
     return made
 
 
-def _is_from_hub(job: Job) -> bool:
+def _is_from_hub(job: TruncationJob) -> bool:
     return not Path(job.model).is_dir()
 
 
-def _write_config(job: Job, directory: Path) -> None:
+def _write_config(job: TruncationJob, directory: Path) -> None:
     if job.num_layers == num_layers_of(job.config):
         shutil.copyfile(job.directory / "config.json", directory / "config.json")
         return
@@ -133,8 +133,8 @@ def _write_config(job: Job, directory: Path) -> None:
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
-def _described(job: Job, perplexity: Perplexity | None) -> Truncation:
-    # A folder's own path is nobody else's business.
+def _summary_of(job: TruncationJob, perplexity: Perplexity | None) -> Truncation:
+    # Only the folder's name: its path may reveal something about the user's machine.
     source = job.model if _is_from_hub(job) else job.directory.resolve().name
     return Truncation(
         source=source,

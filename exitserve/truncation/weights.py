@@ -1,8 +1,8 @@
 """Copies the tensors of the first layers from safetensors files to safetensors files.
 
 A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: name to
-dtype, shape and offsets), and the tensors' bytes. So tensors are copied as bytes, whatever their
-dtype and however large: no tensor is ever made, and memory stays at one buffer.
+dtype, shape and offsets), and the tensors' bytes. Tensors
+are copied as bytes, whatever their dtype and size, without loading any: one buffer is all memory.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from exitserve.first_layers import beyond
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one file that is written; a larger single tensor has a file of its own."""
+"""Most bytes of a file that is written; a larger tensor gets a file of its own."""
 
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+"""The format's limit."""
 _BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor as it lies in a file."""
+    """A tensor in a file."""
 
     name: str
     dtype: str
-    """As safetensors writes it: `BF16`, `F32`, `I8`, ..."""
+    """As safetensors names it: `BF16`, `F32`, `I8`, ..."""
     shape: tuple[int, ...]
     file: Path
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
 
     @property
     def num_elements(self) -> int:
-        """Numbers in it."""
+        """How many numbers it holds."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The tensors of a checkpoint, with the metadata of its files."""
+    """The tensors of a checkpoint, and the metadata of its files."""
 
     tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str]
@@ -103,7 +103,7 @@ def _no_weights(directory: Path) -> str:
         return f"'{directory}' has neither {SINGLE} nor {INDEX}, so it holds no weights."
     return (
         f"the weights of '{directory}' are pickles ({pickled[0]}), which can run code when they "
-        f"are read; only safetensors are. Convert them where you trust them: "
+        f"are read, so only safetensors are. If you trust them, convert them: "
         f"transformers' from_pretrained, then save_pretrained, writes {SINGLE}."
     )
 
@@ -134,7 +134,7 @@ def _read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         raise ExitServeError(f"'{path}' is missing; download the checkpoint again.") from error
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExitServeError(
-            f"'{path}' is no whole safetensors file ({error}); download the checkpoint again."
+            f"'{path}' is not a complete safetensors file ({error}); download the checkpoint again."
         ) from error
     return tensors, metadata
 
@@ -150,8 +150,8 @@ def write_weights(
     Args:
         weights: what to copy.
         directory: an existing folder.
-        advance: told of each piece that was copied, in bytes.
-        max_shard_bytes: of one file.
+        advance: called with the bytes of each piece that was copied.
+        max_shard_bytes: most bytes of a file.
     """
     shards = _shards(weights.tensors, max_shard_bytes)
     count = len(shards)
@@ -167,7 +167,7 @@ def write_weights(
 
 
 def _shards(tensors: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
-    """Groups of tensors in their order, each of at most so many bytes or a single tensor."""
+    """Groups of tensors in their order, each of at most `most` bytes or a single tensor."""
     shards: list[list[StoredTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -185,7 +185,7 @@ def _write_file(
     metadata: Mapping[str, str],
     advance: Callable[[int], Any],
 ) -> None:
-    # Widest numbers first: readers map the file, and need each number at a multiple of its size.
+    # Widest numbers first: readers map the file and need numbers aligned to their size.
     ordered = sorted(tensors, key=_number_bytes, reverse=True)
     header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
     end = 0

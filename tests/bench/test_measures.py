@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.bench.measures import (
-    Observed,
+    Measurements,
     Reads,
     Timing,
     case_of,
+    joined_timing,
     label_of,
     notes_on,
     percentile,
     spread,
     steps_of,
     timing_of,
-    together,
 )
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.costs import DecoderShape, Step
@@ -58,9 +58,9 @@ CASE_KEYS = {
 }
 
 
-def observed(setting: Setting, rates: list[float], depths: list[int], checks: int) -> Observed:
+def observed(setting: Setting, rates: list[float], depths: list[int], checks: int) -> Measurements:
     """Ten tokens a repeat at the given rates, one request."""
-    return Observed(
+    return Measurements(
         setting=setting,
         batch_size=1,
         requests=10,
@@ -91,7 +91,7 @@ def test_a_batch_that_was_never_full_cannot_be_timed(times: list[list[float]]) -
 
 
 def test_batches_one_after_the_other_add_up() -> None:
-    timing = together([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
+    timing = joined_timing([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
     assert timing.rate == 3.0
     assert len(timing.gaps) == 6
 

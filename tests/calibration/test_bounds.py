@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.calibration.bounds import Gambler, least_pieces, p_value
+from exitserve.calibration.bounds import Gambler, min_pieces, p_value
 
 DELTA, LIMIT, PIECES, RUNS = 0.1, 0.05, 150, 600
 
@@ -56,7 +56,7 @@ def test_the_test_has_power() -> None:
 @pytest.mark.parametrize("delta", [0.05, 0.2])
 def test_the_least_text_is_told(limit: float, delta: float) -> None:
     """No test in [0, 1] can do with less than log(1 / delta) / -log(1 - limit) perfect pieces."""
-    least = least_pieces(limit, delta)
+    least = min_pieces(limit, delta)
     floor = math.log(1 / delta) / -math.log(1 - limit)
     assert floor <= least <= 1.5 * floor + 10
     assert p_value([0.0] * least, limit, delta) <= delta
@@ -65,10 +65,10 @@ def test_the_least_text_is_told(limit: float, delta: float) -> None:
 
 def test_a_loss_that_nobody_can_avoid_is_reckoned_with() -> None:
     """Of perplexity, full depth itself has half of the range: a rise of 1 % is hard to see."""
-    least = least_pieces(0.51, 0.05, perfect=0.5)
+    least = min_pieces(0.51, 0.05, perfect=0.5)
     assert p_value([0.5] * least, 0.51, 0.05) <= 0.05
     assert least > 100
-    assert least_pieces(1e-6, 0.05) > 2_000_000, "and is told at once"
+    assert min_pieces(1e-6, 0.05) > 2_000_000, "and is told at once"
 
 
 @given(st.lists(st.floats(0, 1), max_size=60), st.floats(0.01, 0.99), st.floats(0.01, 0.5))
@@ -77,7 +77,7 @@ def test_capital_never_runs_out_and_p_values_only_fall(
 ) -> None:
     gambler, before = Gambler(limit, delta, 60), 1.0
     for loss in losses:
-        gambler.sees(loss)
+        gambler.bet_on(loss)
         assert 0.0 < gambler.p_value <= before
         before = gambler.p_value
 

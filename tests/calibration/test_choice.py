@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from exitserve.calibration.choice import Candidate, Trial, in_order, kept, mean_risk, weighed
+from exitserve.calibration.choice import (
+    Choice,
+    PromiseTest,
+    by_risk,
+    mean_risk,
+    passing_choices,
+    weighted_loss,
+)
 from exitserve.calibration.outcomes import Outcome, Source
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
@@ -36,8 +43,8 @@ def outcome(
     )
 
 
-def candidate(number: int, selected: list[Outcome], ends: float = 1.0) -> Candidate:
-    return Candidate(Proposal("max_prob", ((6, 0.5),), float(number)), {6: ends}, tuple(selected))
+def candidate(number: int, selected: list[Outcome], ends: float = 1.0) -> Choice:
+    return Choice(Proposal("max_prob", ((6, 0.5),), float(number)), {6: ends}, tuple(selected))
 
 
 def drawn(risk: float, draw: random.Random, source: Source) -> Outcome:
@@ -58,10 +65,12 @@ def calibration(draw: random.Random, pieces: int = 300) -> float | None:
     ]
     risks = {one.proposal: risk for one, risk in zip(candidates, RISKS, strict=True)}
 
-    def run(one: Candidate, piece: int) -> Outcome:
+    def run(one: Choice, piece: int) -> Outcome:
         return drawn(risks[one.proposal], draw, sources[piece])
 
-    found = kept(candidates, TARGET, Trial(run, sources, DELTA, MOST), lambda: None)
+    found = passing_choices(
+        candidates, TARGET, PromiseTest(run, sources, DELTA, MOST), lambda: None
+    )
     return max((risks[one.proposal] for one in found), default=None)
 
 
@@ -77,11 +86,11 @@ def test_the_target_is_missed_no_more_often_than_the_level_allows() -> None:
 def test_a_loosened_test_would_be_caught(monkeypatch) -> None:
     """With the means alone the same simulation misses the target far more often."""
 
-    def mean(trial: Trial, one: Candidate, target) -> float:
+    def mean(trial: PromiseTest, one: Choice, target) -> float:
         pieces = [trial.outcome(one, piece) for piece in range(len(trial.sources))]
         return float(mean_risk(pieces, target) > target.limit)
 
-    monkeypatch.setattr(Trial, "p_value", mean)
+    monkeypatch.setattr(PromiseTest, "p_value", mean)
     draw = random.Random(0)
     found = [calibration(draw) for _ in range(RUNS)]
     wrong = sum(risk is not None and risk > TARGET.limit for risk in found) / RUNS
@@ -92,7 +101,7 @@ def test_tokens_count_not_pieces() -> None:
     """Short pieces without errors do not make up for long ones with many."""
     pieces = [outcome(0.0, 10)] * 9 + [outcome(0.2, MOST)]
     assert mean_risk(pieces, TARGET) == pytest.approx(20 / 190)
-    losses = [weighed(one, TARGET, MOST) for one in pieces]
+    losses = [weighted_loss(one, TARGET, MOST) for one in pieces]
     assert all(0.0 <= loss <= 1.0 for loss in losses)
     assert sum(losses) / len(losses) > TARGET.limit
 
@@ -101,11 +110,11 @@ def test_tokens_count_not_pieces() -> None:
 @pytest.mark.parametrize("tokens", [1, 50, MOST])
 def test_a_piece_counts_from_0_to_1(wrong: float, tokens: int) -> None:
     for target in (TARGET, perplexity_target(0.05), depth_target(8, 12)):
-        assert 0.0 <= weighed(outcome(wrong, tokens), target, MOST) <= 1.0
+        assert 0.0 <= weighted_loss(outcome(wrong, tokens), target, MOST) <= 1.0
 
 
-def trial(pieces: list[Outcome]) -> Trial:
-    return Trial(lambda _, piece: pieces[piece], [one.source for one in pieces], DELTA, MOST)
+def trial(pieces: list[Outcome]) -> PromiseTest:
+    return PromiseTest(lambda _, piece: pieces[piece], [one.source for one in pieces], DELTA, MOST)
 
 
 def test_early_ends_are_tested_over_all_sources() -> None:
@@ -113,33 +122,36 @@ def test_early_ends_are_tested_over_all_sources() -> None:
     text = [outcome(0.0) for _ in range(100)]
     written = [outcome(0.0, source="generated", ends=1) for _ in range(100)]
     good = candidate(0, [*text[:50], *written[:50]], ends=0.9)
-    assert kept([good], TARGET, trial([*text, *written]), lambda: None) == [good]
+    assert passing_choices([good], TARGET, trial([*text, *written]), lambda: None) == [good]
     wrong = [outcome(0.0, source="generated", ends=1, wrong_ends=i % 2) for i in range(100)]
     bad = candidate(0, [*text[:50], *wrong[:50]], ends=0.9)
-    assert kept([bad], TARGET, trial([*text, *wrong]), lambda: None) == []
+    assert passing_choices([bad], TARGET, trial([*text, *wrong]), lambda: None) == []
 
 
 def test_one_bad_source_is_enough_to_fail() -> None:
     text = [outcome(0.0) for _ in range(200)]
     written = [outcome(0.2, source="generated") for _ in range(200)]
     one = candidate(0, [*text[:50], *written[:50]])
-    assert kept([one], TARGET, trial([*text, *written]), lambda: None) == []
+    assert passing_choices([one], TARGET, trial([*text, *written]), lambda: None) == []
 
 
 def test_nothing_is_run_where_nothing_could_be_shown() -> None:
-    asked: list[int] = []
+    measured: list[int] = []
 
-    def run(_: Candidate, piece: int) -> Outcome:
-        asked.append(piece)
+    def run(_: Choice, piece: int) -> Outcome:
+        measured.append(piece)
         return outcome(0.0)
 
-    few = Trial(run, ["text"] * 10, DELTA, MOST)
-    assert kept([candidate(0, [outcome(0.0)] * 5)], TARGET, few, lambda: None) == []
-    assert kept([], TARGET, Trial(run, [], DELTA, MOST), lambda: None) == []
-    assert asked == []
+    few = PromiseTest(run, ["text"] * 10, DELTA, MOST)
+    assert passing_choices([candidate(0, [outcome(0.0)] * 5)], TARGET, few, lambda: None) == []
+    assert passing_choices([], TARGET, PromiseTest(run, [], DELTA, MOST), lambda: None) == []
+    assert measured == []
 
 
 def test_the_safest_comes_first_whatever_the_target() -> None:
-    safe, risky = candidate(0, [outcome(0.01)] * 5), candidate(1, [outcome(0.2)] * 5)
-    assert in_order([risky, safe], TARGET) == [safe, risky]
-    assert in_order([risky, safe], perplexity_target(0.05)) == [safe, risky]
+    safe, risky = (
+        candidate(0, [outcome(0.01)] * 5),
+        candidate(1, [outcome(0.2)] * 5),
+    )
+    assert by_risk([risky, safe], TARGET) == [safe, risky]
+    assert by_risk([risky, safe], perplexity_target(0.05)) == [safe, risky]

@@ -12,7 +12,7 @@ import pytest
 
 from exitserve.calibration import options, proposals
 from exitserve.calibration import run as calibration_run
-from exitserve.calibration.outcomes import Piece, full_depth_of, outcome
+from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint import read_config, read_multi_exit
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
@@ -63,7 +63,9 @@ def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> 
     found = []
     for window in windows:
         piece = Piece(window.token_ids, PROMPT, "text")
-        found.append(outcome(reference, piece, full_depth_of(reference, piece), policy).agreement)
+        found.append(
+            measure_outcome(reference, piece, run_at_full_depth(reference, piece), policy).agreement
+        )
     return sum(found) / len(found)
 
 

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.calibration.outcomes import Piece
-from exitserve.calibration.pieces import Parts, check_enough, independent, split, written_by
+from exitserve.calibration.pieces import (
+    PieceSplit,
+    check_enough,
+    independent_windows,
+    model_continuations,
+    split_pieces,
+)
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
@@ -19,9 +25,9 @@ def test_one_window_of_each_document_or_any_of_one_text(
     documents: list[int], count: int, seed: int
 ) -> None:
     windows = [Window((index,), document) for index, document in enumerate(documents)]
-    rows = independent(windows, count, seed, running=False)
+    rows = independent_windows(windows, count, seed, running=False)
     assert len(rows) == len({one.document for one in rows}) == min(count, len(set(documents)))
-    text = independent(windows, count, seed, running=True)
+    text = independent_windows(windows, count, seed, running=True)
     assert len(text) == len(set(text)) == min(count, len(windows))
 
 
@@ -34,7 +40,7 @@ def pieces(text: int, generated: int) -> list[Piece]:
 
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_no_piece_is_in_two_parts_and_each_has_both_sources(text: int, generated: int) -> None:
-    parts = split(pieces(text, generated))
+    parts = split_pieces(pieces(text, generated))
     every = [*parts.fit, *parts.select, *parts.test]
     assert len(every) == len(set(every)) == text + generated
     for source, count in (("text", text), ("generated", generated)):
@@ -46,38 +52,40 @@ BOTH = ("text", "generated")
 
 
 def test_too_little_text_says_how_much_is_needed() -> None:
-    def check(parts: Parts, sources=BOTH) -> None:
+    def check(parts: PieceSplit, sources=BOTH) -> None:
         check_enough(parts, sources, 300, "held-out.txt", "agreement>=0.99")
 
     with pytest.raises(ExitServeError, match=r"gives 70 windows .* at least 300 .* text for 429 "):
-        check(split(pieces(100, 1000)))
+        check(split_pieces(pieces(100, 1000)))
     with pytest.raises(ExitServeError, match="gives 70 continuations"):
-        check(split(pieces(1000, 100)))
+        check(split_pieces(pieces(1000, 100)))
     with pytest.raises(ExitServeError, match="gives 0 continuations"):
-        check(split(pieces(1000, 0)))
+        check(split_pieces(pieces(1000, 0)))
     with pytest.raises(ExitServeError, match="gives 300 windows"):
-        check(Parts([], [], pieces(300, 0)), ("text",))  # nothing to choose by
-    check(split(pieces(500, 0)), ("text",))
+        check(PieceSplit([], [], pieces(300, 0)), ("text",))  # nothing to choose by
+    check(split_pieces(pieces(500, 0)), ("text",))
 
 
 def test_what_the_model_writes_follows_its_prompts(make_checkpoint) -> None:
     reference = load_reference(str(make_checkpoint("llama")))
     prompts = [(5, 6, 7 + index) for index in range(40)]
     done: list[int] = []
-    found = written_by(reference, prompts, 20, 1.0, 0, done.append)
+    found = model_continuations(reference, prompts, 20, 1.0, 0, done.append)
     assert sum(done) == 40
     assert {one.token_ids[:3] for one in found} <= set(prompts)
     assert all(one.prompt_length == 3 and one.source == "generated" for one in found)
     assert all(8 <= len(one.token_ids) - 3 <= 20 for one in found)
     assert len({one.token_ids[3:] for one in found}) > 30, "sampled, not greedy"
-    assert found == written_by(reference, prompts, 20, 1.0, 0, done.append), "the seed decides"
+    assert found == model_continuations(reference, prompts, 20, 1.0, 0, done.append), (
+        "the seed decides"
+    )
 
 
 def test_at_temperature_0_it_writes_what_the_oracle_decodes(make_checkpoint) -> None:
     reference = load_reference(str(make_checkpoint("llama")))
     prompts = [(5, 6, 7), (9, 8, 7)]
-    found = written_by(reference, prompts, 20, 0.0, 0, lambda _: None)
-    assert found and found == written_by(reference, prompts, 20, 0.0, 1, lambda _: None)
+    found = model_continuations(reference, prompts, 20, 0.0, 0, lambda _: None)
+    assert found and found == model_continuations(reference, prompts, 20, 0.0, 1, lambda _: None)
     for piece in found:
         prompt, written = piece.token_ids[:3], list(piece.token_ids[3:])
         own = reference.decode(prompt, len(written), ExitPolicy.off(), ignore_eos=True)

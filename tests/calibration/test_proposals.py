@@ -11,9 +11,9 @@ from exitserve.calibration import proposals as module
 from exitserve.calibration.proposals import (
     FEWEST,
     Proposal,
-    between,
     end_thresholds,
-    proposals,
+    interpolated,
+    propose,
 )
 from exitserve.calibration.scores import ExitScores
 from exitserve.costs import TokenCosts
@@ -60,7 +60,7 @@ def total(
 @pytest.mark.parametrize("price", [0.7, 2.0, 6.0])
 def test_one_threshold_is_the_best_of_all(criterion: str, price: float) -> None:
     scores = scores_of((6,))
-    (found,) = proposals(scores, criterion, COSTS, propagates=True, prices=[price])
+    (found,) = propose(scores, criterion, COSTS, propagates=True, prices=[price])
     gated = criterion == "gate"
     own = total(scores, dict(found.thresholds), price, gated=gated)
     confidence = scores[6].confidence["max_prob"].sort(descending=True).values
@@ -75,7 +75,7 @@ def test_one_threshold_is_the_best_of_all(criterion: str, price: float) -> None:
 def test_no_change_of_one_threshold_is_better(monkeypatch, seed: int, price: float) -> None:
     monkeypatch.setattr(module, "FEWEST", 1)  # else a layer that few tokens reach is left out
     scores = scores_of((3, 6, 9), seed)
-    (found,) = proposals(scores, "max_prob", COSTS, propagates=True, prices=[price])
+    (found,) = propose(scores, "max_prob", COSTS, propagates=True, prices=[price])
     own = total(scores, dict(found.thresholds), price)
     for layer, value in itertools.product((3, 6, 9), (0.2, 0.5, 0.7, 0.8, 0.9, 0.97, None)):
         changed = {k: v for k, v in found.thresholds if k != layer}
@@ -86,7 +86,7 @@ def test_no_change_of_one_threshold_is_better(monkeypatch, seed: int, price: flo
 
 def test_dearer_errors_mean_fewer_exits() -> None:
     scores = scores_of((3, 6, 9))
-    found = proposals(scores, "max_prob", COSTS, propagates=True)
+    found = propose(scores, "max_prob", COSTS, propagates=True)
     assert [one.price for one in found] == sorted((one.price for one in found), reverse=True)
     errors = []
     for one in found:
@@ -99,7 +99,7 @@ def test_dearer_errors_mean_fewer_exits() -> None:
 def test_exits_that_cannot_pay_are_not_proposed() -> None:
     """A check that costs as much as all layers saved."""
     dear = TokenCosts(num_layers=12, layer=1.0, fill=0.1, check=20.0, head=0.8)
-    assert proposals(scores_of((6, 9)), "max_prob", dear, propagates=True) == []
+    assert propose(scores_of((6, 9)), "max_prob", dear, propagates=True) == []
 
 
 def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
@@ -122,7 +122,7 @@ def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
 def test_choices_between_two_lead_from_one_to_the_other() -> None:
     safe = Proposal("max_prob", ((9, 0.8),), 8.0)
     risky = Proposal("max_prob", ((6, 0.4), (9, 0.2)), 1.0)
-    found = between(safe, risky)
+    found = interpolated(safe, risky)
     assert len({one.price for one in found} | {8.0, 1.0}) == len(found) + 2
     for layer, first, last in ((6, 1.0, 0.4), (9, 0.8, 0.2)):
         values = [first, *(dict(one.thresholds)[layer] for one in found), last]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exitserve.calibration.outcomes import Piece, full_depth_of, outcome, summary
-from exitserve.calibration.scores import exit_scores, fit_gate, fitted_gates, states_of
+from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
+from exitserve.calibration.scores import exit_scores, exit_states, fit_gate, fit_gates
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 
@@ -48,9 +48,9 @@ def test_a_gate_learns_what_can_be_learned() -> None:
 
 
 def test_gates_stay_where_the_model_is(reference, pieces) -> None:
-    gates = fitted_gates(reference, pieces, lambda: None)
+    gates = fit_gates(reference, pieces, lambda: None)
     assert set(gates) == {2, 4}
-    states, _ = states_of(reference, pieces[0])
+    states, _ = exit_states(reference, pieces[0])
     assert gates[2].confidence(states[2]).shape == (30,)
     assert gates[2].weight.device == reference.device
     scores = exit_scores(reference, pieces[:1], gates, lambda: None)
@@ -59,14 +59,14 @@ def test_gates_stay_where_the_model_is(reference, pieces) -> None:
 
 def test_outcomes_of_full_depth_lose_nothing(reference, pieces) -> None:
     found = [
-        outcome(reference, piece, full_depth_of(reference, piece), ExitPolicy.off())
+        measure_outcome(reference, piece, run_at_full_depth(reference, piece), ExitPolicy.off())
         for piece in pieces
     ]
-    whole = summary(found)
+    whole = summarise(found)
     assert (whole.agreement, whole.mean_depth, whole.checks, whole.stays) == (1.0, 6.0, 0.0, 1.0)
     assert whole.perplexity == whole.full_perplexity
-    fixed = summary(
-        outcome(reference, piece, full_depth_of(reference, piece), ExitPolicy.fixed(2))
+    fixed = summarise(
+        measure_outcome(reference, piece, run_at_full_depth(reference, piece), ExitPolicy.fixed(2))
         for piece in pieces
     )
     assert (fixed.mean_depth, fixed.stays) == (2.0, 0.0)

@@ -7,36 +7,38 @@ from typing import Any
 
 import pytest
 
-from exitserve.evaluation.oracle import Seen, Tally
+from exitserve.evaluation.oracle import SettingQuality, Tally
 from exitserve.evaluation.run import add_retention, case_of, least_retained, notes_on
-from exitserve.evaluation.settings import Setting
+from exitserve.evaluation.settings import EvalSetting
 from exitserve.policy import ExitPolicy
 
 LAYERS = 12
 
 
 @pytest.fixture
-def setting() -> Callable[..., Setting]:
-    def make(threshold: float | None = None, mode: str = "confidence") -> Setting:
+def setting() -> Callable[..., EvalSetting]:
+    def make(threshold: float | None = None, mode: str = "confidence") -> EvalSetting:
         if threshold is None:
-            return Setting(fields={}, policy=ExitPolicy.off())
+            return EvalSetting(fields={}, policy=ExitPolicy.off())
         policy = ExitPolicy.confidence(threshold, mode=mode)
-        return Setting(fields={}, policy=policy, exit_threshold=threshold)
+        return EvalSetting(fields={}, policy=policy, exit_threshold=threshold)
 
     return make
 
 
 @pytest.fixture
-def seen(setting) -> Callable[..., Seen]:
+def seen(setting) -> Callable[..., SettingQuality]:
     """Of 100 tokens, `early` stopped at layer 3; of those nine in ten agree."""
 
-    def make(threshold: float | None = None, mode: str = "confidence", early: int = 0) -> Seen:
+    def make(
+        threshold: float | None = None, mode: str = "confidence", early: int = 0
+    ) -> SettingQuality:
         tallies = {
             3: Tally(early, early * 9 // 10, early * 1.0),
             6: Tally(),
             LAYERS: Tally(100 - early, 100 - early, (100 - early) * 2.0),
         }
-        return Seen(setting(threshold, mode), tallies)
+        return SettingQuality(setting(threshold, mode), tallies)
 
     return make
 

@@ -50,7 +50,7 @@ def fails(bundled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (("--data", "none.txt"), "cannot read the text file 'none.txt'"),
         (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
         (("--window", "33"), "--window must be at least 34"),
-        (("--window", "513"), "exceeds the model's context of 512"),
+        (("--window", "513"), "longer than the model's context of 512"),
         (("--window", "512", "--data", str(TASKS / "complete_python.yaml")), "needs 512 tokens"),
         (("--endpoint", "http://127.0.0.1:1"), "--endpoint goes with --tasks"),
     ],
@@ -91,7 +91,7 @@ def test_unknown_tasks_and_tasks_that_generate_nothing(fails) -> None:
     error = fails("--tasks", "complete_pyton", *OWN)
     assert "'complete_pyton' is unknown" in error and "Did you mean 'complete_python'?" in error
     assert "multiple_choice" in fails("--tasks", "choose_python", *OWN)
-    assert "is no folder" in fails("--tasks", "complete_python", "--task-path", "none")
+    assert "is not a folder" in fails("--tasks", "complete_python", "--task-path", "none")
 
 
 class Strange(BaseHTTPRequestHandler):
@@ -124,7 +124,7 @@ def test_endpoints_that_are_not_ours(fails, bundled: Path, strange: ThreadingHTT
     def tried(url: str) -> str:
         return fails("--tasks", "complete_python", *OWN, "--endpoint", url)
 
-    assert "is no URL" in tried("localhost:8000")
+    assert "is not a URL" in tried("localhost:8000")
     assert "does not answer" in tried(f"http://127.0.0.1:{free_port()}")
     url = f"http://127.0.0.1:{strange.server_port}"
     strange.answers = {}
@@ -133,7 +133,7 @@ def test_endpoints_that_are_not_ours(fails, bundled: Path, strange: ThreadingHTT
     assert "does not list its models" in tried(url)
     card = {"id": "other", "root": "/models/other", "max_model_len": 512}
     strange.answers = {"/v1/models": {"data": [card]}}
-    assert "is no exitserve server" in tried(url)
+    assert "is not an exitserve server" in tried(url)
     strange.answers["/exitserve/stats"] = {"num_layers": 12, "exit_layers": [3, 6]}
     assert "serves '/models/other', not" in tried(url)
     card["root"] = f"/elsewhere/{bundled.name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exitserve.bench.measures import Observed, Timing, case_of
+from exitserve.bench.measures import Measurements, Timing, case_of
 from exitserve.bench.settings import PLAIN
 from exitserve.costs import DecoderShape
 from exitserve.evaluation.run import NOT_TIMED, least_retained, retention
@@ -16,7 +16,7 @@ def test_a_case_has_the_keys_of_a_benchmark(report, bundled) -> None:
     from exitserve.costs import Step, shape_of
 
     shape: DecoderShape = shape_of(read_config(bundled), "float32")
-    plain = Observed(setting=PLAIN, batch_size=1, requests=1, depths=[12])
+    plain = Measurements(setting=PLAIN, batch_size=1, requests=1, depths=[12])
     plain.steps = [Step(depths=(12,), contexts=(4,), propagates=True)]
     plain.repeats = [Timing(tokens=1, seconds=1.0, gaps=(1.0,))]
     theirs = case_of(plain, plain, shape, (3, 6, 9))

@@ -12,17 +12,17 @@ import pytest
 
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.endpoint import Endpoint
-from exitserve.evaluation.settings import Setting, TaskPlan
+from exitserve.evaluation.settings import EvalSetting, TaskJob
 from exitserve.policy import ExitPolicy
 
 pytest.importorskip("lm_eval", reason="tasks are lm-eval's (requirements/cpu.txt)")
 
 TASKS = Path(__file__).parent / "tasks"
-FULL = Setting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())
+FULL = EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())
 
 
-def plan(*, path: Path = TASKS, concurrency: int = 1) -> TaskPlan:
-    return TaskPlan(
+def job(*, path: Path = TASKS, concurrency: int = 1) -> TaskJob:
+    return TaskJob(
         names=("complete_python",),
         path=path,
         limit=2,
@@ -61,7 +61,7 @@ def failing() -> Iterator[str]:
 def test_a_failing_server_ends_the_task(failing: str, bundled: Path, concurrency: int) -> None:
     from exitserve.evaluation.harness import load_tasks, run_tasks
 
-    asked = plan(concurrency=concurrency)
+    asked = job(concurrency=concurrency)
     endpoint = Endpoint(url=failing, name="model", context=512)
     with pytest.raises(ExitServeError, match=r"failed during task 'complete_python'.*500"):
         list(run_tasks(load_tasks(asked), [FULL], asked, endpoint, str(bundled)))
@@ -72,7 +72,7 @@ def test_answers_must_fit_the_context(bundled: Path) -> None:
 
     endpoint = Endpoint(url="http://127.0.0.1:1", name="model", context=12)
     with pytest.raises(ExitServeError, match="asks for 12 tokens, but the server's context is 12"):
-        list(run_tasks(load_tasks(plan()), [FULL], plan(), endpoint, str(bundled)))
+        list(run_tasks(load_tasks(job()), [FULL], job(), endpoint, str(bundled)))
 
 
 def test_a_task_without_its_data(tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_a_task_without_its_data(tmp_path: Path) -> None:
 
     shutil.copy(TASKS / "complete_python.yaml", tmp_path)
     with pytest.raises(ExitServeError, match=r"cannot be loaded .*data files must be local") as e:
-        load_tasks(plan(path=tmp_path))
+        load_tasks(job(path=tmp_path))
     assert "\n" not in str(e.value)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve.evaluation.oracle import Seen, measure, report_of
-from exitserve.evaluation.settings import Setting
+from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality
+from exitserve.evaluation.settings import EvalSetting
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 from exitserve.windows import Window
 
 PROMPT, LENGTH, EXITS, LAYERS = 8, 40, (2, 4), 6
-FULL = Setting(fields={}, policy=ExitPolicy.off())
+FULL = EvalSetting(fields={}, policy=ExitPolicy.off())
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,15 @@ def windows() -> list[Window]:
     ]
 
 
-def by_confidence(threshold: float, mode: Mode = "confidence") -> Setting:
+def by_confidence(threshold: float, mode: Mode = "confidence") -> EvalSetting:
     policy = ExitPolicy.confidence(threshold, mode=mode)
-    return Setting(fields={}, policy=policy, exit_threshold=threshold)
+    return EvalSetting(fields={}, policy=policy, exit_threshold=threshold)
 
 
-def seen_of(reference: Reference, windows: Sequence[Window], *settings: Setting) -> list[Seen]:
-    return measure(reference, windows, PROMPT, settings, lambda: None)
+def seen_of(
+    reference: Reference, windows: Sequence[Window], *settings: EvalSetting
+) -> list[SettingQuality]:
+    return measure_quality(reference, windows, PROMPT, settings, lambda: None)
 
 
 def test_at_full_depth_it_is_the_models_plain_perplexity(reference, windows) -> None:
@@ -57,8 +59,8 @@ def test_at_full_depth_it_is_the_models_plain_perplexity(reference, windows) -> 
     assert full.whole.perplexity == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
     assert full.whole.agreement == 1.0
     assert full.mean_depth == LAYERS
-    assert [part["tokens"] for part in report_of(full)] == [0, 0, full.whole.tokens]
-    assert report_of(full)[0]["perplexity"] is None
+    assert [part["tokens"] for part in depth_entries(full)] == [0, 0, full.whole.tokens]
+    assert depth_entries(full)[0]["perplexity"] is None
 
 
 @pytest.mark.parametrize("mode", ["confidence", "defer"])
@@ -66,20 +68,20 @@ def test_a_threshold_is_counted_token_by_token(reference, windows, mode: Mode) -
     """The sums are those of decoding each window on its own, one depth at a time."""
     setting = by_confidence(0.15, mode)
     (seen,) = seen_of(reference, windows, setting)
-    tokens, agreeing, surprise = 0, 0, 0.0
+    tokens, agreeing, nats = 0, 0, 0.0
     for window in windows:
         trace = reference.trace(window.token_ids, PROMPT, setting.policy)
         full = reference.trace(window.token_ids, PROMPT, ExitPolicy.off())
         for at in range(PROMPT, LENGTH - 1):
             chances = trace.logits[at].softmax(dim=-1)
-            surprise -= math.log(float(chances[window.token_ids[at + 1]]))
+            nats -= math.log(float(chances[window.token_ids[at + 1]]))
             agreeing += int(trace.token[at] == full.token[at])
             tokens += 1
     assert (seen.whole.tokens, seen.whole.agreeing) == (tokens, agreeing)
-    assert seen.whole.surprise == pytest.approx(surprise, rel=1e-4)
+    assert seen.whole.nats == pytest.approx(nats, rel=1e-4)
     assert EXITS[0] < seen.mean_depth < LAYERS
     assert seen.whole.agreement < 1.0
-    assert sum(part["share"] for part in report_of(seen)) == pytest.approx(1.0, abs=1e-3)
+    assert sum(part["share"] for part in depth_entries(seen)) == pytest.approx(1.0, abs=1e-3)
     assert list(seen.by_depth) == [*EXITS, LAYERS]
 
 

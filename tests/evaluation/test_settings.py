@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.arguments import thresholds_of
-from exitserve.bench.settings import verify_options
+from exitserve.arguments import thresholds_of, verify_options
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import read_multi_exit, write_multi_exit
 from exitserve.engine.launch import check_rules

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from exitserve.cli import main
-from exitserve.planning.devices import DEVICES
-from exitserve.planning.measure import measure
-from exitserve.planning.sources import measured_costs, serving_dtype, step_costs
+from exitserve.step_costs.devices import DEVICES
 
 LLAMA_3_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -52,7 +49,7 @@ def llama(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a fraction of a second."""
-    monkeypatch.setattr("exitserve.planning.measure.SECONDS", 0.05)
+    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
 
 
 def test_the_plan_of_a_table(
@@ -181,54 +178,9 @@ def test_a_used_folder_is_refused_before_anything_is_timed(
     assert "not empty" in capsys.readouterr().err
 
 
-def test_quantised_and_sliding_checkpoints_are_told_apart() -> None:
-    config = {**LLAMA_3_8B, "quantization_config": {"bits": 8}, "sliding_window": 1024}
-    short, long = (step_costs(config, device="h200", context=n).notes for n in (512, 4096))
-    assert len(short) == 2
-    assert len(long) == 3
-
-
-def test_float32_checkpoints_are_served_in_half() -> None:
-    assert serving_dtype({"dtype": "float32"}, None) == "bfloat16"
-    assert serving_dtype({"torch_dtype": "float16"}, "auto") == "float16"
-    assert serving_dtype({}, "float32") == "float32"
-
-
-def test_costs_for_calibration() -> None:
-    table = measured_costs(LLAMA_3_8B, device="h200")
-    assert table.check / table.layer == pytest.approx(2.41, abs=0.01)
-    assert table.of(8, checks=1, stays=0) == pytest.approx(1 / 3.04, rel=0.01)
-    timed = measured_costs(TINY)
-    assert min(timed.layer, timed.fill, timed.check, timed.head) > 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_type_can_be_timed(dtype: str) -> None:
-    shape = step_costs(TINY, dtype=dtype, device=None).shape
-    found = measure(shape, dtype, (1, 2), 16)
-    assert found.costs.full(2) > 0
-    assert found.bandwidth > 1e8
-    assert found.unsteadiness >= 1
-
-
-def test_a_plain_feed_forward_block_can_be_timed() -> None:
-    gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
-    assert step_costs(gpt2).costs.full(1) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_timed_from_graphs() -> None:
-    """Memory is read at a GPU's rate, and a layer of 400 MB not faster than that."""
-    found = step_costs(LLAMA_3_8B, batch_sizes=(1, 8), context=1024)
-    assert found.details["threads"] == 0
-    assert found.details["bandwidth"] > 1e11
-    assert found.costs.matrices(1) > 0.5 * found.shape.layer_bytes / found.details["bandwidth"]
-
-
 def test_importing_the_command_loads_nothing_heavy() -> None:
     code = (
-        "import sys; import exitserve.planning.command, exitserve.planning.sources;"
+        "import sys; import exitserve.planning.command, exitserve.step_costs.sources;"
         "print(sorted({'torch', 'vllm', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,16 +19,14 @@ from exitserve.costs import (
     shape_of,
     step_bytes,
 )
-from exitserve.planning.devices import Device, roofline
 from exitserve.planning.predict import (
-    Curve,
-    StepCosts,
     break_even_share,
     expected_seconds,
     forced_seconds,
-    rows_to_time,
     speedup,
 )
+from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.devices import Device, roofline
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "GPT-2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
@@ -90,18 +88,6 @@ SIMPLE = StepCosts(
     rest=curve(5.0, 0.0),
     exits=curve(2.0, 0.0),
 )
-
-
-def test_a_curve_is_straight_between_points_and_zero_at_no_row() -> None:
-    found = Curve(((1, 4.0), (2, 5.0), (8, 11.0)))
-    assert [found(rows) for rows in (0, 1, 2, 4, 8)] == [0.0, 4.0, 5.0, 7.0, 11.0]
-    with pytest.raises(ValueError, match=r"9 rows lie outside 1\.\.8"):
-        found(9)
-
-
-def test_rows_are_timed_at_powers_of_two_and_at_the_sizes_themselves() -> None:
-    assert rows_to_time([6, 1]) == (1, 2, 4, 6)
-    assert rows_to_time([1]) == (1,)
 
 
 def test_full_depth_by_hand() -> None:

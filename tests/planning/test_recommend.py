@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.planning.predict import Curve, StepCosts, expected_seconds, speedup
+from exitserve.planning.predict import expected_seconds, speedup
 from exitserve.planning.recommend import (
     MOST_LAYERS,
     WORTH,
     break_even_total,
-    choose,
+    choose_layers,
     left_by,
     shares_at,
     verdict,
 )
+from exitserve.step_costs.curves import Curve, StepCosts
 
 
 def flat(seconds: float, more: float = 0.0) -> Curve:
@@ -53,7 +54,7 @@ def test_the_curve_is_that_of_the_bundled_model() -> None:
 @pytest.mark.parametrize(("batch", "compacts"), [(1, True), (3, True), (3, False)])
 def test_no_choice_of_as_many_layers_is_better(check: float, batch: int, compacts: bool) -> None:
     found = costs(check=check, layers=9)
-    chosen = choose(found, batch, 0.6, compacts=compacts)
+    chosen = choose_layers(found, batch, 0.6, compacts=compacts)
 
     def seconds(layers: tuple[int, ...]) -> float:
         return expected_seconds(found, batch, shares_at(layers, 9, 0.6), compacts=compacts)
@@ -63,7 +64,9 @@ def test_no_choice_of_as_many_layers_is_better(check: float, batch: int, compact
 
 
 def test_dear_checks_make_fewer_exit_layers() -> None:
-    counts = [len(choose(costs(check=check), 1, 0.5, compacts=True)) for check in (0.02, 0.5, 3)]
+    counts = [
+        len(choose_layers(costs(check=check), 1, 0.5, compacts=True)) for check in (0.02, 0.5, 3)
+    ]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 1
     assert counts[-1] == 1
@@ -79,7 +82,7 @@ def test_dear_checks_make_fewer_exit_layers() -> None:
 def test_a_choice_is_always_of_layers_that_exist(
     layers: int, check: float, total: float, batch: int, compacts: bool
 ) -> None:
-    chosen = choose(costs(check=check, layers=layers), batch, total, compacts=compacts)
+    chosen = choose_layers(costs(check=check, layers=layers), batch, total, compacts=compacts)
     assert 1 <= len(chosen) <= MOST_LAYERS
     assert list(chosen) == sorted(set(chosen))
     assert set(chosen) <= set(range(1, layers))
@@ -104,7 +107,7 @@ def test_cheap_checks_can_pay() -> None:
 @pytest.mark.parametrize(
     ("found", "batch", "compacts", "words"),
     [
-        (costs(check=40.0), 1, True, "too dear: it costs 40.0 of 12 layers"),
+        (costs(check=40.0), 1, True, "too expensive: it costs 40.0 of 12 layers"),
         (costs(rest=100.0), 1, True, "the engine's own work"),
         (costs(row=0.5), 32, False, "running active rows only would pay"),
         (costs(), 32, True, "reading weights is what takes time"),

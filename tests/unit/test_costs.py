@@ -15,6 +15,7 @@ from exitserve.costs import (
     break_even_rates,
     full_depth,
     limit_speedup,
+    serving_dtype,
     shape_of,
     step_bytes,
     token_bytes,
@@ -227,3 +228,9 @@ def test_a_token_alone_costs_what_its_step_reads(depth: int, checks: int, contex
     share = step_bytes(TINY, one) / step_bytes(TINY, full_depth(TINY, one))
     costs = token_bytes(TINY, context)
     assert costs.of(depth, checks, float(depth == 4)) == pytest.approx(share)
+
+
+def test_float32_checkpoints_are_served_in_half() -> None:
+    assert serving_dtype({"dtype": "float32"}, None) == "bfloat16"
+    assert serving_dtype({"torch_dtype": "float16"}, "auto") == "float16"
+    assert serving_dtype({}, "float32") == "float32"

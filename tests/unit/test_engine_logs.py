@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.engine_logs import error_stream, errors_to
+from exitserve.engine_logs import redirect_stderr, visible_stderr
 from exitserve.errors import ExitServeError
 
 
@@ -21,7 +21,7 @@ def test_children_are_quiet_and_the_bar_is_not(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    with error_stream() as screen, errors_to(log):
+    with visible_stderr() as screen, redirect_stderr(log):
         noise()
         print("the bar", file=screen)
     print("afterwards", file=sys.stderr)
@@ -33,7 +33,7 @@ def test_children_are_quiet_and_the_bar_is_not(
 
 
 def test_a_failure_shows_what_was_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError), errors_to(tmp_path / "log"):
+    with pytest.raises(RuntimeError), redirect_stderr(tmp_path / "log"):
         noise()
         raise RuntimeError("the engine died")
     assert "child noise" in capfd.readouterr().err
@@ -42,7 +42,7 @@ def test_a_failure_shows_what_was_kept(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_users_mistake_has_one_line_of_its_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ExitServeError), errors_to(tmp_path / "log"):
+    with pytest.raises(ExitServeError), redirect_stderr(tmp_path / "log"):
         noise()
         raise ExitServeError("the prompt is too long.")
     assert capfd.readouterr().err == ""

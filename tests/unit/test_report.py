@@ -15,6 +15,8 @@ from exitserve.report import (
     machine_line,
     markdown_table,
     prepare_out_dir,
+    publish,
+    terminal_table,
     versions,
     write_json,
     write_report,
@@ -82,3 +84,16 @@ def test_write_report_puts_the_schema_version_first_and_saves_plots(tmp_path: Pa
 def test_json_never_holds_what_other_readers_refuse(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Out of range"):
         write_json(tmp_path / "x.json", {"value": math.nan})
+
+
+def test_publish_shows_the_short_form_and_where_the_rest_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [terminal_table("title", ("a", "b"), [("x", "1")]), "Warning: [0.5] is low"]
+    publish(tmp_path, {"model": "m"}, "# page\n", {"curve": Figure()}, shown)
+    printed = capsys.readouterr().out
+    assert "title" in printed and "Warning: [0.5] is low" in printed
+    assert str(tmp_path / "report.md") in printed.replace("\n", "")
+    assert (tmp_path / "report.json").is_file() and (tmp_path / "curve.png").is_file()
+    publish(None, {}, "", {}, ["only this"])
+    assert capsys.readouterr().out == "only this\n"

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.checkpoint import read_config
+from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
 from exitserve.truncation.fit import (
     USABLE,
     Load,
     Sizes,
     deepest_fit,
+    depth_table,
     parse_size,
-    served_dtype,
     sizes_of,
-    table,
 )
 from exitserve.truncation.weights import read_weights
 
@@ -78,7 +78,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 def test_floats_are_counted_as_served_and_the_rest_as_stored(quantised: Path, bundled: Path):
     """int8 weights stay, their float32 scales and everything else become bfloat16."""
     config = read_config(quantised)
-    assert served_dtype(config) == "bfloat16"
+    assert serving_dtype(config) == "bfloat16"
     whole = sizes_of(config, read_weights(bundled).tensors, "bfloat16")
     eight = sizes_of(config, read_weights(quantised).tensors, "bfloat16")
     assert eight.outside == whole.outside
@@ -102,7 +102,7 @@ def test_weights_are_the_models_parameters(make_checkpoint, family: str, tied: b
 
 def test_the_table_tells_gains_against_full_depth() -> None:
     sizes = Sizes(outside=0, layers=(900,) * 4, kv_token=9)
-    headers, rows = table(sizes, [1, 4], 4500, context=10)
+    headers, rows = depth_table(sizes, [1, 4], 4500, context=10)
     assert headers == [
         "layers",
         "weights",
@@ -111,6 +111,6 @@ def test_the_table_tells_gains_against_full_depth() -> None:
         "requests of 10 tokens",
     ]
     assert [row[3:] for row in rows] == [["350", "35 (+34)"], ["12", "1"]]
-    _, rows = table(sizes, [4], 3000, context=10)
+    _, rows = depth_table(sizes, [4], 3000, context=10)
     assert rows[0][3:] == ["does not fit", "0"]
-    assert len(table(sizes, [4], None, context=10)[0]) == 3
+    assert len(depth_table(sizes, [4], None, context=10)[0]) == 3

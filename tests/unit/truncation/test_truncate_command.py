@@ -281,7 +281,7 @@ def test_a_destination_that_exists(capsys, bundled: Path, tmp_path: Path) -> Non
     ("config", "message"),
     [
         ({"model_type": "bert"}, "model type 'bert' is not supported; supported: gemma2"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
         ({"num_hidden_layers": 13}, "no tensor is named as part of layer 12"),
         ({"num_hidden_layers": 8}, "exit layer 9 is out of range"),
     ],

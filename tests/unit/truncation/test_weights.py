@@ -113,7 +113,9 @@ def single(tmp_path: Path) -> Path:
 )
 def test_a_broken_file_is_named(single: Path, spoil) -> None:
     single.write_bytes(spoil(single.read_bytes()))
-    with pytest.raises(ExitServeError, match=r"model\.safetensors' is no whole safetensors file"):
+    with pytest.raises(
+        ExitServeError, match=r"model\.safetensors' is not a complete safetensors file"
+    ):
         read_weights(single.parent)
 
 

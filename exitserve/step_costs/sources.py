@@ -1,26 +1,21 @@
-"""Where the costs of a step's parts come from: this machine, or a table. Light to import."""
+"""Costs of a step's parts, from timing this machine or from a table. Light to import."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from exitserve.checkpoint import read_config
-from exitserve.costs import DTYPE_BYTES, DecoderShape, TokenCosts, shape_of
+from exitserve.checkpoint import context_length_of
+from exitserve.costs import DecoderShape, TokenCosts, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.planning.devices import SOURCE, device_named, roofline
-from exitserve.planning.predict import Curve, StepCosts, rows_to_time
-
-MOST_ROWS = 512
-"""Rows up to which batches are planned."""
+from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.devices import FIGURES_NOTE, device_named, roofline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Costs of a model's parts, and where they are from."""
+class CostSource:
+    """Costs of a step's parts for one model, and where they are from."""
 
     costs: StepCosts
     shape: DecoderShape
@@ -29,40 +24,6 @@ class Source:
     details: dict[str, Any] = field(default_factory=dict)
     """For the report: `bandwidth` (bytes a second) and more."""
     notes: tuple[str, ...] = ()
-
-
-def read_model(model: str) -> dict[str, Any]:
-    """The `config.json` of a directory, a hub id, or the file itself.
-
-    Raises:
-        ExitServeError: there is none, or it is no JSON object.
-    """
-    path = Path(model)
-    if not path.is_file():
-        return read_config(model)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ExitServeError(f"'{path}' is not valid JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ExitServeError(f"'{path}' must hold a JSON object, as config.json does.")
-    return config
-
-
-def serving_dtype(config: Mapping[str, Any], asked: str | None) -> str:
-    """The type that weights are served in: asked for, else the checkpoint's, 32 bits halved.
-
-    Raises:
-        ExitServeError: the type asked for is unknown.
-    """
-    if asked is not None and asked != "auto":
-        if asked not in DTYPE_BYTES:
-            allowed = ", ".join(("auto", *DTYPE_BYTES))
-            raise ExitServeError(f"--dtype {asked!r} is unknown; allowed: {allowed}.")
-        return asked
-    own = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
-    # As vLLM does by default: float32 checkpoints are served in bfloat16.
-    return "float16" if own == "float16" else "bfloat16"
 
 
 def step_costs(
@@ -74,17 +35,17 @@ def step_costs(
     device: str | None = None,
     overhead: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
-) -> Source:
+) -> CostSource:
     """What the parts of a decode step cost.
 
     Args:
         config: a parsed `config.json`.
-        dtype: that weights and cache are served in; None for the checkpoint's own.
+        dtype: of weights and cache; None for what vLLM would choose.
         batch_sizes: numbers of rows that decode together.
         context: tokens that each row's attention reads.
-        device: a name in `exitserve.planning.devices.DEVICES`; None to measure this machine.
-        overhead: seconds of a step outside the model; None for what is known of the engine.
-        progress: called with the share of the measurement that is done, 0..1.
+        device: a name in `exitserve.step_costs.devices.DEVICES`; None to measure this machine.
+        overhead: seconds of a step outside the model; None for those known of the engine.
+        progress: called with the share of the timing that is done, 0..1.
 
     Raises:
         ExitServeError: a value is wrong, the shape unknown, or too large to be timed here.
@@ -97,15 +58,15 @@ def step_costs(
     if figures is None:
         source = _measured(shape, served, batch_sizes, context, progress)
     else:
-        source = Source(
+        source = CostSource(
             costs=roofline(shape, figures, context, max(batch_sizes)),
             shape=shape,
             dtype=served,
             measured=False,
             details={"device": device, "bandwidth": figures.bandwidth, "peak_flops": figures.peak},
             notes=(
-                f"{device}: {SOURCE}. The least that a step takes: no launches, no engine. What is "
-                f"measured there will be less.",
+                f"{device}: {FIGURES_NOTE}. Times are lower bounds, without launches and without "
+                f"the engine: wall speedup measured there will be less.",
             ),
         )
     if overhead is not None:
@@ -122,7 +83,7 @@ def measured_costs(
     context: int = 0,
     device: str | None = None,
 ) -> TokenCosts:
-    """Seconds that one token costs by part, in a batch whose rows all do the same.
+    """Seconds that each part costs one token, in a batch whose rows all do the same.
 
     Arguments and errors as in `step_costs`.
     """
@@ -136,10 +97,10 @@ def _measured(
     batch_sizes: Sequence[int],
     context: int,
     progress: Callable[[float], None],
-) -> Source:
-    from exitserve.planning.measure import UNSTEADY, measure  # loads torch
+) -> CostSource:
+    from exitserve.step_costs.timing import UNSTEADY, time_step  # loads torch
 
-    found = measure(shape, dtype, rows_to_time(batch_sizes), context, progress)
+    found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
     notes = []
     if found.unsteadiness > UNSTEADY:
         notes.append(
@@ -152,7 +113,7 @@ def _measured(
         "rounds": found.rounds,
         "unsteadiness": round(found.unsteadiness, 3),
     }
-    return Source(
+    return CostSource(
         costs=found.costs,
         shape=shape,
         dtype=dtype,
@@ -171,11 +132,11 @@ def _check(
     device: str | None,
 ) -> None:
     if shape.num_layers < 2:
-        raise ExitServeError("the model has one layer, so there is nothing to exit before.")
+        raise ExitServeError("the model has one layer, so there is no layer to exit before.")
     if device is not None and dtype == "float32":
         raise ExitServeError("--device knows 16-bit figures only; give --dtype bfloat16.")
-    longest = config.get("max_position_embeddings", config.get("n_positions"))
-    if context < 0 or (isinstance(longest, int) and context > longest):
+    longest = context_length_of(config)
+    if context < 0 or (longest is not None and context > longest):
         raise ExitServeError(f"--context {context} is outside the model's 0..{longest} tokens.")
     if config.get("num_experts_per_tok") and max(batch_sizes) > 1:
         raise ExitServeError(
@@ -189,9 +150,16 @@ def _notes_on(config: Mapping[str, Any], dtype: str, context: int) -> list[str]:
     if config.get("quantization_config"):
         notes.append(
             f"the checkpoint is quantised, and planned as if it were {dtype}: its layers are "
-            f"cheaper, so a check costs more of them than told here."
+            f"cheaper, so a check costs more layers than this says."
         )
     window = config.get("sliding_window")
     if window and context > window and config.get("use_sliding_window") is not False:
         notes.append("layers with a sliding window are planned as if they read the whole context.")
     return notes
+
+
+def rows_to_time(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of rows at which to time a step's parts: powers of two, and the sizes themselves."""
+    largest = max(batch_sizes)
+    powers = {2**power for power in range(largest.bit_length()) if 2**power <= largest}
+    return tuple(sorted(powers | set(batch_sizes)))

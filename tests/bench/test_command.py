@@ -1,4 +1,4 @@
-"""From arguments to a plan: what is accepted, and one clear line for what is not."""
+"""From arguments to a job: what is accepted, and one clear line for what is not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.bench import prompts, synthetic
+from exitserve import synthetic_shapes
+from exitserve.bench import prompts
 from exitserve.bench.cache import cache_gib
-from exitserve.bench.command import add_command, plan_of
+from exitserve.bench.command import add_command, job_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
@@ -67,62 +68,62 @@ def parse(*arguments: object) -> argparse.Namespace:
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(ExitServeError) as error, plan_of(parse(*arguments)):
+    with pytest.raises(ExitServeError) as error, job_of(parse(*arguments)):
         pass
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
-def test_a_model_plan(model: Path, ids: Path) -> None:
+def test_a_job_for_a_model(model: Path, ids: Path) -> None:
     arguments = (model, "--prompts", ids, "--thresholds", "0.5,0.9", "--fixed-layers", 4)
-    with plan_of(parse(*arguments, "--batch-sizes", "1,16")) as plan:
-        assert plan.settings == (
+    with job_of(parse(*arguments, "--batch-sizes", "1,16")) as job:
+        assert job.settings == (
             PLAIN,
             OFF,
             Setting(mode="confidence", exit_threshold=0.5),
             Setting(mode="confidence", exit_threshold=0.9),
             Setting(mode="fixed", exit_layer=4),
         )
-        assert plan.rules.exit_layers == (2, 4)
-        assert not plan.synthetic
+        assert job.rules.exit_layers == (2, 4)
+        assert not job.synthetic
         # As many requests as the largest batch needs, the file's prompts over and over.
-        assert len(plan.prompts) == 16
-        assert plan.prompts[2] == (1, 2, 3)
+        assert len(job.prompts) == 16
+        assert job.prompts[2] == (1, 2, 3)
 
 
 def test_exit_layers_replace_the_checkpoints_own(model: Path, ids: Path) -> None:
-    with plan_of(parse(model, "--prompts", ids, "--exit-layers", "3,5")) as plan:
-        assert plan.rules.exit_layers == (3, 5)
+    with job_of(parse(model, "--prompts", ids, "--exit-layers", "3,5")) as job:
+        assert job.rules.exit_layers == (3, 5)
 
 
-def test_a_synthetic_plan_forces_its_layers_and_measures_checks_that_never_pass() -> None:
+def test_a_synthetic_job_forces_its_layers_and_measures_checks_that_never_pass() -> None:
     arguments = ("--synthetic", "llama-350m", "--force-exit-layer", 12, 6)
-    with plan_of(parse(*arguments)) as plan:
-        assert plan.synthetic
-        assert "synthetic" in plan.model_name
-        assert plan.settings[2:] == (
-            Setting(mode="confidence", exit_threshold=synthetic.NEVER_PASSED),
+    with job_of(parse(*arguments)) as job:
+        assert job.synthetic
+        assert "synthetic" in job.model_name
+        assert job.settings[2:] == (
+            Setting(mode="confidence", exit_threshold=synthetic_shapes.NEVER_PASSED),
             Setting(mode="fixed", exit_layer=6),
             Setting(mode="fixed", exit_layer=12),
         )
-        assert {len(prompt) for prompt in plan.prompts} == {synthetic.PROMPT_TOKENS}
-        directory = plan.model_dir
+        assert {len(prompt) for prompt in job.prompts} == {synthetic_shapes.PROMPT_TOKENS}
+        directory = job.model_dir
         assert directory.is_dir()
     assert not directory.exists()
 
 
 def test_a_mix_needs_no_forced_layer_and_may_be_given_again(model: Path, ids: Path) -> None:
     arguments = ("--synthetic", "llama-350m", "--mixed", "0.7@6,0.5@6", "--mixed", "0.5@12")
-    with plan_of(parse(*arguments)) as plan:
-        assert plan.rules.exit_layers == (6, 12)
-        assert [setting.label for setting in plan.settings[3:]] == [
+    with job_of(parse(*arguments)) as job:
+        assert job.rules.exit_layers == (6, 12)
+        assert [setting.label for setting in job.settings[3:]] == [
             "70% exit at 6",
             "50% exit at 6",
             "50% exit at 12",
         ]
-    with plan_of(parse(model, "--prompts", ids, "--mixed", "0.7@4")) as plan:
-        assert plan.settings[-1] == Setting(mode="mixed", exit_share=0.7, exit_layer=4)
+    with job_of(parse(model, "--prompts", ids, "--mixed", "0.7@4")) as job:
+        assert job.settings[-1] == Setting(mode="mixed", exit_share=0.7, exit_layer=4)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,9 @@ def test_who_exits_is_drawn_not_the_first(model: Path, ids: Path) -> None:
     assert fields != sorted(fields, key=str, reverse=True)
 
 
-@pytest.mark.parametrize("name", synthetic.SHAPES)
+@pytest.mark.parametrize("name", synthetic_shapes.SHAPES)
 def test_shapes_have_the_size_of_their_name(name: str) -> None:
-    shape = shape_of(synthetic.SHAPES[name], "bfloat16")
+    shape = shape_of(synthetic_shapes.SHAPES[name], "bfloat16")
     numbers = (shape.num_layers * shape.layer_bytes + 2 * shape.head_bytes) / shape.dtype_bytes
     size, unit = float(name[6:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
     assert numbers == pytest.approx(size * unit, rel=0.12)
@@ -155,12 +156,12 @@ def test_shapes_have_the_size_of_their_name(name: str) -> None:
 
 def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
     short = ("--synthetic", "llama-1.3b", "--mixed", "0.7@6")
-    with plan_of(parse(*short)) as plan:
-        assert plan.max_model_len == synthetic.MIN_CONTEXT
-    with plan_of(parse(*short, "--prompt-tokens", 4096, "--max-tokens", 100)) as plan:
-        assert {len(prompt) for prompt in plan.prompts} == {4096}
-        assert plan.max_model_len == 4196
-        assert plan.prompt_source == "4096 random tokens each"
+    with job_of(parse(*short)) as job:
+        assert job.max_model_len == synthetic_shapes.MIN_CONTEXT
+    with job_of(parse(*short, "--prompt-tokens", 4096, "--max-tokens", 100)) as job:
+        assert {len(prompt) for prompt in job.prompts} == {4096}
+        assert job.max_model_len == 4196
+        assert job.prompt_source == "4096 random tokens each"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,8 @@ def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
     ],
 )
 def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) -> None:
-    with plan_of(parse("--force-exit-layer", 6, "--synthetic", *arguments)) as plan:
-        assert cache_gib(plan) == gib
+    with job_of(parse("--force-exit-layer", 6, "--synthetic", *arguments)) as job:
+        assert cache_gib(job) == gib
 
 
 @pytest.mark.parametrize(
@@ -285,14 +286,14 @@ def test_the_command_line_part_is_light_to_import() -> None:
 
 def test_forced_confidence_and_the_modes_by_it() -> None:
     forced = ("--synthetic", "llama-350m", "--force-exit-layer", 6, "--force-confidence", 0.8)
-    with plan_of(parse(*forced, "--modes", "defer,verify", "--thresholds", 0.5)) as plan:
-        assert [setting.mode for setting in plan.settings] == ["plain", "off", "defer", "verify"]
-        assert plan.rules.exit_layers == (6,)
-        assert plan.forced == {"confidence": 0.8, "acceptance": 1.0}
-        assert plan.verifies
-        engine = plan.engine_options(verify=True)
+    with job_of(parse(*forced, "--modes", "defer,verify", "--thresholds", 0.5)) as job:
+        assert [setting.mode for setting in job.settings] == ["plain", "off", "defer", "verify"]
+        assert job.rules.exit_layers == (6,)
+        assert job.forced == {"confidence": 0.8, "acceptance": 1.0}
+        assert job.verifies
+        engine = job.engine_options(verify=True)
         assert engine["mode"] == "verify"
-        assert "mode" not in plan.engine_options(verify=False)
+        assert "mode" not in job.engine_options(verify=False)
 
 
 @pytest.mark.parametrize(
@@ -322,17 +323,17 @@ def test_what_forcing_needs(arguments: tuple[object, ...], said: str) -> None:
 
 def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated, ids) -> None:
     arguments = (calibrated, "--prompts", ids, "--thresholds", "0.5,auto,auto:0.9")
-    with plan_of(parse(*arguments)) as plan:
-        *_, auto, cheaper = plan.settings
+    with job_of(parse(*arguments)) as job:
+        *_, auto, cheaper = job.settings
         assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
         assert auto.fields(2) == [{"exit_threshold": "auto"}] * 2
         assert cheaper.fields(1) == [{"exit_target": 0.9}]
-        assert plan.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
+        assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
 
 
 def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:
     arguments = (calibrated, "--prompts", ids, "--thresholds", "auto:0.999")
-    assert "leave it away" in refused(*arguments)
+    assert "leave it out" in refused(*arguments)
     assert "run exitserve calibrate" in refused(write_uncalibrated(calibrated), *arguments[1:])
 
 

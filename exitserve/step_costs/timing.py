@@ -1,8 +1,8 @@
-"""What the parts of a decode step take on this machine, timed on matrices of the model's shapes.
+"""Times the parts of a decode step on this machine, on matrices of the model's shapes.
 
-Weights are made up, in the serving type, packed as oneDNN packs them (vLLM's linear layers on a
-CPU are oneDNN's too; measured equal within noise), and enough layers of them to leave the caches
-behind, as a model does. A part runs as the engine runs it:
+Weights are invented, in the serving type, and packed by oneDNN (as in vLLM's linear layers on a
+CPU; measured equal within noise). There are enough layers of them to exceed the processor's caches,
+as a model does. A part runs as the engine runs it:
 
     layer   norm, Q/K/V, rotation, output, norm, feed-forward block
     cache   attention over `context` keys
@@ -11,8 +11,8 @@ behind, as a model does. A part runs as the engine runs it:
     fill    norm, one product for the keys and values of many layers, rotation
 
 All parts at all numbers of rows are timed in turn, round after round, and the least time of each
-counts: on a busy machine others only ever add to it. The engine's own work in Python is not timed;
-it is a constant found with benchmarks/profile_step.py.
+counts: other processes can only add to it. The engine's own work in Python is not timed; it is a
+constant found with benchmarks/profile_step.py.
 
 Shapes: B rows, D hidden, F feed-forward, H heads, K kv heads, P head size, V vocabulary, C context.
 """
@@ -34,50 +34,50 @@ from torch.nn import functional
 
 from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError
-from exitserve.planning.predict import Curve, StepCosts
 from exitserve.report import machine
+from exitserve.step_costs.curves import Curve, StepCosts
 from exitserve_kernels.exit_check import check_logits
 
 SECONDS = 4.0
-"""Time for all rounds, where the least number of them does not take longer."""
+"""Time for all rounds, if the fewest rounds do not take longer."""
 ROUNDS = range(8, 61)
 BEYOND_CACHES = 256 * 2**20
-"""Bytes of weights, more than a core's share of any cache."""
+"""Bytes of weights that exceed a core's share of any processor cache."""
 CACHE_ROOM = 2**30
-"""Bytes of keys and values at most; beyond that layers share theirs."""
+"""Most bytes of keys and values; beyond that, layers share them."""
 UNSTEADY = 1.25
-"""Median over least time of a round, from which the machine was too busy to believe it."""
+"""From this ratio of median to least time, the machine was too busy to trust the result."""
 
 ENGINE_SECONDS = 1.4e-3, 0.06e-3
 EXITS_SECONDS = 0.6e-3, 0.05e-3
-"""For one row, and for each more: what vLLM 0.32 does around the model in a step on a CPU, and what
-we do for exits besides (planning, norms, small copies, recording). From "Where a step goes" in
+"""Seconds for one row and for each further one: what vLLM 0.32 does around the model in a step on a
+CPU, and what exits add (planning, norms, small copies, recording). From "Where a step goes" in
 benchmarks/2026-11-21-cpu.md and -epyc.md."""
 
-Run = Callable[[], object]
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What was found, and how far to trust it."""
+class StepTimings:
+    """The times, and how far to trust them."""
 
     costs: StepCosts
     bandwidth: float
-    """Bytes a second at which memory was read."""
+    """Memory bandwidth, in bytes a second."""
     unsteadiness: float
-    """The worst of all parts: median over least time, 1 or more."""
+    """Median over least time of the least steady part; 1 or more."""
     threads: int
     """CPU threads that computed; 0 on a GPU."""
     rounds: int
 
 
-def measure(
+def time_step(
     shape: DecoderShape,
     dtype: str,
     rows: Sequence[int],
     context: int,
     progress: Callable[[float], None] = lambda done: None,
-) -> Measured:
+) -> StepTimings:
     """Times the parts of a step.
 
     Args:
@@ -94,14 +94,14 @@ def measure(
     _check_memory(shape, max(rows), context, device)
     with _threads(device) as threads, torch.inference_mode():
         timer = _graph_timer if device.type == "cuda" else partial(_timer, threads=threads)
-        parts = _Parts(shape, getattr(torch, dtype), device, max(rows), context)
-        works = {
+        parts = _StepParts(shape, getattr(torch, dtype), device, max(rows), context)
+        work_by_part = {
             (name, count): timer(work)
             for count in rows
-            for name, work in parts.works(count).items()
+            for name, work in parts.work_by_part(count).items()
         }
-        works["read", 1] = timer(parts.read)
-        times = _rounds(works, progress)
+        work_by_part["read", 1] = timer(parts.read)
+        times = _rounds(work_by_part, progress)
     least = {key: min(found) for key, found in times.items()}
     on_cpu = device.type == "cpu"
 
@@ -112,13 +112,13 @@ def measure(
         # On a GPU passes are scheduled ahead, and exits are decided inside the graph.
         return Curve(tuple((n, (first + (n - 1) * more) * on_cpu) for n in rows))
 
-    return Measured(
+    return StepTimings(
         costs=StepCosts(
             num_layers=shape.num_layers,
             matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
             attention=curve(*parts.cache_names, share=len(parts.cache_names)),
             fill=curve("fill", share=parts.filled),
-            check=curve("head", "judge"),
+            check=curve("head", "confidence"),
             head=curve("head"),
             rest=constant(*ENGINE_SECONDS),
             exits=constant(*EXITS_SECONDS),
@@ -131,11 +131,11 @@ def measure(
 
 
 def _rounds(
-    works: Mapping[tuple[str, int], Callable[[], float]], progress: Callable[[float], None]
+    work_by_part: Mapping[tuple[str, int], Callable[[], float]], progress: Callable[[float], None]
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds of every part in every round; a first one warms up."""
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
-    for work in works.values():
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in work_by_part}
+    for work in work_by_part.values():
         work()
     start = time.perf_counter()
     for done in range(ROUNDS.stop - 1):
@@ -143,14 +143,14 @@ def _rounds(
         if done >= ROUNDS.start and elapsed > SECONDS:
             break
         progress(min(elapsed / SECONDS, done / ROUNDS.start, 1.0))
-        for key, work in works.items():
+        for key, work in work_by_part.items():
             times[key].append(work())
     progress(1.0)
     return times
 
 
-class _Parts:
-    """Made-up weights, and the work to be timed on them."""
+class _StepParts:
+    """Invented weights, and the work to be timed on them."""
 
     def __init__(
         self,
@@ -193,8 +193,8 @@ class _Parts:
     def _full(self, *sizes: int) -> Tensor:
         return torch.full(sizes, 0.01, dtype=self._dtype, device=self._device)
 
-    def works(self, rows: int) -> dict[str, Run]:
-        """The parts for a number of rows."""
+    def work_by_part(self, rows: int) -> dict[str, Work]:
+        """What to time for a number of rows, by the name of the part."""
         heads, _, size = self._heads
         state = self._full(rows, self._shape.hidden_size)
         queries = self._full(rows, heads * size)
@@ -210,12 +210,12 @@ class _Parts:
                 for index, name in enumerate(self.cache_names)
             },
             "head": lambda: self._head(self._norm(state)),
-            "judge": lambda: check_logits(logits, never),
+            "confidence": lambda: check_logits(logits, never),
             "fill": lambda: self._run_fill(state),
         }
 
     def read(self) -> Tensor:
-        """Reads memory."""
+        """Reads `read_bytes` of memory."""
         return self._memory.sum()
 
     def _norm(self, state: Tensor) -> Tensor:
@@ -237,13 +237,13 @@ class _Parts:
         return state + down(wide)
 
     def _attend(self, index: int, queries: Tensor) -> Tensor:
-        """Queries [B, H * P] over a cache [2, B * K, C, P]; heads of a group read it together."""
+        """Queries [B, H * P] over a cache [2, B * K, C, P]; the heads of a group share it."""
         heads, kv_heads, size = self._heads
         keys, values = self._caches[index][:, : len(queries) * kv_heads]
         grouped = queries.view(len(keys), heads // kv_heads, size)
         if self._device.type == "cuda":
             return functional.scaled_dot_product_attention(grouped, keys, values)
-        # Much faster than PyTorch's fused attention for one query, and as fast as vLLM's.
+        # For one query much faster than PyTorch's fused attention, and as fast as vLLM's.
         scores = torch.bmm(grouped, keys.transpose(1, 2)).softmax(dim=-1)
         return torch.bmm(scores, values)
 
@@ -274,7 +274,7 @@ def _linear(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 def _copies(shape: DecoderShape, rows: int, context: int) -> tuple[int, int, int]:
-    """How many layers, layers of K/V weights, and caches to make: enough to leave the caches."""
+    """How many layers, layers of K/V weights, and key-value caches to make."""
     cache = rows * context * shape.kv_token_bytes
     layers = min(shape.num_layers, -(-BEYOND_CACHES // shape.layer_bytes))
     filled = min(shape.num_layers, max(1, BEYOND_CACHES // shape.kv_projection_bytes))
@@ -291,7 +291,7 @@ def _check_memory(shape: DecoderShape, rows: int, context: int, device: torch.de
     if free is not None and needed > free:
         raise ExitServeError(
             f"timing these shapes needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} "
-            f"GiB are free: free some, lower --batch-sizes or --context, or plan for a --device."
+            f"GiB are free: free some, lower --batch-sizes or --context, or give a --device."
         )
 
 
@@ -306,7 +306,7 @@ def _free_memory() -> int | None:
 
 @contextmanager
 def _threads(device: torch.device) -> Iterator[int]:
-    """Computes on as many threads as vLLM would: one core is kept for its scheduler."""
+    """Sets as many threads as vLLM would use: it keeps one core for its scheduler."""
     before = torch.get_num_threads()
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, machine()["cores"] - 1))
@@ -316,21 +316,21 @@ def _threads(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _timer(work: Run, threads: int) -> Callable[[], float]:
-    """Does the work once and tells the seconds."""
-    # One thread's own time leaves out what others do on its core; several wait for each other.
+def _timer(work: Work, threads: int) -> Callable[[], float]:
+    """A function that does the work once and returns the seconds."""
+    # The time of one thread leaves out other processes; several threads wait for each other.
     clock = time.thread_time if threads == 1 else time.perf_counter
 
-    def run() -> float:
+    def timed() -> float:
         start = clock()
         work()
         return clock() - start
 
-    return run
+    return timed
 
 
-def _graph_timer(work: Run) -> Callable[[], float]:
-    """The same on a GPU, from a graph, as vLLM runs it there."""
+def _graph_timer(work: Work) -> Callable[[], float]:
+    """The same on a GPU, replayed from a CUDA graph, as vLLM runs it."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -340,7 +340,7 @@ def _graph_timer(work: Run) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         work()
 
-    def run() -> float:
+    def timed() -> float:
         before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         before.record()
@@ -349,4 +349,4 @@ def _graph_timer(work: Run) -> Callable[[], float]:
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
-    return run
+    return timed

@@ -1,7 +1,7 @@
-"""Synthetic checkpoints: a shape with random weights, whose exits are forced.
+"""Synthetic checkpoints: shapes with random weights, whose exits are forced.
 
-They measure the machinery (layers saved, checks, propagation, the engine's own step) at sizes
-for which no trained checkpoint is at hand. They say nothing about quality: depth is forced.
+They measure the machinery (layers saved, checks, propagation, the engine's step) at sizes for which
+no trained checkpoint is at hand. They say nothing about quality.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Name to `config.json`."""
 
 NEVER_PASSED = 0.99
-"""Random weights give confidences near 1/V, so this threshold checks and never exits."""
+"""A threshold that is checked and never passed: random weights give confidences near 1/V."""
 PROMPT_TOKENS = 32
-"""Unless --prompt-tokens says otherwise."""
+"""Default of --prompt-tokens."""
 MIN_CONTEXT = 512
-"""Of the engines: enough for short prompts and a few hundred tokens."""
+"""Least context of the engines: enough for short prompts and a few hundred tokens."""
 
 
 def check_name(name: str) -> None:
@@ -64,14 +64,14 @@ def check_name(name: str) -> None:
 
 
 def write_checkpoint(name: str, directory: Path) -> None:
-    """Writes the `config.json` of a synthetic shape; the engine makes up the weights."""
+    """Writes the `config.json` of a synthetic shape; the engine draws the weights."""
     check_name(name)
     text = json.dumps(SHAPES[name], indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
 def context_for(name: str, prompt_tokens: int, max_tokens: int) -> int:
-    """The context that the engines are started with: no longer than the requests need.
+    """The context to start the engines with: as long as the requests need, at least `MIN_CONTEXT`.
 
     Raises:
         ExitServeError: the requests are longer than the shape's context.
@@ -89,7 +89,7 @@ def context_for(name: str, prompt_tokens: int, max_tokens: int) -> int:
 def random_prompts(
     vocab_size: int, count: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
 ) -> list[list[int]]:
-    """`count` prompts of `prompt_tokens` random token ids, special ones (0 to 2) left out."""
+    """`count` prompts of `prompt_tokens` random token ids, without the special ones (0 to 2)."""
     generator = random.Random(seed)
     return [
         [generator.randrange(3, vocab_size) for _ in range(prompt_tokens)] for _ in range(count)

@@ -1,4 +1,4 @@
-"""Accelerators by their vendors' figures, and what the parts of a step cost there at least.
+"""The least that the parts of a step cost on accelerators, by the vendors' figures.
 
     seconds of a part = max(bytes it reads / bandwidth, arithmetic / peak)
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError, nearest
-from exitserve.planning.predict import Curve, StepCosts
+from exitserve.step_costs.curves import Curve, StepCosts
 
-SOURCE = "vendor figures from memory, unverified"
+FIGURES_NOTE = "vendor figures from memory, unverified"
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a vendor says of an accelerator."""
+    """A vendor's figures for an accelerator."""
 
     bandwidth: float
     """Bytes a second."""
@@ -42,7 +42,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """Raises `ExitServeError` unless the table has `name`."""
+    """Looks up a device; raises `ExitServeError` if the table does not have it."""
     if name not in DEVICES:
         raise ExitServeError(
             f"--device {name!r} is unknown.{nearest(name, DEVICES)} Known: {', '.join(DEVICES)}; "
@@ -52,20 +52,20 @@ def device_named(name: str) -> Device:
 
 
 def roofline(shape: DecoderShape, device: Device, context: int, largest: int) -> StepCosts:
-    """The least that the parts of a step take.
+    """The least time that the parts of a step take.
 
     Args:
         shape: the decoder.
         device: the figures.
         context: tokens that each row's attention reads.
-        largest: number of rows up to which times are asked for.
+        largest: most rows for which times are needed.
     """
 
     def curve(seconds: Callable[[int], float]) -> Curve:
         return Curve(tuple((rows, seconds(rows)) for rows in range(1, largest + 1)))
 
     def product(weights: int) -> Curve:
-        """Reading the weights, in bytes, or two operations for each number and row."""
+        """Reading `weights` bytes, or two operations for each of their numbers and each row."""
         flops = 2 * weights / shape.dtype_bytes
         return curve(lambda rows: max(weights / device.bandwidth, rows * flops / device.peak))
 

@@ -1,0 +1,97 @@
+"""Progress of long work, on the error stream: a bar on a terminal, lines of text in a log file.
+
+Light to import: rich is loaded when a bar is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+ShareProgress = Callable[[str, float], None]
+"""Called with what is being done, and the share of all work that is done, 0..1."""
+StepProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how many of its steps are done, and how many there are."""
+
+
+def _bars(*columns: ProgressColumn, stream: TextIO | None = None, transient: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True) if stream is None else Console(file=stream)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=transient,
+        # With a stream of its own, what others write to the error stream goes elsewhere.
+        redirect_stderr=stream is None,
+    )
+
+
+@contextmanager
+def share_bar(stream: TextIO | None = None, *, transient: bool = False) -> Iterator[ShareProgress]:
+    """One bar for all work, whose description changes.
+
+    Args:
+        stream: instead of the error stream.
+        transient: the work is short, so that nothing of it stays: neither bar nor lines.
+    """
+    from rich.progress import TimeElapsedColumn
+
+    bars = _bars(TimeElapsedColumn(), stream=stream, transient=transient)
+    bar = bars.add_task("", total=1.0)
+    shown = ""
+
+    def progress(doing: str, done: float) -> None:
+        nonlocal shown
+        bars.update(bar, description=doing, completed=done)
+        if doing != shown and not transient:
+            _line(bars, f"[{done:4.0%}] {doing}")
+        shown = doing
+
+    with bars:
+        yield progress
+
+
+@contextmanager
+def step_bars() -> Iterator[StepProgress]:
+    """One bar for each kind of work, with a count of its steps."""
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+    bars = _bars(MofNCompleteColumn(), TimeElapsedColumn(), transient=False)
+    begun: dict[str, Any] = {}
+
+    def progress(doing: str, done: int, total: int) -> None:
+        if doing not in begun:
+            for bar in begun.values():  # work that ended early shows as done
+                bars.stop_task(bar)
+            begun[doing] = bars.add_task(doing, total=total)
+            _line(bars, f"{doing} ({total})")
+        bars.update(begun[doing], completed=done)
+
+    with bars:
+        yield progress
+
+
+@contextmanager
+def byte_bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """One bar for `total` bytes; called with the size of each piece that is done."""
+    from rich.progress import DownloadColumn
+
+    bars = _bars(DownloadColumn(binary_units=True), transient=False)
+    bar = bars.add_task(doing, total=total)
+    with bars:
+        yield lambda count: bars.advance(bar, count)
+
+
+def _line(bars: Progress, text: str) -> None:
+    """Stands in for the bar in a log file."""
+    if not bars.console.is_terminal:
+        bars.console.print(text, markup=False, highlight=False)

@@ -1,0 +1,68 @@
+"""Costs of a model's parts, on this machine or by a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from exitserve.step_costs import measured_costs
+from exitserve.step_costs.sources import rows_to_time, step_costs
+
+LLAMA_3_8B: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "multi_exit": {"version": 1, "exit_layers": [1, 2]},
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of a fraction of a second."""
+    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
+
+
+def test_rows_are_timed_at_powers_of_two_and_at_the_sizes_themselves() -> None:
+    assert rows_to_time([6, 1]) == (1, 2, 4, 6)
+    assert rows_to_time([1]) == (1,)
+
+
+def test_quantised_and_sliding_checkpoints_are_told_apart() -> None:
+    config = {**LLAMA_3_8B, "quantization_config": {"bits": 8}, "sliding_window": 1024}
+    short, long = (step_costs(config, device="h200", context=n).notes for n in (512, 4096))
+    assert len(short) == 2
+    assert len(long) == 3
+
+
+def test_costs_for_calibration() -> None:
+    table = measured_costs(LLAMA_3_8B, device="h200")
+    assert table.check / table.layer == pytest.approx(2.41, abs=0.01)
+    assert table.of(8, checks=1, stays=0) == pytest.approx(1 / 3.04, rel=0.01)
+    timed = measured_costs(TINY)
+    assert min(timed.layer, timed.fill, timed.check, timed.head) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_timed_from_graphs() -> None:
+    """Memory is read at a GPU's rate, and a layer of 400 MB not faster than that."""
+    found = step_costs(LLAMA_3_8B, batch_sizes=(1, 8), context=1024)
+    assert found.details["threads"] == 0
+    assert found.details["bandwidth"] > 1e11
+    assert found.costs.matrices(1) > 0.5 * found.shape.layer_bytes / found.details["bandwidth"]
