@@ -132,7 +132,8 @@ def test_a_tokenizer_without_a_template_is_refused(
 def test_files_that_are_no_tables_are_refused(
     chat_recipe: MakeRecipe, tmp_path: Path, text_file: Path, train: Train, chat_row: ChatRow
 ) -> None:
-    with pytest.raises(ExitServeError, match=r"no table; chats come as \.json, \.jsonl, \.parquet"):
+    message = r"not a table; chats come as \.json, \.jsonl, \.parquet"
+    with pytest.raises(ExitServeError, match=message):
         train(chat_recipe(data={"files": [str(text_file)]}))
     broken = tmp_path / "broken.jsonl"
     for text in ('{"messages": [', "\n\n"):

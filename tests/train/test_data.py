@@ -80,8 +80,8 @@ def test_tables_and_text_give_the_same_documents(tmp_path: Path) -> None:
         ("empty.txt", b"", "is empty"),
         ("blank.txt", b" \n ", "has no text"),
         ("latin.txt", b"caf\xe9", "is not UTF-8"),
-        ("broken.jsonl", b'{"text": ', "no valid jsonl"),
-        ("broken.parquet", b"PAR0", "no valid parquet"),
+        ("broken.jsonl", b'{"text": ', "is not valid jsonl"),
+        ("broken.parquet", b"PAR0", "is not valid parquet"),
         ("blank.jsonl", b'{"text": ""}\n', "has no text"),
     ],
 )
