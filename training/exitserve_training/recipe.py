@@ -106,6 +106,8 @@ class Recipe(Strict):
     layer_dropout: LayerDropout | None = None
     lora: Lora | None = None
     adagc: AdaGCClipping | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: what `training.optim` says. `muon`: Muon for the matrices inside the layers."""
     head_from_embeddings: bool = False
     """Begin with the input embeddings as LM head: recovers the head of a headless model."""
     mask_share: float = Field(default=0.15, gt=0.0, lt=1.0)
@@ -149,11 +151,20 @@ class Recipe(Strict):
             raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
         if self.lora is not None and self.head_from_embeddings:
             raise ValueError("head_from_embeddings trains the head, which lora does not")
-        if self.adagc is not None and self.training.get("max_grad_norm"):
-            raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
+        self._check_optimizer()
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
+
+    def _check_optimizer(self) -> None:
+        """Raises `ValueError` for two keys that say what only one can."""
+        if self.adagc is not None and self.training.get("max_grad_norm"):
+            raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
+        if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
+            raise ValueError(
+                "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "
+                "leave one of them out"
+            )
 
     def _check_classes(self) -> None:
         """Raises `ValueError` for what a model that says one class an input cannot have."""

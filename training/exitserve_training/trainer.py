@@ -22,6 +22,7 @@ from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.objectives import NonFiniteLossError, build_objectives
+from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.skipping import Skipping
@@ -69,6 +70,7 @@ class MultiExitTraining(_Base):
             **kwargs: see `transformers.Trainer`.
         """
         self._has_adapters = recipe.lora is not None
+        self._muon = recipe.optimizer == "muon"
         trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
         arguments: TrainingArguments = kwargs["args"]
         # It reads each loss from the device; one that is not finite ends the run anyway.
@@ -131,6 +133,22 @@ class MultiExitTraining(_Base):
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
         self.multi_exit.remove()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer over all that is trained."""
+        if not self._muon or self.optimizer is not None:
+            return super().create_optimizer(model)
+        trained: Any = self.model if model is None else model
+        self.optimizer = muon_with_adamw(
+            trained,
+            self.parts.layers,
+            self.get_decay_parameter_names(trained),
+            lr=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+        )
+        return self.optimizer
 
     def labelled_tokens(self, dataset: Any) -> int:
         """Tokens of a data set that are to be said; or its rows, where a class is."""
