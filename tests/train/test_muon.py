@@ -81,16 +81,18 @@ def test_who_steps_what() -> None:
 def test_an_update_is_as_large_as_adamws() -> None:
     """arXiv 2502.16982, section 2.2: root mean square 0.2 times the learning rate.
 
-    Newton-Schulz leaves singular values between about 0.7 and 1.2.
+    Newton-Schulz leaves singular values between about 0.7 and 1.2. Gradients are random, as those
+    of so small a model have directions that are too weak for five iterations to lift.
     """
     model = llama()
     optimizer = optimizer_of(model)
     before = copy.deepcopy(model.state_dict())
-    make_steps(model, optimizer, range(1))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
     for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
         key = f"model.layers.1.{name}.weight"
         moved = model.state_dict()[key] - before[key] * (1 - RATE * DECAY)
-        # The momentum's rank is at most that of the matrix, 32, which all of these have.
         assert moved.square().mean().sqrt().item() == pytest.approx(0.2 * RATE, rel=0.3), name
 
 

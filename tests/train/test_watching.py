@@ -41,13 +41,13 @@ def test_a_line_tells_tokens_speed_losses_and_the_end(
     lines.on_log(arguments, state, control, logs={"eval_loss": 2.0, "eval_loss_layer_6": 2.0})
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "step 30 of 100 | 3.00M tokens, 250,000 tokens/s | loss 2.5000; at layer 3: 3.2500, "
-        "6: 2.0000 | lr 1.00e-03 | ends in 0:00:28, "
+        "step 30 of 100 | 3.00M tokens, 250,000 tokens/s | loss 2.5000 (at layer 3: 3.2500, "
+        "6: 2.0000) | lr 1.00e-03 | ends in 0:00:28, "
     )
     # 0.5 s a step over the session; 1M tokens in the 6 s since the line before.
     assert "166,667 tokens/s | loss 2.2500 |" in second
     assert "ends in 0:00:30, " in second
-    assert third == "step 40 | held out: ; at layer 6: 2.0000" or "layer 6: 2.0000" in third
+    assert third == "step 40 | held out: loss 2.0000 (at layer 6: 2.0000)"
 
 
 def test_nothing_is_listened_for_after_training(tmp_path: Path) -> None:
@@ -87,8 +87,17 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     make_recipe: MakeRecipe, tmp_path: Path, train: Train, end: signal.Signals
 ) -> None:
     """The real command. SIGTERM loses no step; SIGKILL those since the last checkpoint."""
-    training = {"max_steps": 400, "save_steps": 7, "logging_steps": 1, "learning_rate": 1e-3}
-    recipe, out = make_recipe(training=training), tmp_path / "out"
+    training = {
+        "max_steps": 400,
+        "save_steps": 7,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        # The rate of a step must not depend on how many there are.
+        "lr_scheduler_type": "constant",
+    }
+    # Without alternation every line has the loss at each exit.
+    objectives = [{"name": "aligned", "alternate": False}]
+    recipe, out = make_recipe(training=training, objectives=objectives), tmp_path / "out"
     log = tmp_path / "log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
@@ -109,7 +118,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     else:
         assert code == -signal.SIGKILL
     steps = [
-        int(n) for n in re.findall(r"^step (\d+) of 400 \|.* at layer 1: ", said, re.MULTILINE)
+        int(n) for n in re.findall(r"^step (\d+) of 400 \|.* \(at layer 1: ", said, re.MULTILINE)
     ]
     assert steps == list(range(1, len(steps) + 1))
     to = newest + 5

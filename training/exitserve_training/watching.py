@@ -57,7 +57,7 @@ class ProgressLines(TrainerCallback):
         end = datetime.now().astimezone() + left
         return (
             f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
-            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s | loss {logs['loss']:.4f}"
+            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s | "
             f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
             f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"
         )
@@ -68,11 +68,11 @@ def _now(state: TrainerState) -> tuple[float, int, int]:
 
 
 def _losses(logs: dict[str, float], prefix: str = "") -> str:
-    """The loss at each exit: `; at layer 3: 4.1801, 6: 3.5340`."""
+    """`loss 3.0991 (at layer 3: 4.1801, 6: 3.5340, 12: 3.0991)`."""
     start = f"{prefix}{_LAYER}"
     found = {name.removeprefix(start): loss for name, loss in logs.items() if start in name}
     listed = ", ".join(f"{layer}: {loss:.4f}" for layer, loss in found.items())
-    return f"; at layer {listed}" if found else ""
+    return f"loss {logs[f'{prefix}loss']:.4f}" + (f" (at layer {listed})" if found else "")
 
 
 class StopOnTerm(TrainerCallback):
