@@ -53,7 +53,7 @@ def grow(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         ExitServeError: not a multiple of its layers, or layers whose outputs are not known.
     """
     deeper: PreTrainedModel = type(model)(grown_config(model.config, num_layers))
-    deeper.to(model.dtype)
+    nn.Module.to(deeper, model.dtype)
     old, new = model_parts(model).layers, model_parts(deeper).layers
     prefix = next(name for name, module in model.named_modules() if module is old)
     times = num_layers // len(old)

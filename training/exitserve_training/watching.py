@@ -70,8 +70,9 @@ def _now(state: TrainerState) -> tuple[float, int, int]:
 def _losses(logs: dict[str, float], prefix: str = "") -> str:
     """`loss 3.0991 (at layer 3: 4.1801, 6: 3.5340, 12: 3.0991)`."""
     start = f"{prefix}{_LAYER}"
-    found = {name.removeprefix(start): loss for name, loss in logs.items() if start in name}
-    listed = ", ".join(f"{layer}: {loss:.4f}" for layer, loss in found.items())
+    # By depth: a run that alternates meets its last layer first.
+    found = sorted((int(name.removeprefix(start)), name) for name in logs if name.startswith(start))
+    listed = ", ".join(f"{layer}: {logs[name]:.4f}" for layer, name in found)
     return f"loss {logs[f'{prefix}loss']:.4f}" + (f" (at layer {listed})" if found else "")
 
 
