@@ -252,8 +252,8 @@ def test_muon_in_shards_is_that_of_one_process(
 ) -> None:
     """Its matrices are gathered to be orthogonalised; stopped and resumed.
 
-    In bfloat16, as torch.optim.Muon computes it: a sum that differs by float32 rounding may round to
-    another bfloat16, 4e-3 of one entry, of which a step of 2e-3 takes little.
+    In bfloat16, as torch.optim.Muon computes it: a sum that differs by float32 rounding may round
+    to another bfloat16, 4e-3 of one entry, of which a step of 2e-3 takes little.
     """
     training = {**TRAINING, "learning_rate": 2e-3}
     keys = {**FREEZING, "data": validation(text_file), "optimizer": "muon"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from exitserve.errors import ExitServeError
 from exitserve_training.optimizers import MuonWithAdamW, muon_with_adamw
@@ -41,9 +41,8 @@ def llama() -> LlamaForCausalLM:
 def optimizer_of(model: LlamaForCausalLM) -> MuonWithAdamW:
     decayed = [name for name, _ in model.named_parameters() if "norm" not in name]
     layers: nn.ModuleList = model.model.layers
-    return muon_with_adamw(
-        model, layers, decayed, lr=RATE, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8
-    )
+    arguments = TrainingArguments(learning_rate=RATE, weight_decay=DECAY, use_cpu=True)
+    return muon_with_adamw(model, layers, decayed, arguments)
 
 
 def make_steps(model: LlamaForCausalLM, optimizer: MuonWithAdamW, steps: range) -> list[float]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from transformers import TrainingArguments
 
 from exitserve.errors import ExitServeError
 
@@ -59,14 +60,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def muon_with_adamw(
-    model: nn.Module,
-    layers: nn.Module,
-    decayed: Collection[str],
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
+    model: nn.Module, layers: nn.Module, decayed: Collection[str], arguments: TrainingArguments
 ) -> MuonWithAdamW:
     """Muon for every trained matrix in `layers`, AdamW for the rest of the model.
 
@@ -74,10 +68,7 @@ def muon_with_adamw(
         model: all that is trained.
         layers: its decoder or encoder layers.
         decayed: names of the parameters that weight decay is for; Muon's matrices always have it.
-        lr: of both.
-        weight_decay: of both.
-        betas: AdamW's.
-        eps: AdamW's.
+        arguments: learning rate and weight decay of both; AdamW's betas and epsilon.
 
     Raises:
         ExitServeError: no layer has a matrix to train.
@@ -91,12 +82,16 @@ def muon_with_adamw(
             "optimizer=muon is for matrices inside the layers, and none of them is trained here; "
             "use optimizer=adamw."
         )
+    rate, decay = arguments.learning_rate, arguments.weight_decay
     kept = [p for name, p in others if name in decayed]
     free = [p for name, p in others if name not in decayed]
     groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((kept, weight_decay), (free, 0.0))
+        {"params": params, "weight_decay": share}
+        for params, share in ((kept, decay), (free, 0.0))
         if params
     ]
-    muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-    return MuonWithAdamW(muon, AdamW(groups, lr=lr, betas=betas, eps=eps))
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return MuonWithAdamW(
+        Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        AdamW(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon),
+    )

@@ -21,6 +21,7 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.models import freeze_head
 from exitserve_training.objectives import NonFiniteLossError, build_objectives
 from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
@@ -100,7 +101,7 @@ class MultiExitTraining(_Base):
         )
         objectives.to(self.args.device)
         if not READS_HEAD & {options.name for options in recipe.objectives if options.weight}:
-            _freeze_head(model, self.parts)
+            freeze_head(model, self.parts.head)
         skipping = Skipping(
             recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
         )
@@ -139,15 +140,8 @@ class MultiExitTraining(_Base):
         if not self._muon or self.optimizer is not None:
             return super().create_optimizer(model)
         trained: Any = self.model if model is None else model
-        self.optimizer = muon_with_adamw(
-            trained,
-            self.parts.layers,
-            self.get_decay_parameter_names(trained),
-            lr=self.args.learning_rate,
-            weight_decay=self.args.weight_decay,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-        )
+        decayed = self.get_decay_parameter_names(trained)
+        self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
         return self.optimizer
 
     def labelled_tokens(self, dataset: Any) -> int:
@@ -400,14 +394,6 @@ class MultiExitTraining(_Base):
             schedule._last_lr = [rate * share for share in shares]
             for group, now in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
                 group["initial_lr"], group["lr"] = rate, now
-
-
-def _freeze_head(model: PreTrainedModel, parts: ModelParts) -> None:
-    """Headless training leaves the head as it is, and data parallelism must not wait for it."""
-    embedding: Any = model.get_input_embeddings()
-    for parameter in parts.head.linear.parameters():
-        if parameter is not embedding.weight:
-            parameter.requires_grad_(False)
 
 
 class ExitTrainer(MultiExitTraining, Trainer):
