@@ -112,6 +112,55 @@ def test_python_source_of_this_installation() -> None:
     assert text == sample.text
 
 
+def lines_of(*parts: range) -> str:
+    """Lines that tell texts apart, indented so or so, and some that tell nothing."""
+    told = [f"{'    ' * (i % 3)}result_{i} = compute({i})" for part in parts for i in part]
+    return "\n".join([*told, *["    else:", "    return x"] * 20])
+
+
+def test_near_copies_are_left_out(tmp_path: Path) -> None:
+    """Of a document's telling lines so many stood in others before; held-out ones are first."""
+    texts = {
+        "held-out": lines_of(range(100)),
+        "copies 70 of 100": lines_of(range(30, 130)),
+        "copies 50 of 100": lines_of(range(50), range(200, 250)),
+        "copies 60 of 100 of what was left out": lines_of(range(100, 130), range(300, 340)),
+        "says nothing": "    else:\n    return x\n" * 30,
+    }
+    paths = {name: tmp_path / f"{number}.txt" for number, name in enumerate(texts)}
+    for name, path in paths.items():
+        path.write_text(texts[name], encoding="utf-8")
+    names = {str(path): name for name, path in paths.items()}
+    recipe = DataRecipe(
+        files=[f"{tmp_path}/*.txt"], validation_files=[str(paths["held-out"])], sequence_length=8
+    )
+    left_out = {
+        None: set(),
+        0.6: {"copies 70 of 100"},
+        0.3: {
+            "copies 70 of 100",
+            "copies 50 of 100",
+            "copies 60 of 100 of what was left out",
+        },
+    }
+    for limit, expected in left_out.items():
+        split = load_split(recipe.model_copy(update={"max_repeated_lines": limit}), seed=0)
+        assert [names[doc.name] for doc in split.validation] == ["held-out"]
+        kept = {names[doc.name] for doc in split.train}
+        assert kept == texts.keys() - expected - {"held-out"}, limit
+
+
+def test_held_out_documents_are_the_same_with_and_without_near_copies(tmp_path: Path) -> None:
+    write(tmp_path)
+    for number in range(20):
+        (tmp_path / f"copy{number}.txt").write_text(lines_of(range(number, 100 + number)))
+    recipe = DataRecipe(files=[f"{tmp_path}/*.txt"], validation_fraction=0.25)
+    strict = recipe.model_copy(update={"max_repeated_lines": 0.5})
+    before, after = load_split(recipe, seed=0), load_split(strict, seed=0)
+    assert after.validation == before.validation
+    assert len(after.train) < len(before.train)
+
+
 def test_limits_that_leave_nothing_are_an_error(tmp_path: Path) -> None:
     write(tmp_path, 3)
     with pytest.raises(ExitServeError, match="data gives no document"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ERROR_DELAY_S = 15.0
+
+_STOPPED = 128 + 15
+"""Exit code of a run that SIGTERM ended, as a shell tells it."""
 
 
 def add_commands(subparsers: Subparsers) -> None:
@@ -63,13 +67,17 @@ def _train_recipe(args: argparse.Namespace) -> int:
 
         recipe = load_recipe(args.recipe, args.overrides)
         # After the recipe is checked, because this takes seconds to import.
-        from exitserve_training.pipeline import train
+        from exitserve_training.pipeline import RunStoppedError, train
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}; install the extra: "
             f"pip install 'exitserve[train]'."
         ) from error
-    report = train(recipe)
+    try:
+        report = train(recipe)
+    except RunStoppedError as stopped:
+        print(f"exitserve: {stopped}", file=sys.stderr)
+        return _STOPPED
     if report is None:
         return 0
     console = Console()

@@ -39,6 +39,7 @@ _ONLY_FOR = {
     "max_file_bytes": ("text",),
     "max_package_bytes": ("text",),
     "max_bytes": ("text",),
+    "max_repeated_lines": ("text",),
     "dataset": ("text", "chat", "labelled"),
     "text_field": ("text", "labelled"),
     "pair_field": ("labelled",),
@@ -87,6 +88,9 @@ class DataRecipe(Strict):
     """The most bytes of one top-level package of `python_source`."""
     max_bytes: int | None = Field(default=None, ge=1)
     """The most bytes of text in all, drawn by the seed."""
+    max_repeated_lines: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Leave out what nearly copies: at most this share of a document's lines may have stood in
+    earlier documents, of which those held out are the first."""
     validation_files: list[str] = Field(default_factory=list)
     """Held-out files; without them a share of the documents is held out."""
     validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)

@@ -15,7 +15,17 @@ from exitserve_training.recipe import Recipe
 
 _LAST_WRITTEN = "trainer_state.json"
 
-_KEPT = ("model", "config", "tokenizer", "data", "lora", "adagc", "seed")
+_KEPT = (
+    "model",
+    "grow_to_layers",
+    "config",
+    "tokenizer",
+    "data",
+    "lora",
+    "adagc",
+    "optimizer",
+    "seed",
+)
 _KEPT_BY_OPTIMIZERS = (
     "optim",
     "optim_args",

@@ -20,6 +20,7 @@ from transformers import (
 
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError, nearest
+from exitserve_training.losses import OutputHead
 from exitserve_training.parts import ENCODERS, ENDINGS, TRAINABLE, VISION, Task
 
 _SUPPORTED = f"supported families: {', '.join(TRAINABLE)}"
@@ -115,6 +116,14 @@ def load_model(
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error
     return model
+
+
+def freeze_head(model: PreTrainedModel, head: OutputHead) -> None:
+    """Headless training leaves the head as it is, and data parallelism must not wait for it."""
+    embedding: Any = model.get_input_embeddings()
+    for parameter in head.linear.parameters():
+        if parameter is not embedding.weight:
+            parameter.requires_grad_(False)
 
 
 def _names(classes: Sequence[str]) -> dict[str, Any]:

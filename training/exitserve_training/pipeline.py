@@ -6,14 +6,18 @@ import atexit
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from accelerate.utils import gather_object
 from torch import distributed
 from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
@@ -33,8 +37,15 @@ from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, Sample, TrainingReport
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
+from exitserve_training.watching import ProgressLines, StopOnTerm
 
 _SAMPLE_TOKENS = 48
+
+_AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
+
+
+class RunStoppedError(ExitServeError):
+    """Somebody ended the run before its last step; a checkpoint keeps what it has done."""
 
 
 def train(recipe: Recipe) -> TrainingReport | None:
@@ -45,6 +56,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     Raises:
         ExitServeError: anything in the recipe that cannot be done, before training starts; a
             loss or gradient that is not finite, which ends the run.
+        RunStoppedError: SIGTERM came; says how to go on.
     """
     # `datasets` shows bars for saving small tables; the long work has its own bars.
     datasets.disable_progress_bars()
@@ -61,6 +73,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     _check_sharding(recipe, trainer)
     before = {} if checkpoint else _quality(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
+    _check_ended(trainer)
     after = _quality(trainer)
     _check_learned(after, output_dir, trainer.state.global_step, is_first)
     trainer.save_result(recipe.output_dir)
@@ -134,13 +147,27 @@ def _trainer(
         "train_dataset": prepared.data["train"],
         "eval_dataset": prepared.data["validation"],
         "processing_class": prepared.processor,
-        "callbacks": [Clock(), Gradients.of(recipe.adagc), logs],
+        "callbacks": [Clock(), Gradients.of(recipe.adagc), logs, StopOnTerm()],
     }
     if recipe.data.format == "chat":
         from exitserve_training.chats import ChatTrainer
 
-        return ChatTrainer(**common)
-    return ExitTrainer(**common, task_inputs=prepared.task_inputs, data_collator=prepared.collator)
+        trainer: MultiExitTraining = ChatTrainer(**common)
+    else:
+        trainer = ExitTrainer(
+            **common, task_inputs=prepared.task_inputs, data_collator=prepared.collator
+        )
+    if not sys.stdout.isatty():
+        # A file keeps every state of a bar, and none of it can be read.
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(ProgressLines())
+    return trainer
+
+
+def _callback(trainer: MultiExitTraining, kind: type[_AnyCallback]) -> _AnyCallback:
+    """The run's callback of this class."""
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, kind))
 
 
 def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
@@ -170,6 +197,18 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
         )
         for layer in trainer.eval_layers
     }
+
+
+def _check_ended(trainer: MultiExitTraining) -> None:
+    """Raises `RunStoppedError` if the run was told to stop before its last step."""
+    stop = _callback(trainer, StopOnTerm)
+    step, of = trainer.state.global_step, trainer.state.max_steps
+    if stop.asked and step < of:
+        raise RunStoppedError(
+            f"stopped by SIGTERM after step {step:,} of {of:,}; its work is in "
+            f"'{newest_checkpoint(Path(str(trainer.args.output_dir)))}'. To go on: the same "
+            f"command with resume=true."
+        )
 
 
 def _check_learned(after: dict[str, LayerQuality], folder: Path, step: int, is_first: bool) -> None:
@@ -218,7 +257,7 @@ def _report(
     before: dict[str, LayerQuality],
     after: dict[str, LayerQuality],
 ) -> TrainingReport:
-    clock = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Clock))
+    clock = _callback(trainer, Clock)
     return TrainingReport(
         model=Path(recipe.output_dir).name,
         architecture=prepared.architecture,

@@ -33,6 +33,7 @@ from exitserve_training.classification.labelled import (
     load_split_examples,
 )
 from exitserve_training.folder import check_output_dir, empty_folder
+from exitserve_training.growth import grow, grown_config
 from exitserve_training.layer_weights import counted_layers
 from exitserve_training.masking import Masking
 from exitserve_training.models import (
@@ -89,6 +90,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     if recipe.model is not None:
         task = task_for(model_config(recipe.model).model_type, recipe.data.format)
         config = check_model(recipe.model, task)
+        if recipe.grow_to_layers is not None:
+            config = grown_config(config, recipe.grow_to_layers)
     else:
         assert recipe.config is not None
         config = build_config(recipe.config)
@@ -241,6 +244,8 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     tokenizer = processor if recipe.data.format != "images" else None
     if recipe.model is not None:
         model = load_model(recipe.model, setup.task, names)
+        if recipe.grow_to_layers is not None:
+            model = grow(model, recipe.grow_to_layers)
     else:
         assert recipe.config is not None
         model = build_model(build_config(recipe.config, tokenizer, names), setup.task)

@@ -101,6 +101,10 @@ class Recipe(Strict):
     layer_dropout: LayerDropout | None = None
     lora: Lora | None = None
     adagc: AdaGCClipping | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: what `training.optim` says. `muon`: Muon for the matrices inside the layers."""
+    grow_to_layers: int | None = Field(default=None, ge=2)
+    """Make `model` deeper before training: so many layers, a multiple of its own."""
     head_from_embeddings: bool = False
     """Begin with the input embeddings as LM head: recovers the head of a headless model."""
     mask_share: float = Field(default=0.15, gt=0.0, lt=1.0)
@@ -138,15 +142,33 @@ class Recipe(Strict):
             self._check_classifier()
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
-        if self.lora is not None and self.config is not None:
-            raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
+        self._check_model_only()
         if self.lora is not None and self.head_from_embeddings:
             raise ValueError("head_from_embeddings trains the head, which lora does not")
-        if self.adagc is not None and self.training.get("max_grad_norm"):
-            raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
+        self._check_optimizer()
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; set one of them to false")
         return self
+
+    def _check_model_only(self) -> None:
+        """Raises `ValueError` for what is done to a trained model, where there is none."""
+        if self.lora is not None and self.config is not None:
+            raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
+        if self.grow_to_layers is not None and self.config is not None:
+            raise ValueError(
+                "grow_to_layers makes a trained model deeper; give model, or say "
+                "config.num_hidden_layers instead"
+            )
+
+    def _check_optimizer(self) -> None:
+        """Raises `ValueError` for two keys that say what only one can."""
+        if self.adagc is not None and self.training.get("max_grad_norm"):
+            raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
+        if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
+            raise ValueError(
+                "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "
+                "leave one of them out"
+            )
 
     def _check_classifier(self) -> None:
         """Raises `ValueError` for keys that a classifier cannot have."""

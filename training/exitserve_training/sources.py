@@ -20,6 +20,9 @@ from exitserve_training.data_recipe import DataRecipe
 
 _TABLES = (".jsonl", ".json", ".parquet")
 
+_TELLING_LENGTH = 12
+"""Shorter lines (`else:`, `return x`) stand in any file."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -58,14 +61,16 @@ def load_split(recipe: DataRecipe, seed: int) -> Split:
     if recipe.validation_files:
         held_out = _distinct(list(_read_files(recipe.validation_files, recipe.text_field)))
         texts = {doc.text for doc in held_out}
-        return _checked([doc for doc in documents if doc.text not in texts], held_out)
+        return _checked(recipe, [doc for doc in documents if doc.text not in texts], held_out)
     if len(documents) == 1:
         return _cut(documents[0], recipe.validation_fraction)
     count = max(1, round(len(documents) * recipe.validation_fraction))
-    return _checked(documents[count:], documents[:count])
+    return _checked(recipe, documents[count:], documents[:count])
 
 
-def _checked(train: list[Document], validation: list[Document]) -> Split:
+def _checked(recipe: DataRecipe, train: list[Document], validation: list[Document]) -> Split:
+    if recipe.max_repeated_lines is not None:
+        train = _without_near_copies(train, validation, recipe.max_repeated_lines)
     if not train:
         raise ExitServeError(
             "no document is left to train on; lower data.validation_fraction or give more data."
@@ -101,6 +106,32 @@ def read_documents(recipe: DataRecipe) -> list[Document]:
 def _distinct(documents: Sequence[Document]) -> list[Document]:
     seen = {hashlib.sha256(doc.text.encode()).digest(): doc for doc in reversed(documents)}
     return list(reversed(seen.values()))
+
+
+def _without_near_copies(
+    documents: Sequence[Document], held_out: Sequence[Document], limit: float
+) -> list[Document]:
+    """The documents of which at most `limit` of the lines stood in those before.
+
+    Those held out come before all; all of them count, and none is left out. A document that is
+    left out counts too: its copies are copies of what it copied.
+    """
+    seen: set[str] = set()
+    for document in held_out:
+        seen.update(_telling_lines(document.text))
+    kept = []
+    for document in documents:
+        lines = _telling_lines(document.text)
+        if sum(line in seen for line in lines) <= limit * len(lines):
+            kept.append(document)
+        seen.update(lines)
+    return kept
+
+
+def _telling_lines(text: str) -> list[str]:
+    """The lines that are long enough to tell one text from another, without their indentation."""
+    stripped = (line.strip() for line in text.splitlines())
+    return [line for line in stripped if len(line) >= _TELLING_LENGTH]
 
 
 def _within_package_limit(documents: list[Document], limit: int | None) -> list[Document]:

@@ -21,8 +21,10 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import AUXILIARY, ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.models import freeze_head
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import NonFiniteLossError, build_objectives
+from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.skipping import SkipSampler
@@ -67,6 +69,7 @@ class MultiExitTraining(_Base):
             **kwargs: see `transformers.Trainer`.
         """
         self._has_adapters = recipe.lora is not None
+        self._muon = recipe.optimizer == "muon"
         trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
         arguments: TrainingArguments = kwargs["args"]
         # It reads each loss from the device; one that is not finite ends the run anyway.
@@ -98,7 +101,7 @@ class MultiExitTraining(_Base):
         )
         objectives.to(self.args.device)
         if not any(options.trains_head for options in recipe.objectives if options.weight):
-            _freeze_head(model, self.parts)
+            freeze_head(model, self.parts.head)
         skipping = SkipSampler(
             recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
         )
@@ -131,6 +134,15 @@ class MultiExitTraining(_Base):
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
         self.multi_exit.remove()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer over all that is trained."""
+        if not self._muon or self.optimizer is not None:
+            return super().create_optimizer(model)
+        trained: Any = self.model if model is None else model
+        decayed = self.get_decay_parameter_names(trained)
+        self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
+        return self.optimizer
 
     def labelled_tokens(self, dataset: Any) -> int:
         """Labelled tokens of a data set, or its rows for a classifier."""
@@ -384,14 +396,6 @@ class MultiExitTraining(_Base):
             schedule._last_lr = [rate * share for share in shares]
             for group, now in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
                 group["initial_lr"], group["lr"] = rate, now
-
-
-def _freeze_head(model: PreTrainedModel, parts: ModelParts) -> None:
-    """Headless training leaves the head as it is, and data parallelism must not wait for it."""
-    embedding: Any = model.get_input_embeddings()
-    for parameter in parts.head.linear.parameters():
-        if parameter is not embedding.weight:
-            parameter.requires_grad_(False)
 
 
 class ExitTrainer(MultiExitTraining, Trainer):

@@ -1,0 +1,163 @@
+"""Muon with AdamW: what each steps, how far, and that a checkpoint keeps both."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from exitserve.errors import ExitServeError
+from exitserve_training.optimizers import MuonWithAdamW, muon_with_adamw
+from exitserve_training.recipe import load_recipe
+
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+RATE, DECAY = 2e-3, 0.1
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def optimizer_of(model: LlamaForCausalLM) -> MuonWithAdamW:
+    decayed = [name for name, _ in model.named_parameters() if "norm" not in name]
+    layers: nn.ModuleList = model.model.layers
+    arguments = TrainingArguments(learning_rate=RATE, weight_decay=DECAY, use_cpu=True)
+    return muon_with_adamw(model, layers, decayed, arguments)
+
+
+def make_steps(model: LlamaForCausalLM, optimizer: MuonWithAdamW, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        ids = torch.randint(8, (4, 16)).repeat(1, 2)
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_who_steps_what() -> None:
+    """Matrices inside the layers are Muon's; embeddings and norms AdamW's, norms undecayed."""
+    model = llama()
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = optimizer_of(model).param_groups
+    found = [{names[id(p)] for p in group["params"]} for group in groups]
+    projections = {"self_attn": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
+    assert found[0] == {
+        f"model.layers.{layer}.{part}.{kind}_proj.weight"
+        for layer in (0, 1)
+        for part, kinds in projections.items()
+        for kind in kinds
+    }
+    assert found[1] == {"model.embed_tokens.weight"}
+    assert found[2] == {name for name in names.values() if "norm" in name}
+    assert [group["weight_decay"] for group in groups] == [DECAY, DECAY, 0.0]
+    assert sum(map(len, found)) == len(names)
+
+
+def test_an_update_is_as_large_as_adamws() -> None:
+    """arXiv 2502.16982, section 2.2: root mean square 0.2 times the learning rate.
+
+    Newton-Schulz leaves singular values between about 0.7 and 1.2. Gradients are random, as those
+    of so small a model have directions that are too weak for five iterations to lift.
+    """
+    model = llama()
+    optimizer = optimizer_of(model)
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        key = f"model.layers.1.{name}.weight"
+        moved = model.state_dict()[key] - before[key] * (1 - RATE * DECAY)
+        assert moved.square().mean().sqrt().item() == pytest.approx(0.2 * RATE, rel=0.3), name
+
+
+def test_the_loss_falls() -> None:
+    model = llama()
+    losses = make_steps(model, optimizer_of(model), range(60))
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+
+
+def test_a_state_dict_holds_all_that_the_next_steps_need() -> None:
+    """Bit for bit: the same operations on the same numbers."""
+    model = llama()
+    optimizer = optimizer_of(model)
+    make_steps(model, optimizer, range(5))
+    again = llama()
+    again.load_state_dict(model.state_dict())
+    restored = optimizer_of(again)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    # A rate that a scheduler sets on the restored optimizer reaches both of its parts.
+    for group in (*optimizer.param_groups, *restored.param_groups):
+        group["lr"] = RATE / 2
+    expected = make_steps(model, optimizer, range(5, 10))
+    assert make_steps(again, restored, range(5, 10)) == expected
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_layers_without_a_trained_matrix_are_an_error() -> None:
+    model = llama()
+    model.model.layers.requires_grad_(False)
+    with pytest.raises(ExitServeError, match=r"none of them is trained.*use optimizer=adamw"):
+        optimizer_of(model)
+
+
+def test_it_excludes_another_optimizer(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(optimizer="muon")
+    with pytest.raises(ExitServeError, match=r"leave one of them out"):
+        load_recipe(recipe, ["training.optim=adafactor"])
+
+
+def test_a_resumed_run_makes_the_same_steps(
+    make_recipe: MakeRecipe, tmp_path: Path, train: Train
+) -> None:
+    """Through the command, bit for bit; and it learns more than it forgets."""
+    training = {
+        "max_steps": 9,
+        "save_steps": 5,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    recipe = make_recipe(optimizer="muon", training=training)
+    assert train(recipe, f"output_dir={tmp_path / 'whole'}") == 0
+    assert train(recipe, "training.max_steps=5") == 0
+    assert train(recipe, "resume=true") == 0
+    states, weights = [], []
+    for folder in (tmp_path / "whole", tmp_path / "out"):
+        state = json.loads((folder / "checkpoint-9" / "trainer_state.json").read_text())
+        steps: list[dict[str, Any]] = [log for log in state["log_history"] if "loss" in log]
+        states.append([(log["step"], log["loss"], log["learning_rate"]) for log in steps])
+        weights.append(load_file(folder / "model.safetensors"))
+    assert states[0] == states[1]
+    assert states[0][-1][1] < 0.9 * states[0][0][1]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    with pytest.raises(ExitServeError, match="recipe key 'optimizer' differs"):
+        train(recipe, "resume=true", "optimizer=adamw")

@@ -1,0 +1,97 @@
+"""Muon for the matrices inside the layers, AdamW for all else, as one optimizer.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) steps along the orthogonalised
+momentum of a matrix. Its update is scaled to the size of AdamW's, 0.2 sqrt(max(rows, columns))
+("Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4), so one learning rate and one weight
+decay serve both. Embeddings, the head, norms, biases and the objectives' own parameters are
+AdamW's: what Muon assumes of a map between hidden states does not hold for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import TrainingArguments
+
+from exitserve.errors import ExitServeError
+
+
+class MuonWithAdamW(Optimizer):
+    """Both optimizers over the same groups and state.
+
+    Schedulers and checkpoints see one optimizer: a learning rate that is set here is theirs, and
+    `state_dict` holds Muon's momentum and AdamW's moments under one numbering.
+    """
+
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        """Takes two optimizers of different parameters."""
+        self._parts: tuple[Optimizer, ...] = (muon, adamw)
+        groups = [group for part in self._parts for group in part.param_groups]
+        super().__init__(groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Lets the two work on this optimizer's groups and state, not on their own."""
+        start = 0
+        for part in self._parts:
+            count = len(part.param_groups)
+            part.param_groups = self.param_groups[start : start + count]
+            part.state = self.state
+            start += count
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores both; torch makes new groups and a new state, which are shared again."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def muon_with_adamw(
+    model: nn.Module, layers: nn.Module, decayed: Collection[str], arguments: TrainingArguments
+) -> MuonWithAdamW:
+    """Muon for every trained matrix in `layers`, AdamW for the rest of the model.
+
+    Args:
+        model: all that is trained.
+        layers: its decoder or encoder layers.
+        decayed: names of the parameters that weight decay is for; Muon's matrices always have it.
+        arguments: learning rate and weight decay of both; AdamW's betas and epsilon.
+
+    Raises:
+        ExitServeError: no layer has a matrix to train.
+    """
+    inside = {p for p in layers.parameters() if p.ndim == 2 and p.requires_grad}
+    others = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p not in inside]
+    # In the model's order: a set has none that a resumed run would find again.
+    matrices = [p for p in model.parameters() if p in inside]
+    if not matrices:
+        raise ExitServeError(
+            "optimizer=muon is for matrices inside the layers, and none of them is trained here; "
+            "use optimizer=adamw."
+        )
+    rate, decay = arguments.learning_rate, arguments.weight_decay
+    kept = [p for name, p in others if name in decayed]
+    free = [p for name, p in others if name not in decayed]
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": share}
+        for params, share in ((kept, decay), (free, 0.0))
+        if params
+    ]
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return MuonWithAdamW(
+        Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        AdamW(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon),
+    )

@@ -1,0 +1,123 @@
+"""What a long run needs of its surroundings: lines of progress, and to be stopped at any time."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import datetime, timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_LAYER = "loss_layer_"
+
+
+class ProgressLines(TrainerCallback):
+    """One line each time the Trainer logs, for output that is kept in a file."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = (0.0, 0, 0)
+        """Time, step and tokens when the session began, and when the last line was written."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock of this session."""
+        self._begun = self._last = _now(state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the line; evaluations have one too."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if "loss" in logs:
+            now = _now(state)
+            print(self._line(logs, state, now), flush=True)
+            self._last = now
+        elif "eval_loss" in logs:
+            print(f"step {state.global_step:,} | held out: {_losses(logs, 'eval_')}", flush=True)
+
+    def _line(
+        self, logs: dict[str, float], state: TrainerState, now: tuple[float, int, int]
+    ) -> str:
+        seconds, tokens = now[0] - self._last[0], now[2] - self._last[2]
+        # All of this session: the last steps alone may have met a busy machine, or a quiet one.
+        per_step = (now[0] - self._begun[0]) / max(now[1] - self._begun[1], 1)
+        left = timedelta(seconds=round(per_step * (state.max_steps - now[1])))
+        end = datetime.now().astimezone() + left
+        return (
+            f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
+            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s | "
+            f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
+            f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"
+        )
+
+
+def _now(state: TrainerState) -> tuple[float, int, int]:
+    return time.perf_counter(), state.global_step, int(state.num_input_tokens_seen)
+
+
+def _losses(logs: dict[str, float], prefix: str = "") -> str:
+    """`loss 3.0991 (at layer 3: 4.1801, 6: 3.5340, 12: 3.0991)`."""
+    start = f"{prefix}{_LAYER}"
+    # By depth: a run that alternates meets its last layer first.
+    found = sorted((int(name.removeprefix(start)), name) for name in logs if name.startswith(start))
+    listed = ", ".join(f"{layer}: {logs[name]:.4f}" for layer, name in found)
+    return f"loss {logs[f'{prefix}loss']:.4f}" + (f" (at layer {listed})" if found else "")
+
+
+class StopOnTerm(TrainerCallback):
+    """On SIGTERM: ends the step that is being made, saves a checkpoint, and stops.
+
+    A second SIGTERM ends the process at once, as it would have without this.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: Any = None
+        self._listens = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Listens. Python hands signals to the main thread only."""
+        self.asked = False
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Saves and stops, in all processes or in none."""
+        if args.world_size > 1 and distributed.is_initialized():
+            asked = torch.tensor(float(self.asked), device=args.device)
+            distributed.all_reduce(asked, op=distributed.ReduceOp.MAX)
+            self.asked = bool(asked.item())
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What comes after training can be begun again, so it needs no saving."""
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+            self._listens = False
