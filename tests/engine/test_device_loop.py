@@ -75,7 +75,7 @@ def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> No
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=3) == expected
     assert harness.run(jobs[:1]) == expected[:1]
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     depths = [depth for _, found in (*expected, *expected, *expected[:1]) for depth in found]
     assert counted["tokens_by_depth"] == {
         depth: depths.count(depth) for depth in counted["tokens_by_depth"]
@@ -90,7 +90,7 @@ def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
     harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
 
     def counts() -> dict[str, Any]:
-        found: dict[str, Any] = harness.engine.collective_rpc("exit_stats")[0]
+        found: dict[str, Any] = harness.stats()
         return {**found, "checks": sum(found["checks"].values())}
 
     after = counts()
