@@ -159,12 +159,45 @@ USUAL = {
 }
 
 
-def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool) -> Any:
+def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
+    """Starts an engine whose core, and if it can whose worker too, runs in this process."""
+    import torch
+    from vllm.model_executor.models import registry
+
     from exitserve.engine.launch import start_engine, start_plain_engine
 
     start = start_plain_engine if plain else start_engine
-    # The size is VLLM_CPU_KVCACHE_SPACE's; that one is given lets a start leave out a warm-up.
-    return start(model, kv_cache_memory_bytes=CACHE_BYTES, **USUAL | options)
+    chosen = {**USUAL, **options}
+    if needs_processes(options):
+        chosen["distributed_executor_backend"] = "mp"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # VLLM_CPU_KVCACHE_SPACE counts whole GiB, and a start writes zeros to all of them.
+        patch.setattr("vllm.platforms.cpu.GiB_bytes", CACHE_BYTES)
+        # vLLM replaces this one for good.
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        # vLLM asks a new process, which imports all of it, what a model class is.
+        patch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", _inspect)
+        # A start collects garbage seven times: what is here already is none.
+        gc.freeze()
+        # That a size is given, though the patch above sets it, leaves out a warm-up.
+        return start(model, kv_cache_memory_bytes=CACHE_BYTES, **chosen)
+
+
+def _inspect(registered: Any) -> Any:
+    from vllm.model_executor.models import registry
+
+    return registry._ModelInfo.from_model_cls(registered.load_model_cls())
+
+
+def end(engine: Any, *, last: bool) -> None:
+    """Ends an engine; the last in this process takes the process groups along, which all share."""
+    from vllm.v1.engine import core
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not last:
+            patch.setattr(core, "cleanup_dist_env_and_memory", lambda: None)
+        engine.llm_engine.engine_core.shutdown()
 
 
 def needs_processes(options: Mapping[str, Any]) -> bool:
@@ -186,45 +219,32 @@ class Pool:
         if key in self._alive and self._alive[key][0].llm_engine.has_unfinished_requests():
             self._end(key)  # a test that failed left them
         if key not in self._alive:
-            if "disable_log_stats" in options:
-                # vLLM's counters are the process's: a second engine's would take their place.
-                self._end(*(one for one in self._alive if "disable_log_stats" in one))
+            self.make_way(options)
             self._end(*list(self._alive)[: -ALIVE + 1])
-            self._alive[key] = (_in_process(model, options, plain=plain), RowsProcessor.rules)
+            self._alive[key] = (launch(model, options, plain=plain), RowsProcessor.rules)
         self._alive.move_to_end(key)
         engine, RowsProcessor.rules = self._alive[key]
         engine.reset_prefix_cache()
         return engine
 
+    def make_way(self, options: Mapping[str, Any]) -> None:
+        """vLLM's counters are the process's: those of a new engine take the place of others'."""
+        if "disable_log_stats" in options:
+            self._end(*(key for key in self._alive if "disable_log_stats" in key))
+
     def close(self) -> None:
         """Ends all engines, and what they share."""
         self._end(*self._alive)
 
-    def _end(self, *keys: str) -> None:
-        from vllm.v1.engine import core
+    def __len__(self) -> int:
+        return len(self._alive)
 
+    def _end(self, *keys: str) -> None:
         for key in keys:
             engine, _ = self._alive.pop(key)
-            with pytest.MonkeyPatch.context() as patch:
-                if self._alive:  # vLLM ends the process groups, which all engines here share
-                    patch.setattr(core, "cleanup_dist_env_and_memory", lambda: None)
-                engine.llm_engine.engine_core.shutdown()
+            end(engine, last=not self._alive)
         if keys:
             gc.collect()
-
-
-def _in_process(model: Path | str, options: Mapping[str, Any], *, plain: bool) -> Any:
-    import torch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # VLLM_CPU_KVCACHE_SPACE counts whole GiB, and a start writes zeros to all of them.
-        patch.setattr("vllm.platforms.cpu.GiB_bytes", CACHE_BYTES)
-        # vLLM replaces this one for good.
-        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
-        # A start collects garbage seven times: what is here already is none.
-        gc.freeze()
-        return launch(model, options, plain=plain)
 
 
 POOL = Pool()
@@ -251,12 +271,13 @@ def start() -> Iterator[Callable[..., Harness]]:
     def start(model: Path | str, **options: Any) -> Harness:
         if not needs_processes(options):
             return Harness(POOL.engine(model, options))
-        own.append(launch(model, options, plain=False))
+        POOL.make_way(options)
+        own.append(launch(model, options))
         return Harness(own[-1])
 
     yield start
     for engine in own:
-        engine.llm_engine.engine_core.shutdown()
+        end(engine, last=not POOL)
 
 
 @pytest.fixture(scope="module")
