@@ -220,6 +220,8 @@ class Pool:
             self._end(key)  # a test that failed left them
         if key not in self._alive:
             self.make_way(options)
+            if "experts" in (Path(model) / "config.json").read_text():
+                self.close()  # process groups have one of experts only if the first engine has
             self._end(*list(self._alive)[: -ALIVE + 1])
             self._alive[key] = (launch(model, options, plain=plain), RowsProcessor.rules)
         self._alive.move_to_end(key)
