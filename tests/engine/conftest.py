@@ -158,6 +158,9 @@ USUAL = {
     "max_num_seqs": 16,
 }
 
+DEFAULTS = {"exit_path": "compact", "exit_checks": "paying"}
+"""Of our options: an engine that is told them is one that is not."""
+
 
 def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
     """Starts an engine whose core, and if it can whose worker too, runs in this process."""
@@ -215,7 +218,8 @@ class Pool:
         """An engine without requests, with an empty prefix cache."""
         from exitserve.engine.hooks.rows_processor import RowsProcessor
 
-        key = json.dumps([str(model), plain, USUAL | options], sort_keys=True, default=str)
+        chosen = USUAL | options | {"exits": DEFAULTS | (options.get("exits") or {})}
+        key = json.dumps([str(model), plain, chosen], sort_keys=True, default=str)
         if key in self._alive and self._alive[key][0].llm_engine.has_unfinished_requests():
             self._end(key)  # a test that failed left them
         if key not in self._alive:

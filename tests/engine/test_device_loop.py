@@ -148,6 +148,6 @@ def test_modes_whose_tokens_wait_are_refused(start, model, job) -> None:
 
     with pytest.raises(ExitServeError, match="mode 'verify' is not served on GPUs yet"):
         start(model, exits={"exit_path": "resident", "mode": "verify", "exit_threshold": 0.5})
-    harness = start(model, exits={"exit_path": "resident"})
+    harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
     with pytest.raises(VLLMValidationError, match="mode 'defer' is not served on GPUs yet"):
         harness.run([job([5, 6, 7], {"exit_threshold": 0.1, "exit_mode": "defer"})])
