@@ -165,6 +165,7 @@ DEFAULTS = {"exit_path": "compact", "exit_checks": "paying"}
 def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
     """Starts an engine whose core, and if it can whose worker too, runs in this process."""
     import torch
+    from vllm import envs
     from vllm.model_executor.models import registry
 
     from exitserve.engine.launch import start_engine, start_plain_engine
@@ -184,7 +185,10 @@ def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False
         # A start collects garbage seven times: what is here already is none.
         gc.freeze()
         # That a size is given, though the patch above sets it, leaves out a warm-up.
-        return start(model, kv_cache_memory_bytes=CACHE_BYTES, **chosen)
+        engine = start(model, kv_cache_memory_bytes=CACHE_BYTES, **chosen)
+    # A start makes vLLM remember the environment as it is; the next test may change it.
+    envs.disable_envs_cache()
+    return engine
 
 
 def _inspect(registered: Any) -> Any:
