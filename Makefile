@@ -1,9 +1,11 @@
-# Three commands: `make demo`, `make test`, and `make setup` for the environment alone.
-# Each installs what is missing and skips what is done.
+# `make demo`, `make check` (two minutes: format, lint, types, imports, unit tests), `make test`
+# (everything), and `make setup` for the environment alone. Each installs what is missing and skips
+# what is done.
 
 PYTHON ?= python3
-# make test JOBS=2 runs tests side by side, each on a core of its own and in 4 GiB of memory.
-JOBS ?= 0
+# Tests run side by side, each worker on a core of its own and in 4 GiB of memory. JOBS=0: one after
+# the other, in one process and on all cores.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -11,7 +13,7 @@ READY := $(VENV)/.ready
 # Keeps the checkout's folders from shadowing installed packages of the same name.
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo lint unit check test coverage clean
 
 setup: $(READY)
 
@@ -31,11 +33,32 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Kernels run in Triton's interpreter, which is chosen before Triton is first imported. A file's
-# tests stay together, because they share engines.
-test: lint
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --ignore=tests/ops
-	TRITON_INTERPRET=1 $(BIN)/pytest -n $(JOBS) --dist loadfile tests/ops
+# Tests that start no engine and train nothing.
+UNIT := tests/unit tests/server tests/planning tests/deploy
+PYTEST := $(BIN)/pytest -n $(JOBS)
+
+unit: setup
+	$(PYTEST) $(UNIT)
+
+# Types take as long as the unit tests, so they are checked beside them.
+check: setup
+	$(MAKE) --jobs=2 --output-sync lint unit
+
+# Kernels run in Triton's interpreter, which is chosen before Triton is first imported. Which tests
+# stay together, because they share engines or servers: tests/conftest.py.
+test: check
+	$(PYTEST) $(addprefix --ignore=,$(UNIT) tests/ops)
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops
+
+# Not part of `test`: what runs in processes of its own (servers, ranks, workers of training) is
+# not seen, and tracing slows the oracle's loops.
+# That a package was not imported is no error there.
+COVER := --cov=exitserve --cov=exitserve_kernels --cov=exitserve_training \
+	-W default::coverage.exceptions.CoverageWarning
+
+coverage: setup
+	$(PYTEST) $(COVER) --ignore=tests/ops --ignore=tests/e2e
+	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append tests/ops
 
 clean:
 	rm -rf $(VENV) build *.egg-info

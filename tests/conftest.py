@@ -30,6 +30,12 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
+SLOW_FIRST = ("e2e", "engine", "evaluation", "bench", "train", "calibration")
+"""Folders of tests in the order in which workers take them: a long one at the end would run alone.
+"""
+SERVERS = "tests/e2e/"
+OWN_SERVERS = ("test_structured.py", "test_demo.py")
+"""Files there that use none of the servers which all others share."""
 BUNDLED = ROOT / "models" / "exit-py-10m"
 TINY_EXITS = (2, 4)
 VOCAB = 128
@@ -49,6 +55,32 @@ INT8 = {
 }
 
 MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow folders first; in each the order stays."""
+    places = {folder: place for place, folder in enumerate(SLOW_FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(ROOT / "tests").parts[0], len(places))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, because they share engines; so do those that share servers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatIsShared(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            shares = file.startswith(SERVERS) and not file.endswith(OWN_SERVERS)
+            return SERVERS if shares else file
+
+    config.option.loadscopereorder = False
+    return ByWhatIsShared(config, log)
 
 
 def _tokenizer() -> Any:

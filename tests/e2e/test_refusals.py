@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-SECONDS = 60
-"""Enough to import vLLM on a busy machine; a start would take longer."""
+SECONDS = 120
+"""Enough to import vLLM three times at once, on two cores; who starts is seen by its processes."""
 
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),

@@ -1,11 +1,19 @@
-"""Engines for tests: each holds a gigabyte, so most end with the test that started them."""
+"""Engines for tests: in the test's process, and shared by all tests that ask for the same.
+
+A process of its own would import torch and vLLM again, half a minute for each engine; here a start
+takes a few seconds. Only what needs processes or a compiler gets them: see `needs_processes`.
+"""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +42,30 @@ Outcome = tuple[list[int], list[int]]
 """Generated tokens and their depths."""
 
 
+def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts by how much they grew, at any depth; what is no count stays as it is."""
+    return {
+        key: since(before[key], value)
+        if isinstance(value, dict)
+        else value
+        if key in NO_COUNTS or not isinstance(value, int)
+        else value - before[key]
+        for key, value in now.items()
+    }
+
+
+NO_COUNTS = ("num_layers", "pending_tokens")
+NAMES = itertools.count(1)
+"""Of requests: none comes twice in an engine, whoever shares it."""
+
+
 class Harness:
-    """Runs jobs on an in-process engine, all at once or arriving over time."""
+    """Runs jobs on an engine, all at once or arriving over time; counts from when it was made."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self._count = 0
+        self._stats = self._all_stats()
+        self._counters = self._all_counters()
 
     def run(self, jobs: Sequence[Job], *, every: int = 0) -> list[Outcome]:
         """Runs all jobs in one batch; with `every`, one more arrives after that many steps."""
@@ -48,8 +74,7 @@ class Harness:
         core, waiting, names, done, steps = self.engine.llm_engine, list(jobs), [], {}, 0
         while waiting or core.has_unfinished_requests():
             while waiting and (not every or steps >= len(names) * every):
-                self._count += 1
-                names.append(f"job-{self._count}")
+                names.append(f"job-{next(NAMES)}")
                 self._add(names[-1], waiting.pop(0))
             for output in core.step():
                 if output.finished:
@@ -57,10 +82,23 @@ class Harness:
             steps += 1
         return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
 
+    def stats(self) -> dict[str, Any]:
+        """The engine's own counts."""
+        return since(self._stats, self._all_stats())
+
     def counter(self, name: str) -> int:
         """A counter of vLLM's; the engine must keep statistics (`disable_log_stats=False`)."""
-        (metric,) = [metric for metric in self.engine.get_metrics() if metric.name == name]
-        return int(metric.value)
+        return self._all_counters()[name] - self._counters[name]
+
+    def _all_stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.engine.collective_rpc("exit_stats")[0]
+        return found
+
+    def _all_counters(self) -> dict[str, int]:
+        if not self.engine.llm_engine.log_stats:
+            return {}
+        metrics = self.engine.get_metrics()
+        return {one.name: int(one.value) for one in metrics if hasattr(one, "value")}
 
     def logprobs(self, prompt: list[int], count: int = 8) -> list[dict[int, float]]:
         """The five likeliest next tokens at full depth, for each of `count` greedy tokens."""
@@ -111,40 +149,157 @@ def few_blocks() -> dict[str, Any]:
     return FEW_BLOCKS
 
 
-CACHE_BYTES = 256 << 20  # 16 rows of the bundled model's longest context fit several times
+CACHE_BYTES = 128 << 20  # 16 rows of the bundled model's longest context fit
+ALIVE = 3
+"""Engines that are kept: a test uses two at most, beside one that its module shares."""
+USUAL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 16,
+}
+
+DEFAULTS = {"exit_path": "compact", "exit_checks": "paying"}
+"""Of our options: an engine that is told them is one that is not."""
 
 
-@contextmanager
-def engines() -> Iterator[Callable[..., Harness]]:
-    """Starts engines in float32 without compilation, unless told otherwise; ends them all."""
-    started: list[Any] = []
+def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
+    """Starts an engine whose core, and if it can whose worker too, runs in this process."""
+    import torch
+    from vllm import envs
+    from vllm.model_executor.models import registry
 
-    def start(model: Any, **options: Any) -> Harness:
-        from exitserve.engine.launch import start_engine
+    from exitserve.engine.launch import start_engine, start_plain_engine
 
-        usual = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
-        started.append(start_engine(model, kv_cache_memory_bytes=CACHE_BYTES, **usual | options))
-        return Harness(started[-1])
+    start = start_plain_engine if plain else start_engine
+    chosen = {**USUAL, **options}
+    if needs_processes(options):
+        chosen["distributed_executor_backend"] = "mp"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # VLLM_CPU_KVCACHE_SPACE counts whole GiB, and a start writes zeros to all of them.
+        patch.setattr("vllm.platforms.cpu.GiB_bytes", CACHE_BYTES)
+        # vLLM replaces this one for good.
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        # vLLM asks a new process, which imports all of it, what a model class is.
+        patch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", _inspect)
+        # A start collects garbage seven times: what is here already is none.
+        gc.freeze()
+        # That a size is given, though the patch above sets it, leaves out a warm-up.
+        engine = start(model, kv_cache_memory_bytes=CACHE_BYTES, **chosen)
+    # A start makes vLLM remember the environment as it is; the next test may change it.
+    envs.disable_envs_cache()
+    return engine
 
+
+def _inspect(registered: Any) -> Any:
+    from vllm.model_executor.models import registry
+
+    return registry._ModelInfo.from_model_cls(registered.load_model_cls())
+
+
+def end(engine: Any, *, last: bool) -> None:
+    """Ends an engine; the last in this process takes the process groups along, which all share."""
+    from vllm.v1.engine import core
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not last:
+            patch.setattr(core, "cleanup_dist_env_and_memory", lambda: None)
+        engine.llm_engine.engine_core.shutdown()
+
+
+def needs_processes(options: Mapping[str, Any]) -> bool:
+    """Ranks are processes, and compiled code binds what a process holds once."""
+    return options.get("tensor_parallel_size", 1) > 1 or not options.get("enforce_eager", True)
+
+
+class Pool:
+    """Engines in this process, by model and options; the one that rested longest ends first."""
+
+    def __init__(self) -> None:
+        self._alive: OrderedDict[str, tuple[Any, Any]] = OrderedDict()
+
+    def engine(self, model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
+        """An engine without requests, with an empty prefix cache."""
+        from exitserve.engine.hooks.rows_processor import RowsProcessor
+
+        chosen = USUAL | options | {"exits": DEFAULTS | (options.get("exits") or {})}
+        key = json.dumps([str(model), plain, chosen], sort_keys=True, default=str)
+        if key in self._alive and self._alive[key][0].llm_engine.has_unfinished_requests():
+            self._end(key)  # a test that failed left them
+        if key not in self._alive:
+            self.make_way(options)
+            if "experts" in (Path(model) / "config.json").read_text():
+                self.close()  # process groups have one of experts only if the first engine has
+            self._end(*list(self._alive)[: -ALIVE + 1])
+            self._alive[key] = (launch(model, options, plain=plain), RowsProcessor.rules)
+        self._alive.move_to_end(key)
+        engine, RowsProcessor.rules = self._alive[key]
+        engine.reset_prefix_cache()
+        return engine
+
+    def make_way(self, options: Mapping[str, Any]) -> None:
+        """vLLM's counters are the process's: those of a new engine take the place of others'."""
+        if "disable_log_stats" in options:
+            self._end(*(key for key in self._alive if "disable_log_stats" in key))
+
+    def close(self) -> None:
+        """Ends all engines, and what they share."""
+        self._end(*self._alive)
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def _end(self, *keys: str) -> None:
+        for key in keys:
+            engine, _ = self._alive.pop(key)
+            end(engine, last=not self._alive)
+        if keys:
+            gc.collect()
+
+
+POOL = Pool()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Ends the pool with the last test here: other tests want no process group about."""
     try:
-        yield start
+        return (yield)
     finally:
-        for engine in started:
-            engine.llm_engine.engine_core.shutdown()
+        if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+            POOL.close()
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Harness]]:
-    """Starts engines that end with the test."""
-    with engines() as starter:
-        yield starter
+    """Starts engines in float32 without compilation, unless told otherwise.
+
+    Those that need processes end with the test.
+    """
+    own: list[Any] = []
+
+    def start(model: Path | str, **options: Any) -> Harness:
+        if not needs_processes(options):
+            return Harness(POOL.engine(model, options))
+        POOL.make_way(options)
+        own.append(launch(model, options))
+        return Harness(own[-1])
+
+    yield start
+    for engine in own:
+        end(engine, last=not POOL)
 
 
 @pytest.fixture(scope="module")
-def start_shared() -> Iterator[Callable[..., Harness]]:
-    """Starts engines that the tests of a module share: starting one takes half a minute."""
-    with engines() as starter:
-        yield starter
+def start_shared() -> Callable[..., Harness]:
+    """`start` for a whole module; never of engines that need processes."""
+    return lambda model, **options: Harness(POOL.engine(model, options))
+
+
+@pytest.fixture(scope="session")
+def start_plain() -> Callable[..., Any]:
+    """Starts a `vllm.LLM` with nothing of ours."""
+    return lambda model, **options: POOL.engine(model, options, plain=True)
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
     assert harness.run(jobs, every=3) == expected
     if path == "compact":
         assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
-        counted = harness.engine.collective_rpc("exit_stats")[0]
+        counted = harness.stats()
         assert counted["deferred_layers"] > 0
 
 

@@ -79,7 +79,7 @@ def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> No
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=3) == expected
     assert harness.run(jobs[:1]) == expected[:1]
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     depths = [depth for _, found in (*expected, *expected, *expected[:1]) for depth in found]
     assert counted["tokens_by_depth"] == {
         depth: depths.count(depth) for depth in counted["tokens_by_depth"]
@@ -94,7 +94,7 @@ def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
     harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
 
     def counts() -> dict[str, Any]:
-        found: dict[str, Any] = harness.engine.collective_rpc("exit_stats")[0]
+        found: dict[str, Any] = harness.stats()
         return {**found, "checks": sum(found["checks"].values())}
 
     after = counts()
@@ -152,6 +152,6 @@ def test_modes_whose_tokens_wait_are_refused(start, model, job) -> None:
 
     with pytest.raises(ExitServeError, match="mode 'verify' is not served on GPUs yet"):
         start(model, exits={"exit_path": "resident", "mode": "verify", "exit_threshold": 0.5})
-    harness = start(model, exits={"exit_path": "resident"})
+    harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
     with pytest.raises(VLLMValidationError, match="mode 'defer' is not served on GPUs yet"):
         harness.run([job([5, 6, 7], {"exit_threshold": 0.1, "exit_mode": "defer"})])

@@ -70,9 +70,9 @@ def test_arriving_one_by_one(harness, jobs, expected) -> None:
 
 
 def test_counts_reconcile(harness, jobs) -> None:
-    before = harness.engine.collective_rpc("exit_stats")[0]
+    before = harness.stats()
     outcomes = harness.run(jobs)
-    after = harness.engine.collective_rpc("exit_stats")[0]
+    after = harness.stats()
     depths = [depth for _, layers in outcomes for depth in layers]
     counted = {
         depth: after["tokens_by_depth"][depth] - before["tokens_by_depth"][depth]

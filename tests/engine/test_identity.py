@@ -28,12 +28,8 @@ def _answers(engine, **fields):
 
 
 @pytest.fixture(scope="module")
-def plain(bundled):
-    from vllm import LLM
-
-    engine = LLM(str(bundled), dtype="float32", enforce_eager=True, max_num_seqs=16)
-    yield _answers(engine)
-    engine.llm_engine.engine_core.shutdown()
+def plain(start_plain, bundled):
+    return _answers(start_plain(bundled))
 
 
 def _same(answers, plain) -> None:

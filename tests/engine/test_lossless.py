@@ -54,30 +54,17 @@ def answers(engine, prompts: list[tuple[str, str]]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_tokens_are_those_of_plain_vllm(start, bundled, prompts) -> None:
+def test_tokens_are_those_of_plain_vllm(start, start_plain, bundled, prompts) -> None:
     """Float32: in bfloat16 a batch of another size may round a near tie the other way."""
-    from exitserve.engine.launch import start_plain_engine
-
     assert len(prompts) == COUNT and {kind for kind, _ in prompts} == set(KINDS)
     options = {"enable_prefix_caching": False, "max_model_len": 512}
     exits = {"mode": "verify", "exit_threshold": 0.3, "exit_checks": "all"}
-    verifying = start(bundled, exits=exits, disable_log_stats=False, **options).engine
-    plain = start_plain_engine(
-        bundled,
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=16,
-        kv_cache_memory_bytes=256 << 20,
-        **options,
-    )
-    try:
-        expected = answers(plain, prompts)
-    finally:
-        plain.llm_engine.engine_core.shutdown()
+    expected = answers(start_plain(bundled, **options), prompts)
+    harness = start(bundled, exits=exits, disable_log_stats=False, **options)
+    verifying = harness.engine
     assert answers(verifying, prompts) == expected, "batch 16"
     alone = [answers(verifying, [prompt])[0] for prompt in prompts]
     assert alone == expected, "batch 1"
-    counts = {metric.name: metric for metric in verifying.get_metrics()}
-    drafted = counts["vllm:spec_decode_num_draft_tokens"].value
-    accepted = counts["vllm:spec_decode_num_accepted_tokens"].value
+    drafted = harness.counter("vllm:spec_decode_num_draft_tokens")
+    accepted = harness.counter("vllm:spec_decode_num_accepted_tokens")
     assert 1000 < accepted < drafted

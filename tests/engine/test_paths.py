@@ -41,7 +41,7 @@ def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, chec
     harness = start(model, exits=exits, enable_prefix_caching=False)
     assert harness.run(jobs) == expected[checks]
     assert harness.run(jobs, every=3) == expected[checks]
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     assert sum(counted["checks"].values()) > 0
 
 

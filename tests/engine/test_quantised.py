@@ -23,20 +23,19 @@ def jobs(job, bundled):
     ]
 
 
-def test_rows_exit_and_full_depth_is_plain_vllm(start, quantised, jobs) -> None:
+def test_rows_exit_and_full_depth_is_plain_vllm(start, start_plain, quantised, jobs) -> None:
     harness = start(quantised, dtype="bfloat16", enable_prefix_caching=False)
     outcomes = harness.run(jobs)
     assert set(outcomes[0][1][1:]) == {6}
     assert {3, 12} <= set(outcomes[2][1])
 
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    plain = LLM(str(quantised), dtype="bfloat16", enforce_eager=True, max_num_seqs=16)
+    plain = start_plain(quantised, dtype="bfloat16")
     prompts = [{"prompt_token_ids": one.prompt} for one in jobs]
     answers = plain.generate(
         prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True), use_tqdm=False
     )
-    plain.llm_engine.engine_core.shutdown()
     for index in (1, 3):
         assert outcomes[index][0] == list(answers[index].outputs[0].token_ids)
 

@@ -48,15 +48,16 @@ def fixed(bundled: Path, prompts, job, start_shared) -> list[list[int]]:
     harness = start_shared(bundled)
     jobs = [job(prompt, {"exit_layer": DEPTH}, max_tokens=LENGTH) for prompt in prompts]
     outcomes = harness.run(jobs)
-    harness.engine.llm_engine.engine_core.shutdown()
     assert all(set(depths[1:]) == {DEPTH} for _, depths in outcomes)
     return [tokens for tokens, _ in outcomes]
 
 
-def test_plain_vllm_says_what_the_layer_says(bundled, truncated, prompts, fixed) -> None:
+def test_plain_vllm_says_what_the_layer_says(
+    bundled, truncated, prompts, fixed, start_plain
+) -> None:
     """First tokens against the full model in transformers, further ones against mode "fixed"."""
     from transformers import AutoModelForCausalLM
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from exitserve.decoder import capture_hidden, decoder_parts
 
@@ -68,11 +69,10 @@ def test_plain_vllm_says_what_the_layer_says(bundled, truncated, prompts, fixed)
             full(torch.tensor([prompt]))
         firsts.append(int(parts.classify(hidden[DEPTH][0, -1]).argmax()))
     begun = [[*prompt, one[0]] for prompt, one in zip(prompts, fixed, strict=True)]
-    engine = LLM(str(truncated), dtype="float32", enforce_eager=True, max_num_seqs=16)
+    engine = start_plain(truncated)
     params = SamplingParams(max_tokens=LENGTH - 1, temperature=0, ignore_eos=True)
     inputs = [{"prompt_token_ids": prompt} for prompt in (*prompts, *begun)]
     answers = [list(one.outputs[0].token_ids) for one in engine.generate(inputs, params)]
-    engine.llm_engine.engine_core.shutdown()
     assert [answer[0] for answer in answers[: len(prompts)]] == firsts
     assert answers[len(prompts) :] == [one[1:] for one in fixed]
 
@@ -89,7 +89,7 @@ def test_max_layers_is_the_truncated_checkpoint(
     harness = start(bundled, exits={"max_layers": DEPTH})
     outcomes = harness.run(jobs)
     assert {3, DEPTH} == {depth for _, depths in outcomes for depth in depths}
-    stats = harness.engine.collective_rpc("exit_stats")[0]
+    stats = harness.stats()
     assert stats["num_layers"] == DEPTH
     reference = oracle(truncated)
     assert outcomes == [expect(reference, one) for one in jobs]

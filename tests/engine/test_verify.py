@@ -75,7 +75,7 @@ def test_engine_is_the_oracle(start, model, jobs, expected, drafts, compiled: bo
         disable_log_stats=False,
     )
     assert harness.run(jobs) == expected
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     assert (counted["drafted_tokens"], counted["accepted_tokens"]) == drafts
     assert counted["tokens_by_depth"][6] == sum(depths.count(6) for _, depths in expected)
     assert harness.counter("vllm:spec_decode_num_draft_tokens") == drafts[0]
@@ -104,7 +104,7 @@ def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
     assert harness.run(jobs, every=2) == expected
     assert harness.counter("vllm:num_preemptions") > 0
     # Drafts that a preemption takes away are nobody's.
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     for name in ("draft", "accepted"):
         ours = counted["drafted_tokens" if name == "draft" else "accepted_tokens"]
         assert ours == harness.counter(f"vllm:spec_decode_num_{name}_tokens") > 0
@@ -164,7 +164,7 @@ def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, ora
     ]
     outputs = harness.engine.generate([{"prompt_token_ids": prompt}] * 4, params, use_tqdm=False)
     said = [tuple(one.token_ids) for output in outputs for one in output.outputs]
-    counted = harness.engine.collective_rpc("exit_stats")[0]
+    counted = harness.stats()
     assert counted["drafted_tokens"] > counted["accepted_tokens"] > count / 8
 
     reference = oracle(model)

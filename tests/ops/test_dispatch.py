@@ -38,6 +38,6 @@ def test_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="exitserve.kernels"):
         for _ in range(3):
             dispatch.choose("an operation of this test", CPU, "torch")
-    assert [record.message for record in caplog.records] == [
-        "an operation of this test on cpu: torch"
-    ]
+    # Other libraries, and engines of earlier tests that are collected now, may log meanwhile.
+    ours = [record.message for record in caplog.records if record.name == "exitserve.kernels"]
+    assert ours == ["an operation of this test on cpu: torch"]
