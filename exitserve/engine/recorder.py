@@ -36,7 +36,7 @@ class Recorder:
         """Times the LM head was read behind the last layer."""
         self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
 
-    def checked(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
+    def count_checks(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
         """Counts one exit check over `checks` tokens of which `passed` exited.
 
         Args:
@@ -49,23 +49,23 @@ class Recorder:
         self.checks[layer] += checks
         self.passed[layer] += passed
 
-    def generated(self, depth: int) -> None:
+    def count_token(self, depth: int) -> None:
         """Counts one generated token that stopped at `depth`."""
         self.tokens_by_depth[depth] += 1
 
-    def froze(self, tokens: int) -> None:
+    def count_frozen(self, tokens: int) -> None:
         """Counts tokens whose remaining keys and values are propagated."""
         self.frozen_tokens += tokens
 
-    def deferred(self, tokens: int) -> None:
+    def count_deferred(self, tokens: int) -> None:
         """Counts tokens that left, and whose deeper layers are still to run (mode "defer")."""
         self.deferred_tokens += tokens
 
-    def ran_later(self, layers: int) -> None:
+    def count_deferred_layers(self, layers: int) -> None:
         """Counts layers run for tokens beyond the depth at which they left (mode "defer")."""
         self.deferred_layers += layers
 
-    def had_to_run(self, layers: int, waiting: int) -> None:
+    def count_flush(self, layers: int, waiting: int) -> None:
         """Counts a token that could not wait (mode "defer"), and those that run on with it.
 
         Args:
@@ -75,7 +75,7 @@ class Recorder:
         self.deferred_layers += layers
         self.flushed_tokens += waiting
 
-    def drafted(self, generated: int, drafts: int) -> None:
+    def count_verified(self, generated: int, drafts: int) -> None:
         """Counts a pass that judged drafts of one request (mode "verify").
 
         Args:
@@ -87,7 +87,7 @@ class Recorder:
         self.accepted_tokens += generated - 1
         self.deferred_layers += (drafts - (generated - 1)) * self.num_layers
 
-    def ran(self, layers: int) -> None:
+    def count_layers(self, layers: int) -> None:
         """Counts layers whose weights were read, once for all tokens that ran them together."""
         self.layer_reads += layers
 

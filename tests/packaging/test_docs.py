@@ -18,8 +18,6 @@ README_LINES = 130
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^()\s]+)\)")
 WRITTEN_BY_PROGRAMS = ("models/exit-py-10m/report.md",)
-# Rewritten at the same time as this test: to be wrapped next.
-NOT_YET_WRAPPED = ("kernels/", "docs/metrics.md", "training/README.md")
 
 
 @cache
@@ -122,7 +120,7 @@ def is_understood(command: str) -> bool:
     return words[0] == "serve" or not rest
 
 
-@pytest.mark.parametrize("page", [one for one in pages() if not one.startswith(NOT_YET_WRAPPED)])
+@pytest.mark.parametrize("page", pages())
 def test_lines_are_wrapped(page: str) -> None:
     assert not too_long(text_of(page)), f"longer than {WIDTH} characters"
 

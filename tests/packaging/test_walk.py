@@ -1,7 +1,7 @@
 """A request's way through the code, as docs/architecture.md draws it, against the imports.
 
 The picture is a mermaid flowchart whose boxes are files. A plain arrow is an import, in the
-direction of the arrow; a dotted one is a hand-over through vLLM, which imports cannot show.
+direction of the arrow; a dotted one is a hand-over, such as vLLM's, that imports do not show.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ from exitserve.engine.recorder import MAX_TRACES, Recorder
 
 def test_counts() -> None:
     recorder = Recorder(num_layers=6, exit_layers=(2, 4))
-    recorder.checked(2, checks=5, passed=3)
-    recorder.checked(4, checks=2, passed=0)
-    recorder.froze(2)
-    recorder.deferred(1)
-    recorder.ran_later(4)
-    recorder.had_to_run(layers=2, waiting=3)
-    recorder.drafted(generated=2, drafts=3)
-    recorder.ran(6)
+    recorder.count_checks(2, checks=5, passed=3)
+    recorder.count_checks(4, checks=2, passed=0)
+    recorder.count_frozen(2)
+    recorder.count_deferred(1)
+    recorder.count_deferred_layers(4)
+    recorder.count_flush(layers=2, waiting=3)
+    recorder.count_verified(generated=2, drafts=3)
+    recorder.count_layers(6)
     for depth in (2, 2, 2, 6, 6):
-        recorder.generated(depth)
+        recorder.count_token(depth)
     assert recorder.snapshot() == {
         "num_layers": 6,
         "exit_layers": [2, 4],

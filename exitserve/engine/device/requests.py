@@ -184,8 +184,8 @@ class DeviceRequests:
         for request, index, row in one.due:
             depth = full if depths is None else depths[row]
             request.note_depth(index, depth, full)
-            self._recorder.generated(depth)
-            self._recorder.froze(int(depth < full))
+            self._recorder.count_token(depth)
+            self._recorder.count_frozen(int(depth < full))
             if request.trace_keys:
                 self._recorder.trace(request.trace_keys, request.name, index, depth)
 

@@ -76,7 +76,7 @@ class Checks:
         stays = {index for index, leaves in zip(asked, exits, strict=True) if not leaves}
         passed = [index for index in range(len(due)) if index not in stays]
         step.depth.update((due[index].row, layer) for index in passed)
-        self._recorder.checked(layer, len(due), len(passed), head_passes=bool(asked))
+        self._recorder.count_checks(layer, len(due), len(passed), head_passes=bool(asked))
         return passed
 
     def outcome(
@@ -132,12 +132,12 @@ class HostMaskedRows:
         confident = [outcome[row] for row in asked]
         exits = self._checks.settle(self._step, layer, self._due, confident, logits_of)
         rows = [self._due[index].row for index in exits]
-        self._recorder.froze(sum(one not in self._step.pending for one in rows))
+        self._recorder.count_frozen(sum(one not in self._step.pending for one in rows))
         return self._mask(rows)
 
     def count_layers(self, layers: int) -> None:
         """Counts them."""
-        self._recorder.ran(layers)
+        self._recorder.count_layers(layers)
 
     def _mask(self, rows: Sequence[int]) -> Tensor:
         mask = torch.zeros(len(self.places), dtype=torch.bool)

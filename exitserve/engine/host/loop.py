@@ -121,7 +121,7 @@ class HostLoop:
 
     def _run_plain(self, plain: Callable[[], Tensor]) -> Tensor:
         normed = plain()
-        self._recorder.ran(self._rules.num_layers)
+        self._recorder.count_layers(self._rules.num_layers)
         return normed
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
@@ -208,9 +208,9 @@ class HostLoop:
             active.stream = hidden, hidden if self._is_pair else None
             return set()
         active.stream = segment(active.positions, *active.stream)
-        self._recorder.ran(segment.size)
+        self._recorder.count_layers(segment.size)
         if not step.is_draft:
-            self._recorder.ran_later(active.num_pending * segment.size)
+            self._recorder.count_deferred_layers(active.num_pending * segment.size)
         return self._check_exits(active, segment.end, step, left)
 
     def _check_exits(self, active: ActiveTokens, layer: int, step: Step, left: Tensor) -> set[int]:
@@ -248,16 +248,16 @@ class HostLoop:
             if pending is None:
                 frozen.append(index)
             elif pending.must_run(step.last_positions[row]):
-                self._recorder.had_to_run(self._rules.num_layers - layer, len(pending))
+                self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
                 continue
             else:
                 if not step.is_draft:
-                    self._recorder.deferred(1)
+                    self._recorder.count_deferred(1)
                 tokens = active.tokens_of(row, total)
                 pending.wait(layer, tokens, self.requests.pass_number)
             gone.add(row)
         if frozen:
-            self._recorder.froze(len(frozen))
+            self._recorder.count_frozen(len(frozen))
             some = places[frozen]
             self._propagation.fill(total[some], active.positions[some], layer, some)
         return gone

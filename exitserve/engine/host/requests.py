@@ -89,7 +89,7 @@ class HostRequests:
             if request is None or position + 1 < request.length or request.drafts:
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
-            self.recorder.generated(depth)
+            self.recorder.count_token(depth)
             generated = len(request.output_ids)
             if request.policy.mode != "off":
                 request.note_depth(generated, depth, self.rules.num_layers)
@@ -142,7 +142,7 @@ class HostRequests:
             request = self.rows.get(index)
             if request is None or not request.drafts or not tokens:
                 continue
-            self.recorder.drafted(len(tokens), len(request.drafts))
+            self.recorder.count_verified(len(tokens), len(request.drafts))
             request.drafts = []
             count = len(request.output_ids)
             self._trace(index, range(count - len(tokens), count), self.rules.num_layers)
