@@ -37,10 +37,10 @@ def play(event: tuple[Any, ...], recorder: Recorder) -> Recorder:
     """Applies one event; a restart gives a new recorder."""
     match event:
         case ("token", depth):
-            recorder.generated(depth)
+            recorder.count_token(depth)
         case ("check", layer, checks, passed):
-            recorder.checked(layer, checks, min(checks, passed))
-            recorder.froze(min(checks, passed))
+            recorder.count_checks(layer, checks, min(checks, passed))
+            recorder.count_frozen(min(checks, passed))
         case ("restart",):
             return Recorder(LAYERS, EXITS)
     return recorder
@@ -85,8 +85,8 @@ def test_counters_never_decrease_and_reconcile(events: list[tuple[Any, ...]]) ->
 def test_the_same_snapshot_twice_counts_once() -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
     metrics = ExitMetrics(registry, MODEL)
-    recorder.generated(2)
-    recorder.froze(3)
+    recorder.count_token(2)
+    recorder.count_frozen(3)
     for _ in range(2):
         metrics.update(recorder.snapshot())
     assert samples(registry)["exitserve_tokens_total", "2"] == 1
@@ -99,7 +99,7 @@ def test_a_restarted_worker_is_counted_on_top() -> None:
     for tokens in (5, 2):  # the second worker has counted less than the first
         recorder = Recorder(LAYERS, EXITS)
         for _ in range(tokens):
-            recorder.generated(4)
+            recorder.count_token(4)
         metrics.update(recorder.snapshot())
     assert samples(registry)["exitserve_tokens_total", "4"] == 7
 
@@ -114,7 +114,7 @@ def test_every_place_a_token_can_stop_has_a_series_before_any_traffic() -> None:
 def test_text_layer_keys_are_the_same_series() -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
     metrics = ExitMetrics(registry, MODEL)
-    recorder.generated(4)
+    recorder.count_token(4)
     metrics.update(recorder.snapshot())
     snapshot = recorder.snapshot()
     for field in ("tokens_by_depth", "checks", "passed"):
@@ -142,7 +142,7 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
 def test_gauges_fall() -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
     metrics = ExitMetrics(registry, MODEL)
-    recorder.generated(4)
+    recorder.count_token(4)
     for waiting in (5, 2):
         recorder.pending_tokens = waiting
         metrics.update(recorder.snapshot())

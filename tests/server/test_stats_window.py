@@ -28,7 +28,7 @@ def window_of(steps: list[tuple[int, list[int]]]) -> tuple[StatsWindow, int]:
     for seconds, depths in steps:
         now += seconds
         for depth in depths:
-            recorder.generated(depth)
+            recorder.count_token(depth)
         window.add(now, recorder.snapshot())
     return window, now
 
@@ -88,9 +88,9 @@ def test_a_restarted_worker_does_not_subtract() -> None:
     window = StatsWindow()
     for now, tokens in enumerate((5, 2)):
         recorder = Recorder(LAYERS, EXITS)
-        recorder.checked(2, 10, 3)
+        recorder.count_checks(2, 10, 3)
         for _ in range(tokens):
-            recorder.generated(2)
+            recorder.count_token(2)
         window.add(float(now), recorder.snapshot())
     report = window.report(1.0)
     assert report["since_start"]["tokens"] == 7
@@ -111,7 +111,7 @@ def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
     recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
     count = 2000
     for index in range(count):
-        recorder.generated(4)
+        recorder.count_token(4)
         window.add(index * step, recorder.snapshot())
     assert len(window._samples) <= 130
     assert window.report((count - 1) * step)["since_start"]["tokens"] == count
@@ -120,7 +120,7 @@ def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
 def test_merged_samples_still_span_the_whole_minute() -> None:
     recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
     for index in range(1200):  # two minutes, ten samples a second, a token each
-        recorder.generated(4)
+        recorder.count_token(4)
         window.add(index / 10, recorder.snapshot())
     # Merging may move the start of the minute by one spacing: 600 tokens, 5 more at most.
     assert 600 <= window.report(119.9)["last_minute"]["tokens"] <= 606
