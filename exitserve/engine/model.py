@@ -44,7 +44,7 @@ class MultiExitMixin(FirstLayers):
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._head = self._exit_head(vllm_config, parent.compute_logits)
         path = options_of(vllm_config).get("exit_path")
-        # Runner V2 captures passes whole, whoever started it.
+        # Runner V2 captures passes whole, so the device must decide.
         on_device = path == "resident" or vllm_config.use_v2_model_runner
         self._segments = self._make_segments(vllm_config, masked=on_device)
         model: Any = self

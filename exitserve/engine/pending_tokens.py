@@ -7,7 +7,7 @@ So all keys and values are those of full depth, and the tokens before a token ha
 every layer that it goes through itself.
 
 In mode "verify" the same happens while tokens are drafted, and the pass that judges the drafts
-takes up each of its tokens at the layer where it waits.
+continues each of its tokens from the layer where it waits.
 
 Shapes: K pending tokens, D hidden, G cache groups.
 """

@@ -79,7 +79,7 @@ class Recorder:
         """Counts a pass that judged drafts of one request (mode "verify").
 
         Args:
-            generated: tokens that it gave; all drafts but one less than these were in vain.
+            generated: tokens that it gave: the accepted drafts, and one more.
             drafts: how many were judged.
         """
         self.tokens_by_depth[self.num_layers] += generated

@@ -43,13 +43,13 @@ class Request:
     is_seeded: bool = False
     """Sampled with a seed of its own, so that the answer is the same each time."""
     name: str = ""
-    """vLLM's internal request id; empty until a pass told it."""
+    """vLLM's internal request id; empty until the request's first pass."""
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
     pending: PendingTokens | None = None
     """Its tokens that wait at exit layers; None in modes in which none do."""
     drafts: list[int] = field(default_factory=list)
-    """Tokens that vLLM was told to judge with the next pass (mode "verify")."""
+    """Tokens that the next pass is to judge (mode "verify")."""
     device_state: Tensor | None = None
     """What the device knew of it when it left its slot (`Slots.kept`)."""
 
@@ -194,7 +194,7 @@ class Batch:
     def named(self, index: int) -> Request:
         """The request in a row, its name known: with its earlier record if it was preempted.
 
-        For the time of a pass: when vLLM tells of new rows, it does not tell their names.
+        To be called during a pass: when vLLM adds a row, its request's name is not known yet.
         """
         request = self.rows[index]
         if request.name or self.request_ids is None:

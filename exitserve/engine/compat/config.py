@@ -1,4 +1,4 @@
-"""vLLM's version and configuration: what is supported, and what a model's files say."""
+"""vLLM's version and configuration: what is supported, and what a model's files declare."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def rearranged_context(
 def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
     """A forward context in which rows read no more than one key and value.
 
-    What attention says of a frozen row is dropped, so what it reads is in vain. Known of the
-    FlashAttention and Triton backends, in passes of one token a row; others read on.
+    The attention output of a frozen row is dropped, so reading its cache is wasted. Works for the
+    FlashAttention and Triton backends, in passes of one token a row; others read all of it.
 
     Args:
         frozen: [T, 1] bool.
@@ -143,7 +143,7 @@ def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
     changed = {
         id(one): replace(
             one,
-            # Padding has length 0, and keeps it: its blocks are nobody's.
+            # Padding has length 0, and keeps it: it has no blocks.
             seq_lens=torch.where(
                 frozen[: len(one.seq_lens), 0], one.seq_lens.clamp(max=1), one.seq_lens
             ),

@@ -112,7 +112,7 @@ class Slots:
 
 
 class HostRow(NamedTuple):
-    """What the host says of a row, before the pass."""
+    """What the host knows of a row before the pass."""
 
     slot: int
     """Its request's."""

@@ -1,7 +1,7 @@
 """Runner V1 in the place of runner V2: how a machine without a GPU runs the loop of one.
 
 V2's model state (`exitserve.engine.hooks.model_state`) is told of requests and passes; here the
-same is read off V1's batch. For tests (`exit_path` "resident"): on a CPU, the loop on the host,
+same is read from V1's batch. For tests (`exit_path` "resident"): on a CPU, the loop on the host,
 whose rows leave the batch, is faster.
 """
 

@@ -87,7 +87,7 @@ class Drafter:
         return by_row
 
     def _pays(self, drafts: Sequence[Draft], sampled: Sequence[Sequence[int]]) -> bool:
-        """Whether to draft now; all ranks do what the first one's clock says."""
+        """Whether to draft now; all ranks follow the clock of the first one."""
         if self._timing is None:
             return True
         chosen = self._timing.choose(

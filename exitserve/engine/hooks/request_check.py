@@ -1,4 +1,4 @@
-"""Each request's `exit_*` fields, checked at the door of an engine with runner V2."""
+"""Each request's `exit_*` fields, checked when a request reaches an engine with runner V2."""
 
 from __future__ import annotations
 

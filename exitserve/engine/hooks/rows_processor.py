@@ -1,4 +1,4 @@
-"""Runner V1's door: the rows of vLLM's batch, before every forward pass.
+"""The rows of runner V1's batch, before every forward pass.
 
 `RowsProcessor` is a vLLM logits processor in name only: its hook runs before every forward pass
 with the rows that came, went or moved, which is what the model needs to know.
@@ -22,7 +22,7 @@ PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 
 
 class RowsProcessor(LogitsProcessor):
-    """Hands vLLM's batch changes to `Rows`; leaves logits as they are."""
+    """Passes vLLM's batch changes on to `Batch`; leaves logits as they are."""
 
     rules: ExitRules | None = None
     """Set in the front-end process once the model is known, so that every field is checked."""

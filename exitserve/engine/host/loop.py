@@ -214,7 +214,7 @@ class HostLoop:
         return self._check_exits(active, segment.end, step, left)
 
     def _check_exits(self, active: ActiveTokens, layer: int, step: Step, left: Tensor) -> set[int]:
-        """Checks at an exit layer, and sees to the keys and values of rows that pass.
+        """Checks at an exit layer, and propagates or defers the keys and values of rows that pass.
 
         Args:
             active: the tokens that run.

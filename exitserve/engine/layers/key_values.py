@@ -93,7 +93,7 @@ def rotation_table(layer: LayerKV, longest: int, like: Tensor) -> Tensor | None:
     """Cosines, then sines [longest, R] of a layer's rotary embedding, None if it has none.
 
     They are read by rotating unit keys, so that every embedding (scaled, of several parts, of
-    Hugging Face) tells them in the same way: (1, 0) turns into (cos, sin).
+    Hugging Face) is read in the same way: (1, 0) turns into (cos, sin).
 
     Args:
         layer: the layer.

@@ -44,7 +44,7 @@ class MaskedSegment(Protocol):
 
 
 class MaskedRows(Protocol):
-    """What a pass asks and tells about its rows. Everything is on the device."""
+    """The rows of a pass, as the loop needs them. Everything is on the device."""
 
     places: Tensor
     """[B] the token of each row that may exit: its last."""
@@ -111,7 +111,7 @@ class MaskedLoop:
     head: ExitHead
     propagation: Propagation
     attending: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext()
-    """Around a segment, given who is frozen [T, 1]: spares them what they would read in vain."""
+    """Around a segment, given which tokens are frozen [T, 1]: they need not read the cache."""
 
     def run(
         self, positions: Tensor, hidden: Tensor, rows: MaskedRows, room: Room | None = None
