@@ -29,7 +29,7 @@ class FullDepthPass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitPass:
+class PassWithExits:
     """Exits on each decode token, compared with full depth."""
 
     depth: Tensor
@@ -59,12 +59,12 @@ def run_with_exits(
     prompt_length: int,
     policy: ExitPolicy,
     full: FullDepthPass,
-) -> ExitPass:
+) -> PassWithExits:
     """Runs a text with exits, given its full-depth pass."""
     trace = reference.trace(token_ids, prompt_length, policy)
     logits = trace.logits[prompt_length:]
     token = logits.argmax(dim=-1)
-    return ExitPass(
+    return PassWithExits(
         depth=trace.depth[prompt_length:],
         checks=trace.checks[prompt_length:],
         token=token,

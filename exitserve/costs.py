@@ -80,7 +80,7 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class DecodeStep:
     """One decode step as observed: B rows, each at its own depth."""
 
     depths: tuple[int, ...]
@@ -118,7 +118,7 @@ class TokenCosts:
             depth: mean number of layers run.
             checks: mean number of times the head was read for a check.
             stays: share of tokens that ran all layers, and then the head.
-            propagates: see `Step`.
+            propagates: see `DecodeStep`.
         """
         full = self.rest + self.num_layers * self.layer + self.head
         fill = self.fill * (self.num_layers - depth) if propagates else 0.0
@@ -225,7 +225,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
-def step_bytes(shape: DecoderShape, step: Step) -> int:
+def step_bytes(shape: DecoderShape, step: DecodeStep) -> int:
     """Least bytes that one decode step reads; the formula is in the module's header.
 
     Raises:
@@ -244,18 +244,20 @@ def step_bytes(shape: DecoderShape, step: Step) -> int:
     return weights + heads * shape.head_bytes + cache * shape.kv_token_bytes
 
 
-def full_depth(shape: DecoderShape, step: Step) -> Step:
+def full_depth(shape: DecoderShape, step: DecodeStep) -> DecodeStep:
     """The same step in the plain model: every row runs L layers, nothing is checked."""
-    return Step(depths=(shape.num_layers,) * len(step.depths), contexts=step.contexts, checks=0)
+    return DecodeStep(
+        depths=(shape.num_layers,) * len(step.depths), contexts=step.contexts, checks=0
+    )
 
 
-def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -> float:
+def limit_speedup(shape: DecoderShape, steps: Sequence[DecodeStep], checks: int = 0) -> float:
     """The largest possible wall speedup: least bytes at full depth over those of `steps`.
 
     Args:
         shape: the decoder.
         steps: as observed.
-        checks: exit checks of all steps together, where `Step.checks` is not given.
+        checks: exit checks of all steps together, where `DecodeStep.checks` is not given.
 
     Returns:
         A ratio (no unit); 1.0 for no steps. Below 1.0 where checks cost more than they save.
@@ -267,7 +269,9 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[Step], checks: int = 0) -
     return full / (observed + checks * shape.head_bytes)
 
 
-def limit_of_reads(shape: DecoderShape, steps: Sequence[Step], layers: int, heads: int) -> float:
+def limit_of_reads(
+    shape: DecoderShape, steps: Sequence[DecodeStep], layers: int, heads: int
+) -> float:
     """`limit_speedup` from counted reads, for engine steps that give several tokens.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 from shapes import Work
 from stages import StageError, last_lines
 
-from exitserve.bench.engines import Engines, Request
+from exitserve.bench.engines import BatchRequest, Engines
 from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.settings import Setting
 from exitserve.engine.launch import start_engine, start_plain_engine
@@ -166,7 +166,7 @@ def _passed(
 ) -> Passed:
     prompts = random_prompts(spec.vocab_size, work.batch, work.prompt_tokens)
     fields = setting.fields(work.batch)
-    batch = [Request(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
+    batch = [BatchRequest(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
     if spec.exits is None or not traced:
         found = engines.run_batch(setting, batch, work.max_tokens)
         return Passed(tokens=found.tokens, times=found.times)

@@ -20,7 +20,7 @@ from stages import StageError, StageOutcome, StageRun, say
 
 from exitserve.bench.measures import spread, steps_of
 from exitserve.bench.settings import PLAIN
-from exitserve.costs import DecoderShape, Step, full_depth, limit_speedup, step_bytes
+from exitserve.costs import DecoderShape, DecodeStep, full_depth, limit_speedup, step_bytes
 from exitserve.report import markdown_table
 
 HEADERS = [
@@ -153,14 +153,14 @@ def _limit(run: StageRun, shape: Shape, case: EngineCase, own: Seen) -> float:
     return limit_speedup(full, [replace(s, checks=_heads(case, layers, s)) for s in steps])
 
 
-def _heads(case: EngineCase, exit_layers: Sequence[int], step: Step) -> int:
+def _heads(case: EngineCase, exit_layers: Sequence[int], step: DecodeStep) -> int:
     """Reads of the head for exits that a step needs: engines check at every layer they come to."""
     if case.setting.mode == "confidence":
         return sum(layer <= max(step.depths) for layer in exit_layers)
     return int(case.setting.mode == "fixed")
 
 
-def _bytes(shape: DecoderShape, steps: Sequence[Step]) -> int:
+def _bytes(shape: DecoderShape, steps: Sequence[DecodeStep]) -> int:
     return sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
 
 

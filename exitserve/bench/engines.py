@@ -35,7 +35,7 @@ _serial = itertools.count()
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """One request of a batch."""
 
     prompt: tuple[int, ...]
@@ -77,7 +77,7 @@ class Engines:
     def run_batch(
         self,
         setting: Setting,
-        batch: Sequence[Request],
+        batch: Sequence[BatchRequest],
         max_tokens: int,
         trace_key: str | None = None,
     ) -> BatchResult:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exitserve.bench.settings import Setting
-from exitserve.costs import DecoderShape, Step, limit_of_reads, limit_speedup
+from exitserve.costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 
 NOISE = 0.02
@@ -95,7 +95,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def steps_of(
     depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, propagates: bool = True
-) -> list[Step]:
+) -> list[DecodeStep]:
     """The decode steps of one batch whose requests all started together.
 
     Args:
@@ -104,7 +104,7 @@ def steps_of(
         propagates: see `Step`.
     """
     return [
-        Step(
+        DecodeStep(
             propagates=propagates,
             depths=tuple(row),
             # Attention reads the prompt and the generated tokens so far, its own included.
@@ -133,7 +133,7 @@ class Measurements:
     depths: list[int] = field(default_factory=list)
     """Depth of every decode token of the traced pass. A request's first token comes from the
     prompt pass, always at full depth; it is neither counted nor timed."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DecodeStep] = field(default_factory=list)
     checks: int = 0
     """Exit checks that the engine made in the traced pass; each reads the head once."""
     sequences: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from exitserve.bench.engines import Engines, Request, running_engines
+from exitserve.bench.engines import BatchRequest, Engines, running_engines
 from exitserve.bench.measures import (
     Measurements,
     Reads,
@@ -126,18 +126,18 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
     return measurements
 
 
-def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Request]]:
+def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:
     """The requests in full batches: a last, smaller one would be another batch size."""
     count = job.requests_in_pass(batch_size)
     pairs = zip(job.prompts[:count], setting.fields(count), strict=True)
-    requests = [Request(prompt, fields) for prompt, fields in pairs]
+    requests = [BatchRequest(prompt, fields) for prompt, fields in pairs]
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
 def _traced_pass(
     job: BenchJob,
     engines: Engines,
-    batches: Sequence[Sequence[Request]],
+    batches: Sequence[Sequence[BatchRequest]],
     measured: Measurements,
 ) -> None:
     """The untimed pass: records tokens, depths, steps and checks."""

@@ -30,6 +30,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from exitserve.calibration_record import CALIBRATED_MODES
+from exitserve.engine.requests import policy_of
 from exitserve.policy import AUTO, ExitRules
 from exitserve.server.metrics import ShadowMetrics, Thresholds
 from exitserve.server.response_fields import Depths
@@ -153,9 +154,7 @@ class ShadowEvaluation:
         self, prompt: Any, params: Any, options: Mapping[str, Any]
     ) -> SelectedRequest | None:
         """The request, if it is selected for a comparison."""
-        policy = self._rules.policy_or_off(
-            params.extra_args, structured=params.structured_outputs is not None
-        )
+        policy = policy_of(params, self._rules)
         may_exit = policy.mode in CALIBRATED_MODES and params.max_tokens != 1
         # A grammar restricts the most likely token, and full depth does not apply the grammar. With
         # `logprob_token_ids`, vLLM does not return the most likely token.

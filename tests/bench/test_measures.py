@@ -22,7 +22,7 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.settings import OFF, PLAIN, Setting
-from exitserve.costs import DecoderShape, Step
+from exitserve.costs import DecoderShape, DecodeStep
 from exitserve.errors import ExitServeError
 
 SHAPE = DecoderShape(
@@ -65,7 +65,7 @@ def observed(setting: Setting, rates: list[float], depths: list[int], checks: in
         batch_size=1,
         requests=10,
         depths=depths,
-        steps=[Step(depths=(depth,), contexts=(5,), checks=checks) for depth in depths],
+        steps=[DecodeStep(depths=(depth,), contexts=(5,), checks=checks) for depth in depths],
         repeats=[Timing(10, 10 / rate, (1 / rate,) * 10) for rate in rates],
     )
 
@@ -113,8 +113,8 @@ def test_spread_is_ordered() -> None:
 
 def test_steps_line_up_the_rows_of_a_batch() -> None:
     assert steps_of([(2, 4), (2, 2)], prompt_lengths=[7, 9]) == [
-        Step(depths=(2, 2), contexts=(8, 10)),
-        Step(depths=(4, 2), contexts=(9, 11)),
+        DecodeStep(depths=(2, 2), contexts=(8, 10)),
+        DecodeStep(depths=(4, 2), contexts=(9, 11)),
     ]
 
 

@@ -13,11 +13,11 @@ from exitserve.evaluation.settings import label_of
 
 def test_a_case_has_the_keys_of_a_benchmark(report, bundled) -> None:
     from exitserve.checkpoint import read_config
-    from exitserve.costs import Step, shape_of
+    from exitserve.costs import DecodeStep, shape_of
 
     shape: DecoderShape = shape_of(read_config(bundled), "float32")
     plain = Measurements(setting=PLAIN, batch_size=1, requests=1, depths=[12])
-    plain.steps = [Step(depths=(12,), contexts=(4,), propagates=True)]
+    plain.steps = [DecodeStep(depths=(12,), contexts=(4,), propagates=True)]
     plain.repeats = [Timing(tokens=1, seconds=1.0, gaps=(1.0,))]
     theirs = case_of(plain, plain, shape, (3, 6, 9))
     for case in report()["cases"]:

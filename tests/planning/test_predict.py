@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exitserve.costs import (
     DecoderShape,
-    Step,
+    DecodeStep,
     break_even,
     full_depth,
     limit_speedup,
@@ -219,7 +219,7 @@ def test_never_above_the_limit_by_bytes(
     """Where memory is all that counts, no mix beats the step in which every row leaves."""
     costs = by_bytes(name, batch, context)
     layer = data.draw(st.integers(1, costs.num_layers - 1))
-    step = Step(depths=(layer,) * batch, contexts=(context,) * batch, checks=1)
+    step = DecodeStep(depths=(layer,) * batch, contexts=(context,) * batch, checks=1)
     limit = limit_speedup(shape(name), [step])
     found = speedup(costs, batch, {layer: share}, compacts=compacts)
     even = break_even_share(costs, batch, layer, compacts=compacts)
@@ -238,7 +238,7 @@ def test_a_mean_over_steps_as_the_bytes_model_counts_them(
     expected = 0.0
     for stay in range(batch + 1):
         depths = (costs.num_layers,) * stay + (layer,) * (batch - stay)
-        step = Step(depths=depths, contexts=(100,) * batch, checks=1)
+        step = DecodeStep(depths=depths, contexts=(100,) * batch, checks=1)
         chance = comb(batch, stay) * (1 - share) ** stay * share ** (batch - stay)
         expected += chance * step_bytes(shape(name), step)
     plain = step_bytes(shape(name), full_depth(shape(name), step))

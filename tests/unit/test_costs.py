@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exitserve.costs import (
     DecoderShape,
-    Step,
+    DecodeStep,
     break_even,
     break_even_rates,
     full_depth,
@@ -36,8 +36,8 @@ TINY = DecoderShape(
 )
 
 
-def step(*depths: int, contexts: tuple[int, ...] | None = None, checks: int = 0) -> Step:
-    return Step(depths=depths, contexts=contexts or (10,) * len(depths), checks=checks)
+def step(*depths: int, contexts: tuple[int, ...] | None = None, checks: int = 0) -> DecodeStep:
+    return DecodeStep(depths=depths, contexts=contexts or (10,) * len(depths), checks=checks)
 
 
 def test_parts_by_hand() -> None:
@@ -149,8 +149,8 @@ def test_shape_of_refuses_an_unknown_dtype() -> None:
         shape_of({}, "int8")
 
 
-@pytest.mark.parametrize("bad", [step(5), step(0), Step(depths=(1,), contexts=(), checks=0)])
-def test_impossible_steps_are_refused(bad: Step) -> None:
+@pytest.mark.parametrize("bad", [step(5), step(0), DecodeStep(depths=(1,), contexts=(), checks=0)])
+def test_impossible_steps_are_refused(bad: DecodeStep) -> None:
     with pytest.raises(ValueError, match=r"depths"):
         step_bytes(TINY, bad)
 
@@ -176,8 +176,10 @@ def shapes_and_rows(draw: st.DrawFn) -> tuple[DecoderShape, tuple[tuple[int, int
     return shape, tuple(draw(st.lists(row, min_size=1, max_size=8)))
 
 
-def as_step(rows: tuple[tuple[int, int], ...], checks: int) -> Step:
-    return Step(depths=tuple(d for d, _ in rows), contexts=tuple(c for _, c in rows), checks=checks)
+def as_step(rows: tuple[tuple[int, int], ...], checks: int) -> DecodeStep:
+    return DecodeStep(
+        depths=tuple(d for d, _ in rows), contexts=tuple(c for _, c in rows), checks=checks
+    )
 
 
 @given(shapes_and_rows())
