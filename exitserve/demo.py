@@ -76,11 +76,15 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     report = args.out / "bench"
     bench = ["bench", str(args.model), "--thresholds", ",".join(map(str, THRESHOLDS[1:]))]
     bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
-    console.print(f"exitserve {' '.join(bench)}", style="dim")
+    console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):
         return code
-    console.print(f"\nThe report: {report / 'report.md'} (plot and JSON beside it).")
-    console.print(f"Serve it yourself:  exitserve serve {args.model} --exit-threshold 0.7")
+    # Not wrapped: people copy paths and commands.
+    console.print(
+        f"\nThe report: {report / 'report.md'} (plot and JSON beside it).", soft_wrap=True
+    )
+    serve = f"exitserve serve {args.model} --exit-threshold 0.7"
+    console.print(f"Serve it yourself:  {serve}", soft_wrap=True)
     return 0
 
 

@@ -233,7 +233,7 @@ def test_a_mix_says_what_its_share_came_to() -> None:
         for share, _ in asked
     ]
     assert [(case["exit_share"], case["actual_exit_share"]) for case in cases] == asked
-    assert ["no mix" in " ".join(notes_on([case])) for case in cases] == [False, False, True]
+    assert ["not a mix" in " ".join(notes_on([case])) for case in cases] == [False, False, True]
 
 
 def test_rates_are_finite() -> None:

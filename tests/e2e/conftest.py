@@ -17,7 +17,10 @@ from openai import OpenAI
 from exitserve.server.local_server import LocalServer, free_port, stop
 
 NAME = "exit-py"
-OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+# A worker in the engine's own process spares the start of one more; servers of several ranks, and
+# the demo's, have workers of their own.
+ONE_PROCESS = ("--distributed-executor-backend", "uni")
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME, *ONE_PROCESS)
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,9 @@ def crowded(
     log = tmp_path_factory.mktemp("crowded") / "server.log"
     options = [str(word) for pair in CROWDED.items() for word in pair]
     with pytest.MonkeyPatch.context() as environment:
-        if request.param == "two ranks":
+        if request.param == "one rank":
+            options += ["--distributed-executor-backend", "uni"]
+        else:
             options += ["--tensor-parallel-size", "2"]
             environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         common = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
@@ -115,6 +117,7 @@ def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) 
 def test_weights_of_8_bits(quantised, tmp_path) -> None:
     log = tmp_path / "server.log"
     options = ("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", NAME)
+    options += ("--distributed-executor-backend", "uni")
     with LocalServer(quantised, *options, log=log) as running:
         depths = [set(said(ask(running, CODE, fields))[1][1:]) for fields in FIELDS]
         assert depths[2:] == [{3}, {12}]

@@ -64,6 +64,7 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judging(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     log = tmp_path_factory.mktemp("judging") / "server.log"
     options = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+    options += ("--distributed-executor-backend", "uni")
     with LocalServer(calibrated, *options, "--shadow-rate", "1", log=log) as running:
         yield running
     text = log.read_text()

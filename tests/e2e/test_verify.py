@@ -33,7 +33,7 @@ def verifying(
 ) -> Iterator[LocalServer]:
     """One that drafts always, on one rank, and one that may step aside, on two."""
     log = tmp_path_factory.mktemp("verify") / "server.log"
-    own = ["--exit-checks", "all"]
+    own = ["--exit-checks", "all", "--distributed-executor-backend", "uni"]
     with pytest.MonkeyPatch.context() as environment:
         if request.param == "two ranks":
             own = ["--tensor-parallel-size", "2"]

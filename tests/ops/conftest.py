@@ -11,12 +11,16 @@ import os
 import pytest
 import torch
 
+# The interpreter computes by numpy, which warns where a GPU silently gives inf or NaN.
+INTERPRETED = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks gpu what asks for a device: without a GPU, only the interpreter runs it."""
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+            item.add_marker(INTERPRETED)
 
 
 @pytest.fixture(scope="session")

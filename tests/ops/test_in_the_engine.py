@@ -147,7 +147,7 @@ def test_frozen_rows_fill_paged_caches(
     names = {one.layer_name: slots[kind] for one, kind in zip(attentions, KINDS, strict=True)}
     context: Any = SimpleNamespace(slot_mapping=names)
     with torch.no_grad(), override_forward_context(context):
-        Propagation(layers, (2, 4), 100, states).fill(states, positions, 2)
+        Propagation(lambda: layers, (2, 4), 100).fill(states, positions, 2)
     assert chosen()["propagate_kv"] == "triton"
     # Sums of 128 products in another order; e5m2 has two bits, and the interpreter cuts.
     close = {"rtol": 1e-4 if kind == torch.float32 else 0.26, "atol": 1e-5}

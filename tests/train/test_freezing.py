@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.policy import ExitPolicy
-from exitserve.reference import Reference, Trace
+from exitserve.reference import OracleTrace, Reference
 from exitserve_kernels.exit_check import check_logits
 from exitserve_training.objectives.objective import LossInputs
 from exitserve_training.skipping import SkippedPositions
@@ -73,13 +73,13 @@ class Watched(Reference):
         model.train(training)
         self.hidden: dict[int, Tensor] = {}
 
-    def _run(self, input_ids: Tensor, cache: Any) -> Tensor:
+    def _run_layers(self, input_ids: Tensor, cache: Any) -> Tensor:
         # The input of layer l + 1 is what the oracle's own hook on layer l made of its output.
         handles = [
             layer.register_forward_pre_hook(self._keeper(depth), with_kwargs=True)
             for depth, layer in enumerate(self.parts.layers)
         ]
-        last = super()._run(input_ids, cache)
+        last = super()._run_layers(input_ids, cache)
         for handle in handles:
             handle.remove()
         self.hidden[NUM_LAYERS] = last
@@ -94,7 +94,7 @@ class Watched(Reference):
 
 def assert_row_is_the_oracles(
     model: Any, batch: LossInputs, row: int, ids: Tensor, prompt: int, threshold: float
-) -> Trace:
+) -> OracleTrace:
     oracle = Watched(model)
     trace = oracle.trace(ids.tolist(), prompt, ExitPolicy.confidence(threshold))
     length = len(ids)

@@ -292,6 +292,8 @@ BAD_TARGETS: dict[str, Any] = {
 }
 
 
+# PEFT warns of tied embeddings as it adapts them; what is tested refuses them.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("case", BAD_TARGETS)
 def test_target_modules_that_do_not_fit_are_refused(
     lora_recipe: MakeRecipe, train: Train, case: str
