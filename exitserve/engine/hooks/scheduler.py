@@ -17,6 +17,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from exitserve.engine.options import rules_from
 from exitserve.engine.requests import policy_of
+from exitserve.policy import ExitPolicy
+
+
+def joint_salt(policy: ExitPolicy, own: str | None) -> str | None:
+    """The salt of a request's block hashes, from its policy and the salt that it came with.
+
+    Different pairs have different salts, whatever a client sends: a policy's salt holds no bar, so
+    the first bar ends it, and a request's own salt never stands in its place.
+    """
+    salt = policy.cache_salt()
+    return salt if own is None else f"{salt or ''}|{own}"
 
 
 class _Salted:
@@ -35,10 +46,9 @@ class _Salted:
         """Salts the request's block hashes with its policy, then schedules it."""
         params = request.sampling_params
         if params is not None and request.request_id not in self.requests:
-            salt = policy_of(params, self._exit_rules).cache_salt()
-            if salt is not None:
-                own = request.cache_salt
-                request.cache_salt = salt if own is None else f"{own}|{salt}"
+            salt = joint_salt(policy_of(params, self._exit_rules), request.cache_salt)
+            if salt != request.cache_salt:
+                request.cache_salt = salt
                 request.block_hashes.clear()
                 request.update_block_hashes()
         super().add_request(request)  # type: ignore[misc]  # of the scheduler behind this
