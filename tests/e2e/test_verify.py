@@ -150,6 +150,13 @@ def test_what_cannot_be_judged_is_refused(ask: Any, field: dict[str, Any]) -> No
     assert ask(PROMPTS[0]).choices[0].text
 
 
+@pytest.mark.parametrize("field", [{"top_k": 20}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}])
+def test_passes_without_drafts_sample_too(ask: Any, field: dict[str, Any]) -> None:
+    """The first pass of a request judges none; plain vLLM's top-k would end the engine there."""
+    assert ask(PROMPTS[0], temperature=0.8, **field).choices[0].text
+    assert ask(PROMPTS[0]).choices[0].text
+
+
 def test_bad_fields_are_refused(ask: Any) -> None:
     with pytest.raises(BadRequestError, match="exit_threshold must be a finite number"):
         ask(PROMPTS[0], vllm_xargs={"exit_threshold": -1})

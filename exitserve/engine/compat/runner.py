@@ -13,6 +13,8 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 def request_ids(model_runner: Any) -> Callable[[], list[str]]:
@@ -35,15 +37,27 @@ def watch_rows(model_runner: Any, processor: Any) -> None:
 
 
 def repair_sampling_with_drafts() -> None:
-    """Lets requests that sample, and whose drafts are judged, have their own temperature on a CPU.
+    """Mends what vLLM does to sampled requests beside drafts.
 
-    vLLM 0.32 spreads a request's temperature, top-k and top-p over its drafts by a kernel whose
-    CPU version (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted
-    copy of its output unless that is of 64-bit integers: all three are then whatever lay in
-    memory, and samples follow another distribution. vLLM's registry takes a better one.
+    On a CPU, lets requests whose drafts are judged have their own temperature. vLLM 0.32 spreads a
+    request's temperature, top-k and top-p over its drafts by a kernel whose CPU version
+    (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted copy of its
+    output unless that is of 64-bit integers: all three are then whatever lay in memory, and
+    samples follow another distribution. vLLM's registry takes a better one.
+
+    And lets passes without drafts apply top-k (`_apply_top_k_top_p`).
     """
     if current_platform.is_cpu() and not HAS_TRITON:
         register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+    rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
+
+
+def _apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """vLLM's, also for a pass without drafts, whose logits [0, V] its top-k stumbles over.
+
+    On a CPU it takes the maximum of all k, and of none there is none: the engine would end.
+    """
+    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
 
 
 def _expand(
