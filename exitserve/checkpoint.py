@@ -7,6 +7,8 @@ ignore the block.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,5 +177,24 @@ def write_multi_exit(model_dir: Path | str, block: MultiExit) -> None:
     """Puts the block into the checkpoint's `config.json`, replacing an earlier one."""
     config = read_config(model_dir)
     config[BLOCK] = block.to_json()
-    text = json.dumps(config, indent=2) + "\n"
-    (Path(model_dir) / "config.json").write_text(text, encoding="utf-8")
+    replace_text(Path(model_dir) / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file at once: whatever goes wrong, the old one or the new one is there, whole.
+
+    Where `path` is a link, as in the cache of a model hub, the link becomes a file, and what it
+    pointed to stays as it is.
+    """
+    mode = path.stat().st_mode if path.exists() else 0o644
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(mode & 0o777)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

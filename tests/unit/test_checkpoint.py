@@ -120,3 +120,36 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ExitServeError, match="not valid JSON"):
         read_config(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_config(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (directory / "config.json").read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_multi_exit(directory, MultiExit(exit_layers=(1,)))
+    assert (directory / "config.json").read_bytes() == before
+    assert [one.name for one in directory.iterdir() if one.name.startswith(".config")] == []
+
+
+def test_what_a_linked_config_points_to_stays(directory: Path, tmp_path: Path) -> None:
+    """As in the cache of a model hub, whose files are links to shared blobs."""
+    blob, config = tmp_path / "blob", directory / "config.json"
+    before = config.read_bytes()
+    blob.write_bytes(before)
+    config.unlink()
+    config.symlink_to(blob)
+    write_multi_exit(directory, MultiExit(exit_layers=(1,)))
+    assert blob.read_bytes() == before
+    assert not config.is_symlink() and read_multi_exit(directory) == MultiExit(exit_layers=(1,))
+
+
+def test_a_config_keeps_its_permissions(directory: Path) -> None:
+    (directory / "config.json").chmod(0o640)
+    write_multi_exit(directory, MultiExit(exit_layers=(1,)))
+    assert (directory / "config.json").stat().st_mode & 0o777 == 0o640
