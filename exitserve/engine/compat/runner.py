@@ -49,7 +49,8 @@ def repair_sampling_with_drafts() -> None:
     """
     if current_platform.is_cpu() and not HAS_TRITON:
         register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
-    rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
+    module: Any = rejection_sampler
+    module.apply_top_k_top_p = _apply_top_k_top_p
 
 
 def _apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
