@@ -3,10 +3,9 @@
 # what is done.
 
 PYTHON ?= python3
-# Tests run side by side, each worker on one core and in 4 GiB of memory; three keep two cores busy,
-# because servers that start or rest leave theirs idle. JOBS=0: one after the other, in one process
-# and on all cores.
-JOBS ?= 3
+# Tests run side by side, each worker on a core of its own and in 4 GiB of memory. JOBS=0: one after
+# the other, in one process and on all cores.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
