@@ -1,7 +1,9 @@
 """Documents, their split into train and validation, the tokenizer, and packing."""
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -201,3 +203,41 @@ def test_validation_is_spread_over_all_held_out_documents(tokenizer) -> None:
     assert "= 9\n" in text
     with pytest.raises(ExitServeError, match="the validation documents have fewer"):
         pack_split(Split(held_out, held_out[:1]), tokenizer, 1000, 10)
+
+
+def test_a_run_reads_what_an_earlier_run_has_packed(
+    make_recipe: Callable[..., Path], tmp_path: Path, train: Callable[..., int], bundled: Path
+) -> None:
+    """Held out is what was held out then, though the files are others now."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    write(texts)
+    keys: dict[str, Any] = {"data": {"files": [f"{texts}/*.txt"], "sequence_length": 32}}
+    training = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    first, then = tmp_path / "out", tmp_path / "then"
+    assert train(make_recipe(**keys, training=training)) == 0
+    (texts / "0.txt").unlink()
+    later = make_recipe(
+        output_dir=str(then),
+        model=str(first),
+        config=None,
+        tokenizer=None,
+        training=training,
+        data={"from_run": str(first), "sequence_length": 32},
+    )
+    assert train(later) == 0
+    sides = [
+        datasets.load_from_disk(str(marker.parent / marker.read_text()))
+        for marker in (first / "data" / "key", then / "data" / "key")
+    ]
+    for side in ("train", "validation"):
+        assert sides[0][side]["input_ids"][:] == sides[1][side]["input_ids"][:]
+    again = [f"output_dir={tmp_path / 'again'}"]
+    with pytest.raises(ExitServeError, match=r"set data\.sequence_length=32 instead of 16"):
+        train(later, *again, "data.sequence_length=16")
+    with pytest.raises(ExitServeError, match=r"packed with another tokenizer"):
+        train(later, *again, f"tokenizer.path={bundled}")
+    with pytest.raises(ExitServeError, match=r"holds no packed data"):
+        train(later, *again, f"data.from_run={texts}")
+    with pytest.raises(ExitServeError, match=r"data\.max_bytes has no effect with data\.from_run"):
+        train(later, *again, "data.max_bytes=100")

@@ -35,6 +35,7 @@ class TokenizerRecipe(Strict):
 _ONLY_FOR = {
     "loss_on": ("chat",),
     "python_source": ("text",),
+    "from_run": ("text",),
     "exclude": ("text",),
     "max_file_bytes": ("text",),
     "max_package_bytes": ("text",),
@@ -50,6 +51,9 @@ _ONLY_FOR = {
     "sequence_length": ("text", "chat", "labelled"),
 }
 """Keys of `data` that some formats only can use."""
+
+_WITH_FROM_RUN = {"from_run", "format", "sequence_length"}
+"""Keys of `data` that may stand beside `from_run`."""
 
 
 class DataRecipe(Strict):
@@ -80,6 +84,8 @@ class DataRecipe(Strict):
     """The most labelled rows or images to train on, drawn by the seed."""
     python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
     """Python files of this installation, read in place."""
+    from_run: str | None = None
+    """Instead: `output_dir` of an earlier run, whose sequences are read, those held out too."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of `python_source` names (`site-packages/pkg/mod.py`) to leave out."""
     max_file_bytes: int | None = Field(default=None, ge=1)
@@ -101,8 +107,12 @@ class DataRecipe(Strict):
 
     @model_validator(mode="after")
     def _some_source(self) -> DataRecipe:
-        if not (self.files or self.dataset or self.python_source):
-            raise ValueError("data needs one of data.files, data.dataset, data.python_source")
+        if self.from_run is not None:
+            self._check_from_run()
+        elif not (self.files or self.dataset or self.python_source):
+            raise ValueError(
+                "data needs one of data.files, data.dataset, data.python_source, data.from_run"
+            )
         for key in sorted(self.model_fields_set):
             formats = _ONLY_FOR.get(key, ())
             if formats and self.format not in formats and getattr(self, key):
@@ -111,6 +121,17 @@ class DataRecipe(Strict):
                     f"{' or '.join(formats)}; leave it out, or set data.format"
                 )
         return self
+
+    def _check_from_run(self) -> None:
+        """Raises `ValueError` for keys that say again what the earlier run has settled."""
+        for key in sorted(self.model_fields_set - _WITH_FROM_RUN):
+            if getattr(self, key) != type(self).model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(
+                    f"data.{key} has no effect with data.from_run, which gives sequences as they "
+                    f"were cut; leave it out, or leave from_run out"
+                )
 
     @property
     def is_classification(self) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
 from exitserve_training.sources import Document, Split
+from exitserve_training.tokenization import load_tokenizer
 
 _BATCH = 256
 """Documents per tokenizer call: the library works through a batch with all cores."""
@@ -83,3 +84,37 @@ def save_packed(folder: Path, key: str, packed: datasets.DatasetDict) -> None:
     """Keeps the packed data, so that a resumed run sees the same sequences in the same order."""
     packed.save_to_disk(str(folder / key))
     (folder / "key").write_text(key, encoding="utf-8")
+
+
+def packed_by_run(
+    run: str, tokenizer: PreTrainedTokenizerBase, length: int
+) -> datasets.DatasetDict:
+    """The sequences of an earlier run, on both sides as they were.
+
+    Where a text came from may have changed since, and its documents would be split anew: what
+    that run trained on could be held out now.
+
+    Raises:
+        ExitServeError: no run, or sequences of another length or tokenizer.
+    """
+    folder = Path(run) / "data"
+    marker = folder / "key"
+    if not marker.is_file():
+        raise ExitServeError(
+            f"data.from_run: '{run}' holds no packed data (no data/key); give the output_dir of a "
+            f"run on text, with its data folder."
+        )
+    packed = load_packed(folder, marker.read_text(encoding="utf-8"))
+    assert packed is not None
+    found = len(packed["train"][0]["input_ids"])
+    if found != length:
+        raise ExitServeError(
+            f"data.from_run: '{run}' has sequences of {found} tokens; set "
+            f"data.sequence_length={found} instead of {length}."
+        )
+    if load_tokenizer(str(folder)).get_vocab() != tokenizer.get_vocab():
+        raise ExitServeError(
+            f"data.from_run: '{run}' was packed with another tokenizer; give the model or "
+            f"tokenizer.path that it had."
+        )
+    return packed

@@ -47,7 +47,13 @@ from exitserve_training.models import (
     task_for,
 )
 from exitserve_training.objectives.registry import check_layers
-from exitserve_training.packing import fingerprint, load_packed, pack_split, save_packed
+from exitserve_training.packing import (
+    fingerprint,
+    load_packed,
+    pack_split,
+    packed_by_run,
+    save_packed,
+)
 from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.recipe import Recipe
@@ -161,6 +167,13 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
         return load_chats(recipe.data, tokenizer, recipe.seed), tokenizer
     if recipe.data.format == "labelled":
         return _read_labelled(recipe, setup, tokenizer)
+    length = recipe.data.sequence_length
+    if recipe.data.from_run is not None:
+        if tokenizer is None:
+            raise ExitServeError(
+                "data.from_run needs a model with its tokenizer, or tokenizer.path."
+            )
+        return packed_by_run(recipe.data.from_run, tokenizer, length), tokenizer
     split = load_split(recipe.data, recipe.seed)
     is_masked = setup.task == "hidden token"
     if tokenizer is None:
@@ -170,7 +183,6 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
             "this tokenizer has no mask token, which a masked language model needs; set "
             "tokenizer.path to that of a masked model."
         )
-    length = recipe.data.sequence_length
     return pack_split(split, tokenizer, length, recipe.data.validation_blocks), tokenizer
 
 
