@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -71,8 +72,14 @@ def _share(shares: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+_PROMPT_NUMBERS: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+"""Hashed once a request: the passes that are timed must not hash long prompts."""
+
+
 def _prompt_number(request: Request) -> int:
-    return hash(tuple(request.prompt_ids))
+    if request not in _PROMPT_NUMBERS:
+        _PROMPT_NUMBERS[request] = hash(tuple(request.prompt_ids))
+    return _PROMPT_NUMBERS[request]
 
 
 class _ForcedChecks(Checks):
@@ -139,6 +146,8 @@ class ForcedDeviceRequests(DeviceRequests):
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
         """See `DeviceRequests.begin`; one more copy says which checks pass."""
         super().begin(batch, places)
+        if not self.rows.may_differ:
+            return
         found = [0] * len(batch.slots)
         for row, slot in enumerate(batch.slots):
             if (request := self._by_slot.get(slot)) is not None:
@@ -147,8 +156,7 @@ class ForcedDeviceRequests(DeviceRequests):
                 lots = [(number, last, layer) for layer in self._rules.exit_layers]
                 passes = self.outcomes.passes(lots)
                 found[row] = sum(passed << index for index, passed in enumerate(passes))
-        if found:
-            upload(found, self.rows.passes[: len(found)])
+        upload(found, self.rows.passes[: len(found)])
 
 
 class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):

@@ -32,12 +32,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of a fraction of a second."""
-    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
-
-
 def test_rows_are_timed_at_powers_of_two_and_at_the_sizes_themselves() -> None:
     assert rows_to_time([6, 1]) == (1, 2, 4, 6)
     assert rows_to_time([1]) == (1,)

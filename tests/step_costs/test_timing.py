@@ -21,12 +21,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of a fraction of a second."""
-    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_type_can_be_timed(dtype: str) -> None:
     shape = step_costs(TINY, dtype=dtype, device=None).shape

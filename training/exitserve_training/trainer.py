@@ -68,8 +68,7 @@ class MultiExitTraining(_Base):
             task_inputs: what the model predicts; None for the next token.
             **kwargs: see `transformers.Trainer`.
         """
-        self._has_adapters = recipe.lora is not None
-        self._muon = recipe.optimizer == "muon"
+        self._has_adapters, self._muon = recipe.lora is not None, recipe.optimizer == "muon"
         trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
         arguments: TrainingArguments = kwargs["args"]
         # It reads each loss from the device; one that is not finite ends the run anyway.

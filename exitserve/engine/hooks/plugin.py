@@ -44,9 +44,6 @@ def class_name(location: str) -> str:
 
 def register() -> None:
     """Registers the model classes; vLLM calls this in each of its processes."""
-    from exitserve.engine.compat.parents import end_with_parent
-
-    end_with_parent()
     for location in architectures().values():
         register_model(location)
     _log_as_vllm_does()

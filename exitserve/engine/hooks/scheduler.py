@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from exitserve.engine.compat.parents import end_core_with_parent
 from exitserve.engine.options import rules_from
 from exitserve.engine.requests import policy_of
 from exitserve.policy import ExitPolicy
@@ -40,6 +41,7 @@ class _Salted:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exit_rules = rules_from(self.vllm_config)
+        end_core_with_parent()  # every core has one scheduler, which is ours
         self.num_lookahead_tokens += self._exit_rules.num_drafts
 
     def add_request(self, request: Any) -> None:

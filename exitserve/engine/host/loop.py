@@ -106,7 +106,9 @@ class HostLoop:
             # Where no row may exit, the pass is vLLM's own, bit for bit.
             step.skip_checks()
             normed = self._run_plain(plain)
-        elif step.known_depth is not None or self._masked or not self._can_rearrange():
+        elif (
+            step.known_depth is not None or self._masked or not can_rearrange(get_forward_context())
+        ):
             hidden = embed()
             self._catch_up(positions, hidden, step)
             normed = self._run_masked(positions, hidden, step)
@@ -115,9 +117,6 @@ class HostLoop:
         self._context = get_forward_context() if self._rules.num_drafts else None
         self.requests.record(step)
         return normed
-
-    def _can_rearrange(self) -> bool:
-        return can_rearrange(get_forward_context())
 
     def _run_plain(self, plain: Callable[[], Tensor]) -> Tensor:
         normed = plain()

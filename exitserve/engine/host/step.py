@@ -55,7 +55,7 @@ class Candidate:
     def skip(self, exit_layers: Sequence[int]) -> None:
         """Notes that the token passed these exit layers without a check."""
         for layer in exit_layers:
-            if self.may_exit_at(layer) and self.request.schedule.is_waiting(layer):
+            if self.request.schedule.is_waiting(layer) and self.may_exit_at(layer):
                 self.request.schedule.skip(layer)
 
 
@@ -147,20 +147,19 @@ class Step:
 
     def due(self, layer: int) -> list[Candidate]:
         """The rows to check after `layer` layers."""
-        return [one for one in self._arrived(layer) if not one.request.schedule.is_waiting(layer)]
-
-    def skip_waiting(self, layer: int) -> None:
-        """Notes that rows which are not due passed an exit layer; call it once a layer."""
-        for one in self._arrived(layer):
-            if one.request.schedule.is_waiting(layer):
-                one.request.schedule.skip(layer)
-
-    def _arrived(self, layer: int) -> list[Candidate]:
         if layer not in self._exit_layers:
             return []
         return [
-            one for one in self._candidates if one.row not in self.depth and one.may_exit_at(layer)
+            one
+            for one in self._candidates
+            if one.row not in self.depth and one.is_checked((layer,))
         ]
+
+    def skip_waiting(self, layer: int) -> None:
+        """Notes that rows which are not due passed an exit layer; call it once a layer."""
+        for one in self._candidates:
+            if one.row not in self.depth:
+                one.skip((layer,))
 
     def has_more(self, gone: Collection[int]) -> bool:
         """Whether tokens of rows that are not `gone` still wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -173,18 +174,25 @@ class SeparateClassifiers(Objective):
         return total
 
 
-class CosineAlignment(Objective):
-    """Turns the states of layers towards the last one's: L_sim of appendix C."""
+Options = TypeVar("Options", CosineAlignmentOptions, KLToLastOptions)
 
-    def __init__(self, options: CosineAlignmentOptions, context: BuildContext) -> None:
+
+class _TowardsLast(Objective, Generic[Options]):
+    """Turns chosen layers towards the last one, in every step."""
+
+    def __init__(self, options: Options, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.options = options
+        self.options: Options = options
         self.num_layers = context.num_layers
         self.chosen = options.layers_used(context.exit_layers, context.num_layers)
 
     def layers(self, step: int) -> Sequence[int]:
         """See `Objective`."""
         return self.chosen
+
+
+class CosineAlignment(_TowardsLast[CosineAlignmentOptions]):
+    """Turns the states of layers towards the last one's: L_sim of appendix C."""
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
@@ -198,18 +206,8 @@ class CosineAlignment(Objective):
         return loss, {"cosine_alignment_loss": loss.detach()}
 
 
-class KLToLast(Objective):
+class KLToLast(_TowardsLast[KLToLastOptions]):
     """Turns what layers predict towards what the last one predicts."""
-
-    def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        self.options = options
-        self.num_layers = context.num_layers
-        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
-
-    def layers(self, step: int) -> Sequence[int]:
-        """See `Objective`."""
-        return self.chosen
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""

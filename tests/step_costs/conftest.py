@@ -1,0 +1,10 @@
+"""Measurements of a fraction of a second."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
