@@ -41,6 +41,11 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), help="folder for log and report"
     )
+    parser.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="do not compile the engines that are compared: they start sooner and run slower",
+    )
     parser.set_defaults(run=partial(demo, run_command=run_command))
 
 
@@ -76,6 +81,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     report = args.out / "bench"
     bench = ["bench", str(args.model), "--thresholds", ",".join(map(str, THRESHOLDS[1:]))]
     bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
+    bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):
         return code

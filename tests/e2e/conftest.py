@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,48 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.server.local_server import LocalServer, free_port, stop
 
 NAME = "exit-py"
-# A worker in the engine's own process spares the start of one more; servers of several ranks, and
-# the demo's, have workers of their own.
-ONE_PROCESS = ("--distributed-executor-backend", "uni")
-OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME, *ONE_PROCESS)
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
+# The worker in the engine's own process, which spares the start of one more. On CPUs vLLM 0.32
+# takes the option only with the variable, which is of no effect on a server otherwise
+# (`vllm/platforms/cpu.py`).
+UNI = ("--distributed-executor-backend", "uni")
+WITH_UNI = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+Serve = Callable[..., AbstractContextManager[LocalServer]]
 
 
 @pytest.fixture(scope="session")
-def server(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """`with serve(model, ...)`: our server on one rank, or on two, of one core each."""
+
+    @contextmanager
+    def serve(model: Path, *options: object, ranks: int = 1) -> Iterator[LocalServer]:
+        log = tmp_path_factory.mktemp("server") / "server.log"
+        own = UNI if ranks == 1 else ("--tensor-parallel-size", str(ranks))
+        server = LocalServer(model, *OPTIONS, *own, *map(str, options), log=log)
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in WITH_UNI.items() if ranks == 1 else ():
+                environment.setenv(name, value)
+            if ranks > 1:
+                environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
+            server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def server(bundled: Path, serve: Serve) -> Iterator[LocalServer]:
     """Our server, full depth by default."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with LocalServer(bundled, *OPTIONS, log=log) as running:
+    with serve(bundled) as running:
         yield running
 
 
@@ -42,8 +71,8 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     port = free_port()
     log = tmp_path_factory.mktemp("plain") / "server.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
+    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS, *UNI]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | WITH_UNI
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, process_group=0
@@ -100,14 +129,49 @@ def _complete(client: OpenAI, prompt: Any, max_tokens: int, options: dict[str, A
 
 
 @pytest.fixture(scope="session")
-def early_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A server whose requests exit unless they say otherwise, and which may call tools."""
-    log = tmp_path_factory.mktemp("early") / "server.log"
-    options = ("--exit-threshold", "0.4", "--enable-auto-tool-choice", "--tool-call-parser")
+def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, with a calibration that promises something."""
+    directory = tmp_path_factory.mktemp("calibrated")
+    for path in bundled.iterdir():
+        (directory / path.name).symlink_to(path)
+    config = directory / "config.json"
+    text = config.read_text()
+    config.unlink()
+    config.write_text(text)
+    point = OperatingPoint(
+        agreement=0.75,
+        thresholds=dict.fromkeys((3, 6, 9), 0.4),
+        eos_thresholds=dict.fromkeys((3, 6, 9), 0.7),
+    )
+    calibration = Calibration(
+        target=f"agreement>={point.agreement}",
+        mode="confidence",
+        criterion="max_prob",
+        confidence_level=0.95,
+        num_layers=12,
+        chosen=point,
+    )
+    write_multi_exit(directory, MultiExit(exit_layers=(3, 6, 9), calibration=calibration))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def judging(calibrated: Path, serve: Serve) -> Iterator[LocalServer]:
+    """A server that compares every answer with full depth, and whose requests may call tools.
+
+    They exit unless they say otherwise: the checkpoint is calibrated.
+    """
+    options = ("--shadow-rate", 1, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     # A small model would go on with blanks for ever where the grammar lets it.
     grammar = (
         "--structured-outputs-config",
         '{"backend": "xgrammar", "disable_any_whitespace": true}',
     )
-    with LocalServer(bundled, *OPTIONS, *options, "hermes", *grammar, log=log) as running:
-        yield OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    with serve(calibrated, *options, *grammar) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def early_client(judging: LocalServer) -> OpenAI:
+    """Of the server whose requests exit unless they say otherwise."""
+    return OpenAI(base_url=f"{judging.url}/v1", api_key="none", max_retries=0)

@@ -1,4 +1,4 @@
-"""Servers short of memory, split over two ranks, or with 8-bit weights say what a roomy one says.
+"""Servers short of memory, on one rank or split over two, say what a roomy one says.
 
 Requests are preempted, prompts come in chunks and prefixes from the cache; `complete` is the
 server of `conftest.py`, where none of this happens.
@@ -40,22 +40,12 @@ DEFERRED = {"exit_threshold": 0.2, "exit_mode": "defer"}
 Complete = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["one rank", "two ranks"])
-def crowded(
-    request: Any, bundled: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalServer]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def crowded(request: Any, bundled: Path, serve: Any) -> Iterator[LocalServer]:
     """Eight rows that share a cache for four, on one rank or tensor-parallel on two."""
-    log = tmp_path_factory.mktemp("crowded") / "server.log"
-    options = [str(word) for pair in CROWDED.items() for word in pair]
-    with pytest.MonkeyPatch.context() as environment:
-        if request.param == "one rank":
-            options += ["--distributed-executor-backend", "uni"]
-        else:
-            options += ["--tensor-parallel-size", "2"]
-            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        common = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
-        with LocalServer(bundled, *common, *options, log=log) as running:
-            yield running
+    options = (word for pair in CROWDED.items() for word in pair)
+    with serve(bundled, *options, ranks=request.param) as running:
+        yield running
 
 
 def metric(server: LocalServer, name: str) -> float:
@@ -112,13 +102,3 @@ def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) 
     assert said(ask(crowded, prompt, fields)) == said(first)
     assert metric(crowded, name) >= after_first + BLOCK
     assert said(first) == expected(complete, prompt, fields)
-
-
-def test_weights_of_8_bits(quantised, tmp_path) -> None:
-    log = tmp_path / "server.log"
-    options = ("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", NAME)
-    options += ("--distributed-executor-backend", "uni")
-    with LocalServer(quantised, *options, log=log) as running:
-        depths = [set(said(ask(running, CODE, fields))[1][1:]) for fields in FIELDS]
-        assert depths[2:] == [{3}, {12}]
-        assert {3, 12} <= depths[0]

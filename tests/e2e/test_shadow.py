@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.calibration_record import OperatingPoint
+from exitserve.checkpoint import read_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
@@ -26,55 +26,27 @@ from exitserve.server.shadow_evaluation import CAPACITY
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-THRESHOLD = 0.4
 LAYERS = 12
-PROMISED = 0.75
-POINT = OperatingPoint(
-    agreement=PROMISED,
-    thresholds=dict.fromkeys((3, 6, 9), THRESHOLD),
-    eos_thresholds=dict.fromkeys((3, 6, 9), (1 + THRESHOLD) / 2),
-)
+THRESHOLD = 0.4  # of all exits, by the calibration
 Counts = Counter[tuple[str, int]]
 """Tokens by whose thresholds they had, and by depth."""
 
 
 @pytest.fixture(scope="module")
-def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, with a calibration that promises something."""
-    directory = tmp_path_factory.mktemp("calibrated")
-    for path in bundled.iterdir():
-        (directory / path.name).symlink_to(path)
-    config = directory / "config.json"
-    text = config.read_text()
-    config.unlink()
-    config.write_text(text)
-    calibration = Calibration(
-        target=f"agreement>={PROMISED}",
-        mode="confidence",
-        criterion="max_prob",
-        confidence_level=0.95,
-        num_layers=LAYERS,
-        chosen=POINT,
-    )
-    write_multi_exit(directory, MultiExit(exit_layers=(3, 6, 9), calibration=calibration))
-    return directory
+def point(calibrated: Path) -> OperatingPoint:
+    """What the checkpoint promises."""
+    block = read_multi_exit(calibrated)
+    assert block is not None and block.calibration is not None
+    assert set(block.calibration.chosen.thresholds.values()) == {THRESHOLD}
+    return block.calibration.chosen
 
 
-@pytest.fixture(scope="module")
-def judging(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    log = tmp_path_factory.mktemp("judging") / "server.log"
-    options = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
-    options += ("--distributed-executor-backend", "uni")
-    with LocalServer(calibrated, *options, "--shadow-rate", "1", log=log) as running:
-        yield running
-    text = log.read_text()
+@pytest.fixture(scope="module", autouse=True)
+def nothing_failed(judging: LocalServer) -> Iterator[None]:
+    yield
+    text = judging.log.read_text()
     assert "could not be compared" not in text
-    assert "server/shadow_evaluation.py" not in text, "a traceback, while it ran or stopped"
-
-
-@pytest.fixture(scope="module")
-def judged_client(judging: LocalServer) -> OpenAI:
-    return OpenAI(base_url=f"{judging.url}/v1", api_key="none", max_retries=0)
+    assert "server/shadow_evaluation.py" not in text, "a traceback"
 
 
 def read(server: LocalServer, name: str) -> dict[tuple[str, ...], float]:
@@ -133,15 +105,17 @@ def counted(found: list[int], whose: str = "calibrated") -> Counts:
 
 @pytest.mark.parametrize("fields", [{}, {"exit_threshold": 0.5, "exit_mode": "defer"}], ids=str)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_agreement_is_the_oracles(judging, judged_client, calibrated, fields, sampled) -> None:
+def test_agreement_is_the_oracles(
+    judging, early_client, calibrated, point, fields, sampled
+) -> None:
     """Of likeliest tokens, for the same text: what was sampled makes no difference."""
     whose = "other" if fields else "calibrated"
     options = {"n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 48} if sampled else {}
     watch = Watch(judging)
-    answer = completion(judged_client, fields=fields, **options)
+    answer = completion(early_client, fields=fields, **options)
     expected, agreed = counted(depths(answer), whose), Counts()
     reference = load_reference(str(calibrated))
-    told = ExitPolicy.calibrated(POINT, mode="confidence")
+    told = ExitPolicy.calibrated(point, mode="confidence")
     if fields:
         told = ExitPolicy.confidence(0.5, mode="defer")
     for choice in answer["choices"]:
@@ -160,8 +134,8 @@ def test_agreement_is_the_oracles(judging, judged_client, calibrated, fields, sa
     assert sum(n for (_, depth), n in agreed.items() if depth < LAYERS) > 0, "nothing exits"
 
 
-def test_every_way_to_ask_is_judged(judging, judged_client) -> None:
-    client = judged_client
+def test_every_way_to_ask_is_judged(judging, early_client) -> None:
+    client = early_client
     found: list[int] = []
     watch = Watch(judging)
     found += depths(completion(client, [PROMPT, "import os\n", "x"]))
@@ -192,20 +166,20 @@ def test_every_way_to_ask_is_judged(judging, judged_client) -> None:
     assert watch.tokens(length).total() == length
 
 
-def test_what_no_threshold_lets_out_is_not_judged(judging, judged_client) -> None:
+def test_what_no_threshold_lets_out_is_not_judged(judging, early_client) -> None:
     watch = Watch(judging)
     for fields in ({"exit_threshold": 1}, {"exit_layer": 6}, {"exit_mode": "off"}):
-        completion(judged_client, fields=fields)
-    completion(judged_client, max_tokens=1)
+        completion(early_client, fields=fields)
+    completion(early_client, max_tokens=1)
     early = {"exit_threshold": 0.3}
-    completion(judged_client, fields=early, structured_outputs={"choice": ["yes", "no"]})
-    expected = counted(depths(completion(judged_client, fields=early)), "other")
+    completion(early_client, fields=early, structured_outputs={"choice": ["yes", "no"]})
+    expected = counted(depths(completion(early_client, fields=early)), "other")
     assert watch.tokens(expected.total()) == expected
 
 
-def test_an_answer_up_to_the_end_of_the_context(judging, judged_client) -> None:
+def test_an_answer_up_to_the_end_of_the_context(judging, early_client) -> None:
     watch = Watch(judging)
-    answer = completion(judged_client, [5] * 500, max_tokens=None, ignore_eos=True)
+    answer = completion(early_client, [5] * 500, max_tokens=None, ignore_eos=True)
     assert len(depths(answer)) == 12
     assert watch.tokens(12).total() == 12
 
@@ -227,7 +201,7 @@ def pieces(parts: Any) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 @pytest.mark.parametrize("asked", [None, 0, 2])
 def test_answers_are_those_of_a_server_that_judges_none(
-    client, judged_client, chat: bool, asked: int | None
+    client, early_client, chat: bool, asked: int | None
 ) -> None:
     """Log-probabilities, which the judge needs, are told to clients that asked, as they asked."""
     logprobs: dict[str, Any] = {"logprobs": asked}
@@ -249,12 +223,12 @@ def test_answers_are_those_of_a_server_that_judges_none(
         return answer if stream else [answer]
 
     for stream in (False, True):
-        ours = pieces(ask(judged_client, stream=stream))
+        ours = pieces(ask(early_client, stream=stream))
         assert ours == pieces(ask(client, stream=stream))
         assert all(bool(tokens) == (asked is not None) for _, tokens, _ in ours.values())
 
 
-def test_more_than_can_wait_is_dropped_and_counted(judging, judged_client) -> None:
+def test_more_than_can_wait_is_dropped_and_counted(judging, early_client) -> None:
     watch = Watch(judging)
     dropped = read(judging, "exitserve_shadow_dropped_total")
     many = 3 * CAPACITY
@@ -263,7 +237,7 @@ def test_more_than_can_wait_is_dropped_and_counted(judging, judged_client) -> No
         now = read(judging, "exitserve_shadow_dropped_total")
         return int(now[reason,] - dropped[reason,])
 
-    completion(judged_client, [PROMPT] * many, max_tokens=4, ignore_eos=True)
+    completion(early_client, [PROMPT] * many, max_tokens=4, ignore_eos=True)
     # All have ended with the response, so nothing is dropped any more.
     kept = many - lost("queue_full")
     assert kept < many, "the test shows nothing"
@@ -282,23 +256,23 @@ def test_a_client_that_hangs_up_leaves_an_answer_to_judge(judging) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"exit_threshold": "auto"}, {"exit_target": 0.7}])
-def test_requests_get_what_was_calibrated(judged_client, fields: dict[str, Any]) -> None:
-    told = depths(completion(judged_client, fields={"exit_threshold": THRESHOLD}))
+def test_requests_get_what_was_calibrated(early_client, fields: dict[str, Any]) -> None:
+    told = depths(completion(early_client, fields={"exit_threshold": THRESHOLD}))
     assert min(told) < LAYERS
-    assert depths(completion(judged_client, fields=fields)) == told
+    assert depths(completion(early_client, fields=fields)) == told
 
 
 def test_a_target_that_nothing_promises_is_full_depth_and_a_bad_one_is_told(
-    judged_client, client
+    early_client, client
 ) -> None:
-    assert set(depths(completion(judged_client, fields={"exit_target": 0.9}))) == {LAYERS}
+    assert set(depths(completion(early_client, fields={"exit_target": 0.9}))) == {LAYERS}
     with pytest.raises(BadRequestError, match="above 0 and below 1"):
-        completion(judged_client, fields={"exit_target": 1.5})
+        completion(early_client, fields={"exit_target": 1.5})
     with pytest.raises(BadRequestError, match="exitserve calibrate"):
         completion(client, fields={"exit_target": 0.9})
 
 
-def test_the_promise_is_exported(judging, server) -> None:
-    assert read(judging, "exitserve_calibrated_agreement") == {(): PROMISED}
+def test_the_promise_is_exported(judging, point, server) -> None:
+    assert read(judging, "exitserve_calibrated_agreement") == {(): point.agreement}
     for name in ("exitserve_calibrated_agreement", "exitserve_shadow_tokens_total"):
         assert read(server, name) == {}, "nothing was promised, nor is judged"

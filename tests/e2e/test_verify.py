@@ -22,24 +22,16 @@ PROMPTS = (
     "for index, item in enumerate(items):\n    if item is None:\n        ",
 )
 VERIFY = ("--mode", "verify", "--exit-threshold", "0.3", "--num-drafts", "4")
-COMMON = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
 
 Complete = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["one rank", "two ranks"])
-def verifying(
-    request: Any, bundled: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalServer]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def verifying(request: Any, bundled: Path, serve: Any) -> Iterator[LocalServer]:
     """One that drafts always, on one rank, and one that may step aside, on two."""
-    log = tmp_path_factory.mktemp("verify") / "server.log"
-    own = ["--exit-checks", "all", "--distributed-executor-backend", "uni"]
-    with pytest.MonkeyPatch.context() as environment:
-        if request.param == "two ranks":
-            own = ["--tensor-parallel-size", "2"]
-            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        with LocalServer(bundled, *COMMON, *VERIFY, *own, log=log) as running:
-            yield running
+    own = ("--exit-checks", "all") if request.param == 1 else ()
+    with serve(bundled, *VERIFY, *own, ranks=request.param) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
-from exitserve.engine.state import state_of
+from exitserve.engine.state import EngineState, state_of
 from exitserve.policy import ExitRules
 
 PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
@@ -34,8 +34,14 @@ class RowsProcessor(LogitsProcessor):
         if rules is not None:
             rules.policy_for(sampling_params.extra_args)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._state = state_of(vllm_config)
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        is_pin_memory: bool,
+        state: EngineState | None = None,
+    ) -> None:
+        self._state = state or state_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         """True: logits stay as they are."""

@@ -10,7 +10,7 @@ from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import living_requests, request_ids, watch_rows
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.hooks.rows_processor import RowsProcessor
-from exitserve.engine.state import EngineState, state_of
+from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
 
@@ -23,7 +23,7 @@ class ExitWorkerExtension:
     def exit_attach(self) -> None:
         """Tells our batch the names of vLLM's requests; called once, after start-up."""
         check_version()
-        state = state_of(self.vllm_config)
+        state = self._exit_state
         if self.vllm_config.use_v2_model_runner:
             return
         state.batch.request_ids = request_ids(self.model_runner)
@@ -31,7 +31,8 @@ class ExitWorkerExtension:
         state.before_pass = seed_keeper(self.model_runner)
         if state.rules.num_drafts:
             watch_rows(
-                self.model_runner, RowsProcessor(self.vllm_config, torch.device("cpu"), False)
+                self.model_runner,
+                RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
             )
 
     def exit_stats(self) -> dict[str, Any]:
@@ -46,9 +47,17 @@ class ExitWorkerExtension:
         """See `Recorder.take_traces`."""
         return self._counted().recorder.take_traces(key)
 
+    @property
+    def _exit_state(self) -> EngineState:
+        """The model's. The config's name changes once a server is up, where core and worker share
+        it (`_perform_handshakes` in `vllm/v1/engine/core.py`), so it leads to another state then.
+        """
+        state: EngineState = self.model_runner.get_model().exit_state
+        return state
+
     def _counted(self) -> EngineState:
         """The engine's state, its counts and traces up to date."""
-        state = state_of(self.vllm_config)
+        state = self._exit_state
         if state.requests is not None:
             state.requests.update_counts()
         return state
