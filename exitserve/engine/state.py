@@ -58,8 +58,8 @@ def state_of(vllm_config: Any) -> EngineState:
     """The exit state of the engine that `vllm_config` describes, made at the first call.
 
     vLLM makes the model, the logits processor and the drafter of one engine in one process, each
-    from (a copy of) the same config, and hands none of them to the others. Only for these: later the
-    config's id is another (`ExitWorkerExtension._exit_state`).
+    from (a copy of) the same config, and hands none of them to the others. For these only: later
+    the config's id is another (`ExitWorkerExtension._exit_state`).
     """
     key = vllm_config.instance_id
     state = _STATES.get(key)
