@@ -140,8 +140,11 @@ def test_a_busy_engine_is_asked_once_and_the_last_counts_are_shown() -> None:
     run(test)
 
 
-# A token is counted, somebody looks (with little patience), or one of the calls is answered.
-EVENTS = st.lists(st.sampled_from(["token", "look", "oldest", "newest"]), max_size=40)
+# A token is counted, somebody looks (with little patience), one of the calls is answered, or time
+# passes, after which nobody waits for calls that were made before.
+EVENTS = st.lists(
+    st.sampled_from(["token", "token", "look", "look", "oldest", "newest", "time"]), max_size=16
+)
 
 
 class SlowEngine(Engine):
@@ -170,7 +173,7 @@ def test_counts_reach_the_metrics_once_and_in_order(events: list[str]) -> None:
 
     async def test() -> None:
         engine = SlowEngine()
-        counts, registry = counts_of(engine, answer_seconds=0.003)
+        counts, registry = counts_of(engine, answer_seconds=0.03)
         total, seen = 0, 0.0
         for event in events:
             match event:
@@ -183,8 +186,11 @@ def test_counts_reach_the_metrics_once_and_in_order(events: list[str]) -> None:
                     await engine.answer(0)
                 case "newest":
                     await engine.answer(-1)
+                case "time":
+                    await asyncio.sleep(0.04)
             assert seen <= tokens(registry) <= total
             seen = tokens(registry)
+        counts._worker._answer_seconds = 60
         for _ in range(2):  # the first may be of long ago
             look = asyncio.ensure_future(counts.refresh())
             await asyncio.sleep(0)
