@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_TRACES = 4096
-"""Traces kept for collection; the oldest go first, so abandoned streams cost no memory."""
+"""Traces kept for collection, so abandoned streams cost no memory.
+
+Those go first that have not grown for longest: a request that runs adds to its own in every step.
+"""
 
 
 class Recorder:
@@ -101,11 +104,10 @@ class Recorder:
             depth: at which it stopped.
         """
         for one in keys:
-            if one not in self._traces:
-                self._traces[one] = {}
-                if len(self._traces) > MAX_TRACES:
-                    self._traces.popitem(last=False)
-            self._traces[one].setdefault(request_id, {})[index] = depth
+            self._traces.setdefault(one, {}).setdefault(request_id, {})[index] = depth
+            self._traces.move_to_end(one)
+        while len(self._traces) > MAX_TRACES:
+            self._traces.popitem(last=False)
 
     def take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """Removes and returns what was traced under `key` since the last call.

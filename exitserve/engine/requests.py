@@ -10,7 +10,7 @@ slot (`exitserve.engine.device.requests`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +127,14 @@ class PreemptedRequests:
 
     def __init__(self) -> None:
         self._by_name: OrderedDict[str, Request] = OrderedDict()
+        self.may_return: Callable[[str], bool] = lambda _: True
+        """Whether a request that left the batch has not ended, as far as the runner can tell."""
 
     def keep(self, request: Request) -> None:
-        """Keeps the record of a request that left."""
-        self._by_name[request.name] = request
+        """Keeps the record of a request that left, unless it has ended."""
+        self._forget_ended()
+        if self.may_return(request.name):
+            self._by_name[request.name] = request
         if len(self._by_name) > MOST_PREEMPTED:
             self._by_name.popitem(last=False)
 
@@ -138,9 +142,19 @@ class PreemptedRequests:
         """The record of a request that is back; None for a new one."""
         return self._by_name.pop(name, None)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops the records of requests that have ended."""
+        for name in names:
+            self._by_name.pop(name, None)
+
     def requests(self) -> list[Request]:
         """All that are kept."""
+        self._forget_ended()
         return list(self._by_name.values())
+
+    def _forget_ended(self) -> None:
+        """Drops those that were aborted meanwhile: they are in no batch that would tell."""
+        self.forget([name for name in self._by_name if not self.may_return(name)])
 
 
 class Batch:
@@ -156,12 +170,10 @@ class Batch:
         """
         self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
         self.rows: dict[int, Request] = {}
-        self._preempted = PreemptedRequests()
+        self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
         """vLLM's internal request ids, in row order."""
-        self.may_return: Callable[[str], bool] = lambda _: True
-        """Whether a request that left the batch has not ended."""
 
     def update(self, changes: BatchUpdate) -> None:
         """Follows vLLM: removed, then added, then moved rows."""
@@ -188,8 +200,8 @@ class Batch:
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""
         request = self.rows.pop(index, None)
-        if request is not None and request.name and self.may_return(request.name):
-            self._preempted.keep(request)
+        if request is not None and request.name:
+            self.preempted.keep(request)
 
     def named(self, index: int) -> Request:
         """The request in a row, its name known: with its earlier record if it was preempted.
@@ -200,7 +212,7 @@ class Batch:
         if request.name or self.request_ids is None:
             return request
         name = self.request_ids()[index]
-        earlier = self._preempted.take(name)
+        earlier = self.preempted.take(name)
         if earlier is not None:
             earlier.output_ids = request.output_ids
             request = self.rows[index] = earlier
@@ -209,5 +221,5 @@ class Batch:
 
     def num_pending(self) -> int:
         """Tokens that wait at exit layers, of all requests."""
-        every = (*self.rows.values(), *self._preempted.requests())
+        every = (*self.rows.values(), *self.preempted.requests())
         return sum(len(one.pending) for one in every if one.pending is not None)

@@ -77,7 +77,7 @@ class ExitCompletions(LocalCompletionsAPI):  # type: ignore[misc]
         """Returns the texts of the answers, and collects their depths."""
         for output in outputs if isinstance(outputs, list) else [outputs]:
             for choice in output["choices"]:
-                self.depths += choice["exit_layers"][1:]
+                self.depths += (choice["exit_layers"] or [])[1:]
         texts: list[str] = super().parse_generations(outputs, **kwargs)
         return texts
 

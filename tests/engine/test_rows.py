@@ -134,7 +134,7 @@ def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
 
 def test_a_request_that_ended_is_forgotten(rows) -> None:
     rows.state.batch.request_ids = lambda: ["a"]
-    rows.state.batch.may_return = lambda name: name != "a"
+    rows.state.batch.preempted.may_return = lambda name: name != "a"
     _live_through(rows, [6, 2, 2], [])
     _update(rows, removed=[0])
     _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
@@ -177,6 +177,60 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
                 model[index] = theirs
     found = {index: row.prompt_length for index, row in rows.requests.rows.items()}
     assert found == model
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "preempt", "return", "end", "end while preempted"]),
+        st.integers(0, 3),  # tokens that wait
+        st.integers(0, 9),  # whom it happens to
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS)
+def test_only_requests_that_have_not_ended_are_counted(events) -> None:
+    """Whoever is preempted, comes back, or is aborted, before or after."""
+    from exitserve.engine.pending_tokens import Tokens
+
+    engine = _engine()
+    batch, names, living = engine.state.batch, dict[int, str](), dict[str, int]()
+    preempted: list[str] = []
+    batch.request_ids = lambda: [names.get(row, "") for row in range(9)]
+    batch.preempted.may_return = lambda name: name in living
+
+    def enter(name: str) -> Any:
+        row = min(set(range(9)) - set(names))
+        names[row] = name
+        _update(engine, added=[(row, _params(exit_threshold=0.1, exit_mode="defer"), [5, 5], [])])
+        return batch.named(row)
+
+    for born, (kind, waiting, whom) in enumerate(events):
+        if kind == "begin" and len(names) < 9:
+            living[str(born)] = waiting
+            places = torch.arange(waiting)
+            if waiting:
+                state = torch.zeros(waiting, 4)
+                enter(str(born)).pending.wait(2, Tokens(state, places, (places,)))
+            else:
+                enter(str(born))
+        elif kind == "return" and preempted and len(names) < 9:
+            name = preempted.pop(whom % len(preempted))
+            assert len(enter(name).pending) == living[name], "not the record it had"
+        elif kind == "end while preempted" and preempted:
+            del living[preempted.pop(whom % len(preempted))]
+        elif kind in ("preempt", "end") and names:
+            row = sorted(names)[whom % len(names)]
+            name = names.pop(row)
+            if kind == "preempt":
+                preempted.append(name)
+            else:
+                del living[name]
+            _update(engine, removed=[row])
+        engine.requests.update_counts()
+        assert engine.state.recorder.pending_tokens == sum(living.values())
+        assert {one.name for one in batch.preempted.requests()} == set(preempted)
 
 
 def test_questions_change_nothing(rows) -> None:

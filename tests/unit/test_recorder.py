@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from exitserve.engine.recorder import MAX_TRACES, Recorder
 
 
@@ -68,3 +73,26 @@ def test_abandoned_traces_are_dropped_oldest_first() -> None:
         recorder.trace([str(number)], "a", index=0, depth=6)
     assert recorder.take_traces("0") == {}
     assert recorder.take_traces(str(MAX_TRACES)) != {}
+
+
+MOST = 6
+# In each step some abandoned requests begin; those that run add a token each.
+STEPS = st.lists(st.integers(0, MOST - 3), max_size=30)
+
+
+@given(running=st.integers(1, 3), steps=STEPS)
+def test_requests_that_run_keep_their_traces(running: int, steps: list[int]) -> None:
+    """However old they are, and however many others came and were never asked about."""
+    recorder = Recorder(6, (2,))
+    begun = 0
+    with patch("exitserve.engine.recorder.MAX_TRACES", MOST):
+        for index, abandoned in enumerate(steps):
+            for number in range(running):
+                recorder.trace([f"runs-{number}"], "a", index=index, depth=6)
+            for _ in range(abandoned):
+                recorder.trace([f"left-{begun}"], "a", index=0, depth=2)
+                begun += 1
+    for number in range(running):
+        found = recorder.take_traces(f"runs-{number}")
+        assert found == ({"a": dict.fromkeys(range(len(steps)), 6)} if steps else {})
+    assert sum(bool(recorder.take_traces(f"left-{one}")) for one in range(begun)) <= MOST

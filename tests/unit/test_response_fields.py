@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exitserve.server.response_fields import ExitFields, RequestTrace, choice_index, exit_metrics
 
@@ -34,7 +37,9 @@ def test_totals() -> None:
         "mean_depth": pytest.approx(8 / 3),
         "depth_speedup": pytest.approx(1.5),
     }
-    assert exit_metrics([[]], num_layers=4)["depth_speedup"] is None
+    empty = exit_metrics([[]], num_layers=4)
+    assert empty is not None and empty["depth_speedup"] is None
+    assert exit_metrics([[4, 2], None], num_layers=4) is None
 
 
 def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> ExitFields:
@@ -137,3 +142,48 @@ def test_logprobs_are_labelled_without_a_trace() -> None:
     assert _body(sent[1]) == _body(events[1]) | {"logprobs_from": "exit_layer"}
     body = {"choices": [{"index": 0, "finish_reason": "stop"}]}
     assert asyncio.run(fields.response(body)) == body | {"logprobs_from": "exit_layer"}
+
+
+@given(
+    st.lists(st.integers(1, 6), max_size=8),
+    st.sets(st.integers(0, 7)),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_depths_are_all_there_or_none_are(
+    depths: list[int], lost: set[int], count: int, tells_ids: bool
+) -> None:
+    """Whatever was lost of a trace: no depth is told for another token's."""
+    count = min(count, len(depths))
+    known = {index: depth for index, depth in enumerate(depths) if index not in lost}
+    fields = _fields({f"{BASE}-0-12345678": known})
+    choice = {"index": 0, "finish_reason": "stop"} | (
+        {"token_ids": [7] * count} if tells_ids else {}
+    )
+    body = asyncio.run(fields.response({"choices": [choice]}))
+    told = body["choices"][0]["exit_layers"]
+    if tells_ids:
+        whole = not lost & set(range(count))
+        assert told == (depths[:count] if whole else None)
+    else:  # how many there were is not known, but where one is missing between others is
+        assert told is None or told == depths[: len(told)]
+    assert (body["exit_metrics"] is None) == (told is None)
+
+
+def test_a_stream_without_its_trace_is_whole() -> None:
+    """The engine is gone, or refuses: the answer's chunks come in order, to their end."""
+    usage = 'data: {"choices": [], "usage": {}}\n\n'
+    events = [_chunk(0, [7]), _chunk(1, [7], "stop"), _chunk(0, [8], "length"), usage]
+    events.append("data: [DONE]\n\n")
+    sent = _stream(_fields(), events)
+    assert [_parts(event) for event in sent] == [_parts(event) for event in events]
+    assert _body(sent[1])["choices"][0]["exit_layers"] is None
+    assert _body(sent[2])["choices"][0]["exit_layers"] is None
+    assert _body(sent[2])["exit_metrics"] is _body(sent[3])["exit_metrics"] is None
+
+
+def _parts(event: str) -> Any:
+    """Which choice a chunk is of, and whether it finishes that; other events as they are."""
+    if "choices" not in event:
+        return event
+    return [(one["index"], one["finish_reason"]) for one in _body(event)["choices"]]

@@ -5,7 +5,7 @@ Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,3 +77,18 @@ def _expand(
 def living_requests(model_runner: Any) -> Callable[[str], bool]:
     """Tells whether a request, by its internal id, has not ended; preempted ones have not."""
     return lambda request_id: request_id in model_runner.requests
+
+
+def watch_ends(model_runner: Any, forget: Callable[[Iterable[str]], None]) -> None:
+    """Lets runner V2 tell `forget` the internal ids of requests that have ended.
+
+    To a model's state, V2 tells the end of a request as it tells a preemption; and it has no
+    record of preempted requests that could be asked, as V1 has (`living_requests`).
+    """
+    finish = model_runner.finish_requests
+
+    def finish_requests(scheduler_output: Any) -> None:
+        finish(scheduler_output)
+        forget(scheduler_output.finished_req_ids)
+
+    model_runner.finish_requests = finish_requests

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,10 @@ class DeviceRequests:
                     request.device_state = self._slots.kept(slot)
                 self._preempted.keep(request)
                 return
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops what is kept of requests that have ended, also while they were preempted."""
+        self._preempted.forget(names)
 
     def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""

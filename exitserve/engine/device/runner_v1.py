@@ -40,6 +40,8 @@ class DeviceRequestsOnV1:
         for gone in set(self._slot_of) - set(names):
             self._requests.remove(gone)
             self._free.append(self._slot_of.pop(gone))
+            if not self._batch.preempted.may_return(gone):
+                self._requests.forget([gone])
         for name, request in zip(names, requests, strict=True):
             if name not in self._slot_of:
                 self._slot_of[name] = self._free.pop()

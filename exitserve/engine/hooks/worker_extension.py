@@ -7,8 +7,14 @@ from typing import Any
 import torch
 
 from exitserve.engine.compat.config import check_version
-from exitserve.engine.compat.runner import living_requests, request_ids, watch_rows
+from exitserve.engine.compat.runner import (
+    living_requests,
+    request_ids,
+    watch_ends,
+    watch_rows,
+)
 from exitserve.engine.compat.seeds import seed_keeper
+from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
@@ -25,9 +31,11 @@ class ExitWorkerExtension:
         check_version()
         state = self._exit_state
         if self.vllm_config.use_v2_model_runner:
+            if isinstance(state.requests, DeviceRequests):
+                watch_ends(self.model_runner, state.requests.forget)
             return
         state.batch.request_ids = request_ids(self.model_runner)
-        state.batch.may_return = living_requests(self.model_runner)
+        state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
         if state.rules.num_drafts:
             watch_rows(
