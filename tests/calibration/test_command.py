@@ -46,8 +46,14 @@ def quick(monkeypatch) -> None:
 
 
 @pytest.fixture
-def model(bundled, tmp_path) -> Path:
-    return Path(shutil.copytree(bundled, tmp_path / "model"))
+def model(bundled, tmp_path, hub) -> Path:
+    """A snapshot in the cache of a hub, with an earlier report: what its links point to stays."""
+    copy = Path(shutil.copytree(bundled, tmp_path / "copy"))
+    (copy / "calibration").mkdir()
+    for name in ("report.json", "report.md", "pareto.png", "reliability.png"):
+        (copy / "calibration" / name).write_text(f"an earlier {name}")
+    snapshot: Path = hub.publish(copy)
+    return snapshot
 
 
 def calibrate(model: Path, data: Path, *more: str) -> int:
