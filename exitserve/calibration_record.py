@@ -134,7 +134,8 @@ class Calibration:
     @model_serializer(mode="wrap")
     def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         fields = fields_of(self)
-        return fields.pop("chosen") | fields
+        chosen: dict[str, Any] = fields.pop("chosen")
+        return chosen | fields
 
 
 def json_of(record: Any) -> dict[str, Any]:

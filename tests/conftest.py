@@ -211,10 +211,13 @@ class HubCache:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubCache]:
+def hub(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubCache]:
     """An empty cache; at the end of the test its blobs must be what they were."""
-    cache = HubCache(tmp_path / "hub" / "models--someone--small")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path_factory.mktemp("hub")
+    cache = HubCache(place / "models--someone--small")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     yield cache
     for blob in (cache.place / "blobs").iterdir():

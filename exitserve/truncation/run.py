@@ -13,7 +13,8 @@ from exitserve.checkpoint import check_exit_layers, num_layers_of, parse_multi_e
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import cut_config, layer_of
-from exitserve.truncation.card import CARD, Truncation, files_to_copy, licence_of, model_card
+from exitserve.hub import CARD
+from exitserve.truncation.card import Truncation, files_to_copy, licence_of, model_card
 from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 from exitserve.truncation.weights import StoredWeights, write_weights
 

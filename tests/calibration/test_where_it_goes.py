@@ -38,7 +38,7 @@ def _refuse(event: str, args: tuple[Any, ...]) -> None:
     changes = event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.chmod")
     if not _read_only or not (changes or (event == "open" and args[2] & WRITES)):
         return
-    for path in args[:2]:
+    for path in args[1:2] if event == "os.symlink" else args[:2]:  # what it points to stays
         if isinstance(path, str | os.PathLike):
             folder = Path(path).parent.resolve()
             if any(folder.is_relative_to(one) for one in _read_only):
