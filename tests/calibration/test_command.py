@@ -170,6 +170,7 @@ def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_p
 def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -> None:
     config = read_config(model)
     del config["multi_exit"]
+    (model / "config.json").unlink()  # a link
     (model / "config.json").write_text(json.dumps(config))
     assert calibrate(model, corpora[0]) == 2
     assert "exitserve plan" in capsys.readouterr().err
