@@ -24,6 +24,15 @@ def add_out_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
 
 
+def add_revision(parser: argparse.ArgumentParser) -> None:
+    """Adds `--revision`, for MODELs that are hub ids."""
+    parser.add_argument(
+        "--revision",
+        metavar="R",
+        help="branch, tag or commit of a MODEL that is a hub id (default: its default branch)",
+    )
+
+
 def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) -> None:
     """Adds `--thresholds` and `--modes`, for `thresholds_of` and `modes_of`.
 

@@ -6,19 +6,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import field, replace
+from typing import Annotated, Any
 
-from exitserve.errors import ExitServeError
+from pydantic import (
+    AfterValidator,
+    Field,
+    Strict,
+    TypeAdapter,
+    model_serializer,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
 CRITERIA = ("max_prob", "margin", "entropy", "gate")
 """How confidence is computed: from logits in three ways (`exitserve_kernels.exit_check`), or by a
 learned gate, as the probability that full depth agrees."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
+GATES_FOLDER = "exit_gates"
+"""A folder of its own: loaders read every .safetensors beside the weights."""
 
-Thresholds = Mapping[int, float]
+
+def _one_of(allowed: Collection[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"allowed: {', '.join(allowed)}")
+        return value
+
+    return AfterValidator(check)
+
+
+# Strict: true is no number, and neither is "0.9". Whole numbers count as numbers.
+Layer = Annotated[int, Strict(), Field(ge=1)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Share = Annotated[Number, Field(gt=0, lt=1)]
+Criterion = Annotated[str, _one_of(CRITERIA)]
+# The keys of a JSON object are strings.
+Thresholds = Mapping[Annotated[int, Field(ge=1)], Annotated[Number, Field(ge=0)]]
 """Exit layer to threshold; other layers are not checked."""
 
 
@@ -26,23 +52,22 @@ Thresholds = Mapping[int, float]
 class OperatingPoint:
     """Thresholds, and what they were measured to give."""
 
-    agreement: float | None
+    agreement: Share | None
     """Promise: at least this share of tokens is full depth's; None: nothing is promised."""
     thresholds: Thresholds
     eos_thresholds: Thresholds
     """For tokens that end the sequence, at the same layers; 1 or more: they never exit."""
-    found: Mapping[str, float] = field(default_factory=dict)
+    found: Mapping[str, Number] = field(default_factory=dict)
     """Measured on the data of the calibration: `mean_depth`, `agreement`, `perplexity`, `cost`
     (of a token, as a share of full depth's)."""
 
     def to_json(self) -> dict[str, Any]:
         """As in `config.json` and in reports."""
-        return {
-            "agreement": self.agreement,
-            "thresholds": {str(layer): value for layer, value in self.thresholds.items()},
-            "eos_thresholds": {str(layer): value for layer, value in self.eos_thresholds.items()},
-            "found": dict(self.found),
-        }
+        return json_of(self)
+
+    def by_name(self) -> dict[str, Thresholds]:
+        """Both kinds of thresholds, by their keys in the block."""
+        return {"thresholds": self.thresholds, "eos_thresholds": self.eos_thresholds}
 
     def at(self, exit_layers: Collection[int]) -> OperatingPoint:
         """The thresholds at some of the exit layers, which promise nothing."""
@@ -59,13 +84,13 @@ class Calibration:
 
     target: str
     """Such as `agreement>=0.99`, `perplexity<=+1%`, `mean_depth<=8`."""
-    mode: str
+    mode: Annotated[str, _one_of(CALIBRATED_MODES)]
     """The one of `CALIBRATED_MODES` in which the promise holds."""
-    criterion: str
+    criterion: Criterion
     """One of `CRITERIA`."""
-    confidence_level: float
+    confidence_level: Share
     """Confidence with which each single promise holds."""
-    num_layers: int
+    num_layers: Layer
     """Full depth of the calibrated model; promises are about agreement with that depth."""
     chosen: OperatingPoint
     """The thresholds of `auto`."""
@@ -73,6 +98,10 @@ class Calibration:
     """Thresholds for other targets, ascending by `agreement`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Data (name, hash, size), method, versions, date, for readers."""
+
+    def by_name(self) -> dict[str, OperatingPoint]:
+        """All points, by where their keys are in the block; the chosen one's are in the block."""
+        return {"": self.chosen} | {f"points[{i}].": one for i, one in enumerate(self.points)}
 
     def for_agreement(self, target: float) -> OperatingPoint | None:
         """The cheapest point that promises at least `target`; None where none does."""
@@ -94,62 +123,22 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """The block for `config.json`."""
-        return {
-            "target": self.target,
-            "mode": self.mode,
-            "criterion": self.criterion,
-            "confidence_level": self.confidence_level,
-            "num_layers": self.num_layers,
-            **self.chosen.to_json(),
-            "points": [point.to_json() for point in self.points],
-            "provenance": dict(self.provenance),
-        }
+        return json_of(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_block(cls, block: Any) -> Any:
+        """In a block, the keys of the chosen point stand beside the others."""
+        return {**block, "chosen": block} if isinstance(block, dict) else block
+
+    @model_serializer(mode="wrap")
+    def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        fields = fields_of(self)
+        chosen: dict[str, Any] = fields.pop("chosen")
+        return chosen | fields
 
 
-def calibration_of(block: Any) -> Calibration | None:
-    """Reads a `multi_exit.calibration` block; None where there is none.
-
-    Raises:
-        ExitServeError: it is malformed.
-    """
-    if block is None:
-        return None
-    try:
-        calibration = Calibration(
-            target=str(block["target"]),
-            mode=str(block["mode"]),
-            criterion=str(block["criterion"]),
-            confidence_level=float(block["confidence_level"]),
-            num_layers=int(block["num_layers"]),
-            chosen=_point_of(block),
-            points=tuple(_point_of(point) for point in block.get("points", [])),
-            provenance=dict(block.get("provenance", {})),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ExitServeError(
-            f"the checkpoint's multi_exit.calibration is malformed ({type(error).__name__}: "
-            f"{error}); make it anew with `exitserve calibrate`, or remove it from config.json."
-        ) from error
-    for name, value, allowed in (
-        ("criterion", calibration.criterion, CRITERIA),
-        ("mode", calibration.mode, CALIBRATED_MODES),
-    ):
-        if value not in allowed:
-            raise ExitServeError(
-                f"multi_exit.calibration has {name} {value!r}; allowed: {', '.join(allowed)}."
-            )
-    return calibration
-
-
-def _point_of(block: Mapping[str, Any]) -> OperatingPoint:
-    agreement = block["agreement"]
-    return OperatingPoint(
-        agreement=None if agreement is None else float(agreement),
-        thresholds=_thresholds_of(block["thresholds"]),
-        eos_thresholds=_thresholds_of(block["eos_thresholds"]),
-        found=dict(block.get("found", {})),
-    )
-
-
-def _thresholds_of(block: Mapping[str, Any]) -> dict[int, float]:
-    return {int(layer): float(value) for layer, value in block.items()}
+def json_of(record: Any) -> dict[str, Any]:
+    """A record (a pydantic dataclass) as JSON has it."""
+    found: dict[str, Any] = TypeAdapter(type(record)).dump_python(record, mode="json")
+    return found

@@ -7,39 +7,87 @@ ignore the block.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from exitserve.calibration_record import CRITERIA, Calibration, calibration_of
-from exitserve.errors import ExitServeError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from exitserve.calibration_record import (
+    GATES_FOLDER,
+    Calibration,
+    Criterion,
+    Layer,
+    json_of,
+)
+from exitserve.errors import ExitServeError, brief
+from exitserve.files import replace_file
+from exitserve.hub import hub_file
 
 BLOCK = "multi_exit"
 VERSION = 1
+_FIX = (
+    f"Correct it in config.json, or remove {BLOCK}.calibration there and run `exitserve calibrate`."
+)
+_IN_JSON = {"tuple_type": "it should be a list"} | dict.fromkeys(
+    ("dict_type", "dataclass_type"), "it should be an object"
+)
+"""What pydantic words as Python has it, by the type of its error."""
 
 
-@dataclass(frozen=True, kw_only=True)
+# Keys that this release does not know are ignored, here and in all that the block holds: a later
+# release may add some without which an earlier one serves as promised. What an earlier one must not
+# overlook comes with another version.
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="ignore"))
 class MultiExit:
     """What a checkpoint declares about its exits."""
 
-    exit_layers: tuple[int, ...]
+    exit_layers: tuple[Layer, ...]
     """Depths at which an exit check may be made, ascending, each in 1..L-1."""
     objective: str = "aligned"
     """How the exits were trained, for readers."""
-    criterion: str = "max_prob"
+    criterion: Criterion = "max_prob"
     """How confidence is computed, which thresholds depend on; one of `CRITERIA`."""
+    gates: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """The gates' name, see `gates_file`; None also where the name was not yet written."""
     calibration: Calibration | None = None
     """Calibrated thresholds; None where the checkpoint was not calibrated."""
 
-    def validate(self, num_layers: int) -> None:
-        """Raises `ExitServeError` unless the block fits a decoder of `num_layers` layers."""
-        check_exit_layers(self.exit_layers, num_layers)
-        if self.criterion not in CRITERIA:
-            allowed = ", ".join(CRITERIA)
-            raise ExitServeError(f"criterion {self.criterion!r} is unknown; allowed: {allowed}.")
+    @model_validator(mode="after")
+    def _is_consistent(self) -> MultiExit:
+        if list(self.exit_layers) != sorted(set(self.exit_layers)):
+            raise ExitServeError(
+                f"{BLOCK}.exit_layers is {brief(list(self.exit_layers))}; it must ascend "
+                f"without repeats."
+            )
+        if self.calibration is None:
+            return self
+        if self.calibration.criterion != self.criterion:
+            raise ExitServeError(
+                f"{BLOCK}.calibration.criterion is {self.calibration.criterion!r}, but its "
+                f"thresholds would be compared with {BLOCK}.criterion, {self.criterion!r}."
+            )
+        for name, point in self.calibration.by_name().items():
+            for key, thresholds in point.by_name().items():
+                for layer in sorted(thresholds.keys() - set(self.exit_layers)):
+                    raise ExitServeError(
+                        f"{BLOCK}.calibration.{name}{key} names layer {brief(layer)}, "
+                        f"which is none of {BLOCK}.exit_layers."
+                    )
+        return self
+
+    @property
+    def gates_file(self) -> str | None:
+        """The file of its gates, in the checkpoint; None where confidence is none of gates'.
+
+        It is named by its contents, so that gates and thresholds change together: at the moment
+        when a new config.json, which names them, is there. Earlier releases gave it no name.
+        """
+        if self.criterion != "gate":
+            return None
+        return f"{GATES_FOLDER}/{self.gates or 'gates'}.safetensors"
 
     def first(self, num_layers: int) -> MultiExit | None:
         """The block for the first `num_layers` layers; None if no exit is left."""
@@ -51,15 +99,8 @@ class MultiExit:
 
     def to_json(self) -> dict[str, Any]:
         """The block for `config.json`."""
-        block: dict[str, Any] = {
-            "version": VERSION,
-            "exit_layers": list(self.exit_layers),
-            "objective": self.objective,
-            "criterion": self.criterion,
-        }
-        if self.calibration is not None:
-            block["calibration"] = self.calibration.to_json()
-        return block
+        found = {key: value for key, value in json_of(self).items() if value is not None}
+        return {"version": VERSION, **found}
 
 
 def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -70,10 +111,10 @@ def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int,
     """
     for layer in exit_layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ExitServeError(f"exit layer {layer!r} is not a whole number.")
+            raise ExitServeError(f"exit layer {brief(layer)} is not a whole number.")
         if not 1 <= layer < num_layers:
             raise ExitServeError(
-                f"exit layer {layer} is out of range: the model has {num_layers} layers, "
+                f"exit layer {brief(layer)} is out of range: the model has {num_layers} layers, "
                 f"so exit layers lie in 1..{num_layers - 1}."
             )
     if list(exit_layers) != sorted(set(exit_layers)):
@@ -90,10 +131,14 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     Raises:
         ExitServeError: it names none.
     """
-    found = config.get("num_hidden_layers", config.get("n_layer"))
+    found = _depth_of(config)
     if not isinstance(found, int):
         raise ExitServeError("the checkpoint's config.json names no num_hidden_layers.")
     return found
+
+
+def _depth_of(config: Mapping[str, Any]) -> Any:
+    return config.get("num_hidden_layers", config.get("n_layer"))
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:
@@ -102,8 +147,8 @@ def context_length_of(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def read_config(model: Path | str) -> dict[str, Any]:
-    """Reads the `config.json` of a checkpoint directory or hub id.
+def read_config(model: Path | str, revision: str | None = None) -> dict[str, Any]:
+    """Reads the `config.json` of a checkpoint directory or hub id, the latter at a revision.
 
     Raises:
         ExitServeError: there is no such checkpoint, or the file is not a JSON object.
@@ -111,40 +156,34 @@ def read_config(model: Path | str) -> dict[str, Any]:
     directory = Path(model)
     path = directory / "config.json"
     if not directory.is_dir():
-        path = _config_from_hub(str(model))
+        path = hub_file(str(model), "config.json", revision)
+    return read_json_object(path, f"'{directory}' has no config.json, so it is not a checkpoint.")
+
+
+def read_json_object(path: Path, missing: str) -> dict[str, Any]:
+    """Reads a file that holds a JSON object.
+
+    Raises:
+        ExitServeError: it holds something else, or there is none, which `missing` says.
+    """
     if not path.is_file():
-        raise ExitServeError(f"'{directory}' has no config.json, so it is not a checkpoint.")
+        raise ExitServeError(missing)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExitServeError(f"'{path}' cannot be read ({error.strerror}).") from error
+    # Not text, not JSON, a number of thousands of digits, or nested thousands of levels deep.
+    except (ValueError, RecursionError) as error:
         raise ExitServeError(f"'{path}' is not valid JSON: {error}.") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ExitServeError(f"'{path}' must hold a JSON object.")
-    return config
-
-
-def _config_from_hub(model: str) -> Path:
-    """Path of a hub model's `config.json` in the local hub cache, fetched if need be."""
-    owner, _, name = model.partition("/")
-    # A hub id is "owner/name"; a mistyped path must not wait for the network.
-    if not owner or not name or "/" in name or Path(owner).is_dir():
-        raise ExitServeError(
-            f"no model directory at '{model}'; give a Hugging Face checkpoint directory or hub id."
-        )
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (HFValidationError, OSError, ValueError) as error:
-        raise ExitServeError(
-            f"no model at '{model}': it is neither a directory nor a hub id that can be fetched "
-            f"({type(error).__name__}); give a Hugging Face checkpoint directory."
-        ) from error
+    return found
 
 
 def parse_multi_exit(config: Mapping[str, Any]) -> MultiExit | None:
     """Returns the block of a loaded config, or None where there is none.
+
+    Whether its exit layers fit the model is for the caller to check (`check_exit_layers`).
 
     Raises:
         ExitServeError: the block is of another version or malformed.
@@ -152,49 +191,70 @@ def parse_multi_exit(config: Mapping[str, Any]) -> MultiExit | None:
     block = config.get(BLOCK)
     if block is None:
         return None
-    if not isinstance(block, dict) or block.get("version") != VERSION:
-        found = block.get("version") if isinstance(block, dict) else block
+    if isinstance(block, dict) and block.get("version") != VERSION:
         raise ExitServeError(
-            f"the {BLOCK} block is of version {found!r}; this release reads version {VERSION}."
+            f"the {BLOCK} block is of version {brief(block.get('version'))}; this release "
+            f"reads version {VERSION}."
         )
-    layers = block.get("exit_layers")
-    if not isinstance(layers, list):
-        raise ExitServeError(f"{BLOCK}.exit_layers must be a list of layers, not {layers!r}.")
-    return MultiExit(
-        exit_layers=tuple(layers),
-        objective=str(block.get("objective", "aligned")),
-        criterion=str(block.get("criterion", "max_prob")),
-        calibration=calibration_of(block.get("calibration")),
-    )
-
-
-def read_multi_exit(model: Path | str) -> MultiExit | None:
-    """Reads the block of a checkpoint directory or hub id; None where there is none."""
-    return parse_multi_exit(read_config(model))
-
-
-def write_multi_exit(model_dir: Path | str, block: MultiExit) -> None:
-    """Puts the block into the checkpoint's `config.json`, replacing an earlier one."""
-    config = read_config(model_dir)
-    config[BLOCK] = block.to_json()
-    replace_text(Path(model_dir) / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file at once: whatever goes wrong, the old one or the new one is there, whole.
-
-    Where `path` is a link, as in the cache of a model hub, the link becomes a file, and what it
-    pointed to stays as it is.
-    """
-    mode = path.stat().st_mode if path.exists() else 0o644
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(mode & 0o777)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        return TypeAdapter(MultiExit).validate_python(block)
+    except ValidationError as error:
+        raise ExitServeError(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem that pydantic found, as one line that names the key and its value."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ExitServeError):
+        return f"{cause} {_FIX}"
+    # On disk the keys of the chosen point stand beside the others.
+    path = [part for part in first["loc"] if part not in ("chosen", "[key]")]
+    name = BLOCK + "".join(_step(part) for part in path)
+    should = _IN_JSON.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+    should = should.replace("Input should", "it should").replace("String should", "it should")
+    if first["type"] == "missing":
+        return f"{name} is missing. {_FIX}"
+    if first["loc"][-1:] == ("[key]",):
+        return f"{name} must be named by a layer, a whole number above 0. {_FIX}"
+    return f"{name} is {brief(first['input'])}; {should}. {_FIX}"
+
+
+def _step(part: int | str) -> str:
+    """A part of a path into JSON, short and on one line whatever the key."""
+    return f"[{part}]" if isinstance(part, int) else f".{brief(part)[1:-1]}"
+
+
+def read_multi_exit(model: Path | str, revision: str | None = None) -> MultiExit | None:
+    """Reads the block of a checkpoint directory or hub id; None where there is none.
+
+    Raises:
+        ExitServeError: it is malformed, or does not fit the model's depth.
+    """
+    config = read_config(model, revision)
+    block = parse_multi_exit(config)
+    if block is not None and _depth_of(config) is not None:  # some classifiers call it otherwise
+        check_exit_layers(block.exit_layers, num_layers_of(config))
+    return block
+
+
+def write_multi_exit(
+    model_dir: Path | str, block: MultiExit, config: Mapping[str, Any] | None = None
+) -> None:
+    """Puts the block into the checkpoint's `config.json`, replacing an earlier one.
+
+    Gates that it names must be there. Those that it does not are removed afterwards, so at every
+    moment the checkpoint has the gates that its `config.json` names.
+
+    Args:
+        model_dir: the checkpoint.
+        block: its exits.
+        config: to be written instead of the checkpoint's own.
+    """
+    directory = Path(model_dir)
+    known = read_config(directory) if config is None else config
+    text = json.dumps({**known, BLOCK: block.to_json()}, indent=2) + "\n"
+    replace_file(directory / "config.json", text.encode())
+    for path in (directory / GATES_FOLDER).glob("*.safetensors*"):  # and unfinished ones
+        if block.gates_file != f"{GATES_FOLDER}/{path.name}":
+            path.unlink()

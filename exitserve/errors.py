@@ -1,9 +1,14 @@
-"""The exception for users' mistakes, and suggestions for mistyped names."""
+"""The exception for users' mistakes, and what its messages are made of."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 1
 
 
 class ExitServeError(ValueError):
@@ -17,3 +22,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the allowed word closest to `name`, else `""`."""
     match = difflib.get_close_matches(name, list(allowed), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def brief(value: Any) -> str:
+    """Returns `repr(value)` for a message: on one line, and cut off where it is long or nested."""
+    return _BRIEF.repr(value)

@@ -10,6 +10,7 @@ Shapes: N rows, D hidden.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exitserve.calibration_record import GATES_FOLDER
 from exitserve.errors import ExitServeError
+from exitserve.files import replace_file
+from exitserve.hub import hub_file
 from exitserve.policy import ALWAYS, NEVER
-
-FILE = "exit_gates/gates.safetensors"
-"""In the checkpoint, in a separate folder: loaders read every .safetensors beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +55,58 @@ Gates = Mapping[int, Gate]
 """By exit layer."""
 
 
-def save_gates(model_dir: Path | str, gates: Gates) -> None:
-    """Writes gates into a checkpoint, replacing earlier ones."""
-    from safetensors.torch import save_file
+def save_gates(model_dir: Path | str, gates: Gates) -> str:
+    """Writes gates into a checkpoint, beside earlier ones.
 
-    path = Path(model_dir) / FILE
-    path.parent.mkdir(exist_ok=True)
+    Returns:
+        Their name for the checkpoint's block (`MultiExit.gates`), a hash of what was written.
+    """
+    from safetensors.torch import save
+
     tensors = {f"{layer}.weight": gate.weight.cpu().contiguous() for layer, gate in gates.items()}
     tensors |= {f"{layer}.bias": gate.bias.cpu().reshape(1) for layer, gate in gates.items()}
-    save_file(tensors, path)
+    data = save(tensors)
+    name = hashlib.sha256(data).hexdigest()
+    path = Path(model_dir) / GATES_FOLDER / f"{name}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, data)
+    return name
 
 
-def load_gates(model: Path | str, exit_layers: Sequence[int]) -> dict[int, Gate]:
+def load_gates(
+    model: Path | str, file: str, exit_layers: Sequence[int], revision: str | None = None
+) -> dict[int, Gate]:
     """Reads the gates of a checkpoint directory or hub id, for these exit layers.
+
+    Args:
+        model: the directory, or a hub id.
+        file: the one that the checkpoint names, see `MultiExit.gates_file`.
+        exit_layers: whose gates are needed.
+        revision: of a hub id.
 
     Raises:
         ExitServeError: there are none, their file is broken, or a layer has no gate.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
-    path = Path(model) / FILE
-    if not Path(model).is_dir():
-        path = _from_hub(str(model))
+    path = Path(model) / file if Path(model).is_dir() else hub_file(str(model), file, revision)
     if not path.is_file():
         raise ExitServeError(
-            f"the criterion of '{model}' is its gates, but it has no {FILE}: run exitserve "
+            f"the criterion of '{model}' is its gates, but it has no {file}: run exitserve "
             f"calibrate again, or copy that folder along with the checkpoint."
         )
     try:
-        tensors = load_file(path)
+        data = path.read_bytes()
+        tensors = load(data)
     except (OSError, SafetensorError) as error:
         raise ExitServeError(f"'{path}' cannot be read ({error}); calibrate again.") from error
+    # Earlier releases did not name the file by its contents.
+    if path.stem not in ("gates", hashlib.sha256(data).hexdigest()):
+        raise ExitServeError(
+            f"'{path}' is not what was written (its name is the hash of its contents); copy it "
+            f"again, or calibrate again."
+        )
     known = sorted({int(name.partition(".")[0]) for name in tensors})
     missing = [layer for layer in exit_layers if layer not in known]
     if missing:
@@ -98,15 +119,3 @@ def load_gates(model: Path | str, exit_layers: Sequence[int]) -> dict[int, Gate]
         layer: Gate(tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()[0])
         for layer in exit_layers
     }
-
-
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, FILE))
-    except (OSError, ValueError) as error:
-        raise ExitServeError(
-            f"the criterion of '{model}' is its gates, but {FILE} cannot be fetched "
-            f"({type(error).__name__})."
-        ) from error

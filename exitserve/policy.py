@@ -160,6 +160,8 @@ class ExitRules:
     """Whether modes are served in which exited tokens wait for a later pass."""
     criterion: str = "max_prob"
     """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
+    gates_file: str | None = None
+    """The file of the gates, where they are the criterion (`MultiExit.gates_file`)."""
     calibration: Calibration | None = None
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
 

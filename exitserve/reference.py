@@ -355,7 +355,8 @@ def load_reference(
     ends = eos_ids(model)
     kind = block.criterion if criterion is None else criterion
     if kind == "gate":
-        found = load_gates(model_dir, layers).items()
+        assert block.gates_file is not None, "only a checkpoint's own criterion has gates"
+        found = load_gates(model_dir, block.gates_file, layers).items()
         gates = {layer: gate.to(model.device) for layer, gate in found}
         return Reference(model, layers, ends, gates=gates)
     rates = break_even_rates(model.config.to_dict(), layers) if exit_checks == "paying" else {}

@@ -107,7 +107,13 @@ def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Writes a JSON file, indented; raises `ValueError` for NaN and infinity."""
-    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _write(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    # An earlier report may be a link to a file that others share, as in the cache of a model hub.
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def write_report(
@@ -125,9 +131,11 @@ def write_report(
         figures: file name without suffix to matplotlib figure.
     """
     write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
-    (directory / "report.md").write_text(page, encoding="utf-8")
+    _write(directory / "report.md", page)
     for name, figure in (figures or {}).items():
-        figure.savefig(directory / f"{name}.png", dpi=PLOT_DPI)
+        path = directory / f"{name}.png"
+        path.unlink(missing_ok=True)
+        figure.savefig(path, dpi=PLOT_DPI)
 
 
 def publish(

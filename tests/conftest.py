@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,42 @@ def quantised(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": INT8}))
     return directory
+
+
+@dataclass(frozen=True)
+class HubCache:
+    """The local cache of a model hub with one model in it, laid out as the hub's client does."""
+
+    place: Path
+    model: str = "someone/small"
+
+    def publish(self, files: Path, revision: str = "main") -> Path:
+        """Adds a commit to which a revision points; returns its snapshot, all of links."""
+        commit = hashlib.sha1(revision.encode()).hexdigest()
+        snapshot, blobs = self.place / "snapshots" / commit, self.place / "blobs"
+        for file in files.rglob("*"):
+            if not file.is_file():
+                continue
+            blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, blob)
+            link = snapshot / file.relative_to(files)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        (self.place / "refs").mkdir(exist_ok=True)
+        (self.place / "refs" / revision).write_text(commit)
+        return snapshot
+
+
+@pytest.fixture
+def hub(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubCache]:
+    """An empty cache; at the end of the test its blobs must be what they were."""
+    place = tmp_path_factory.mktemp("hub")
+    cache = HubCache(place / "models--someone--small")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    yield cache
+    for blob in (cache.place / "blobs").iterdir():
+        assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name, "a blob was written to"

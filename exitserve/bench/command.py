@@ -17,6 +17,7 @@ from exitserve.arguments import (
     DEFAULT_THRESHOLDS,
     ENGINE_DTYPES,
     add_out_flags,
+    add_revision,
     add_threshold_flags,
     at_least,
     batch_sizes_of,
@@ -31,6 +32,7 @@ from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.settings import BenchJob, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
+from exitserve.hub import local_checkpoint
 
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
@@ -61,7 +63,10 @@ def add_command(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint directory")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a checkpoint directory or hub id"
+    )
+    add_revision(parser)
     add_out_flags(parser)
     _add_settings(parser)
     _add_work(parser)
@@ -181,7 +186,8 @@ def job_of(args: argparse.Namespace) -> Iterator[BenchJob]:
             raise ExitServeError(
                 "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
             )
-        yield _job(args, Path(args.model))
+        served_architecture(args.model, args.revision)
+        yield _job(args, local_checkpoint(args.model, args.revision))
         return
     synthetic_shapes.check_name(args.synthetic)
     if args.force_acceptance is not None and args.force_confidence is None:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import check_context, numbers
+from exitserve.arguments import add_revision, check_context, numbers
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
-from exitserve.calibration_record import CALIBRATED_MODES, Calibration
+from exitserve.calibration_record import CALIBRATED_MODES, GATES_FOLDER, Calibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -18,6 +18,8 @@ from exitserve.checkpoint import (
     read_config,
 )
 from exitserve.errors import ExitServeError
+from exitserve.files import check_writable, is_writable, link_files
+from exitserve.hub import local_checkpoint
 
 if TYPE_CHECKING:
     from exitserve.calibration.outcomes import Piece, Source
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 SEED = 0
 BYTES, MEASURED = "bytes", "measured"
 """Kinds of `--costs`; any other word is a device."""
+_ELSEWHERE = "--out DIR writes a checkpoint of links to its files, with the thresholds, into DIR"
 
 _HELP = """\
 Chooses exit layers and a threshold for each, so that tokens cost as little as possible while a
@@ -69,10 +72,16 @@ def add_calibrate(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory with exits")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a checkpoint with exits: directory or hub id"
+    )
+    add_revision(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help="held-out text or .jsonl")
     parser.add_argument(
-        "--out", metavar="DIR", help="where the report goes (default: MODEL/calibration)"
+        "--out",
+        metavar="DIR",
+        help="where the report goes (default: MODEL/calibration); where MODEL cannot be written "
+        "to, or is a hub id, a checkpoint that links to its files and has the thresholds",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="write the report only, not into config.json"
@@ -107,35 +116,62 @@ def run(args: argparse.Namespace) -> int:
         ExitServeError: an argument is wrong, or the text is too little.
     """
     from exitserve.progress import step_bars
-    from exitserve.report import prepare_out_dir
 
-    directory = Path(args.model)
-    block, config = _block(args, directory)
+    block, config = _block(args)
     targets = targets_of(args, config)
     check_text(args)
-    out = prepare_out_dir(args.out or directory / "calibration", overwrite=args.out is None)
+    directory = local_checkpoint(args.model, args.revision)
+    target, out = _places(args, directory)
     with step_bars() as progress:
-        calibration, data, found = calibrate(args, block, config, targets, progress)
+        calibration, data, found = calibrate(args, directory, block, config, targets, progress)
     from exitserve.calibration.page import show_report
 
     kept = any(one.point is not None for one in found.promised)
-    if kept and not args.dry_run:
-        _write(directory, block, calibration, found)
-    show_report(out, data)
-    if kept and not args.dry_run:
-        print(f"Written into {directory / 'config.json'}; `exitserve serve {directory}` uses it.")
+    try:
+        show_report(out, data)  # first: it holds all that was found
+        if kept and target is not None:
+            _write(directory, target, block, calibration, found)
+    except OSError as error:
+        raise ExitServeError(f"cannot write what was found: {error}.") from error
+    if kept and target is not None:
+        print(f"Written into {target / 'config.json'}; `exitserve serve {target}` uses it.")
     return 0
 
 
-def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[str, Any]]:
-    config = read_config(args.model)
-    if not directory.is_dir() and not args.dry_run:
-        raise ExitServeError(
-            f"'{args.model}' is a hub id, and thresholds cannot be written there: download it to a "
-            f"directory first, or give --dry-run for the report alone."
-        )
+def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Path]:
+    """The checkpoint that gets the thresholds, None in a dry run; and the folder of the report.
+
+    Raises:
+        ExitServeError: one of them cannot be written to, which should not be found out at the end.
+    """
+    from exitserve.report import prepare_out_dir
+
+    folders = [one for one in (directory, directory / GATES_FOLDER) if one.is_dir()]
+    if args.out is None:
+        for folder in folders:
+            check_writable(folder, _ELSEWHERE)
+        return directory, prepare_out_dir(directory / "calibration", overwrite=True)
+    out = prepare_out_dir(args.out, overwrite=False)
+    check_writable(out, "give another --out")
+    if args.dry_run:
+        return None, out
+    if _is_hub_id(args) or not all(map(is_writable, folders)):
+        return out, prepare_out_dir(out / "calibration", overwrite=False)
+    return directory, out
+
+
+def _is_hub_id(args: argparse.Namespace) -> bool:
+    return not Path(args.model).is_dir()
+
+
+def _block(args: argparse.Namespace) -> tuple[MultiExit, dict[str, Any]]:
+    config = read_config(args.model, args.revision)
     if args.dry_run and args.out is None:
         raise ExitServeError("--dry-run writes nothing but a report: say where with --out DIR.")
+    if args.out is None and _is_hub_id(args):
+        raise ExitServeError(
+            f"'{args.model}' is a hub id, and thresholds cannot be written there; {_ELSEWHERE}."
+        )
     check_context(args.window, config, "--window")
     block = parse_multi_exit(config)
     num_layers = num_layers_of(config)
@@ -148,12 +184,13 @@ def _block(args: argparse.Namespace, directory: Path) -> tuple[MultiExit, dict[s
             f"tells which exits could pay, and `exitserve train` trains them. Layers that were "
             f"trained elsewhere can be named with --exit-layers N,N."
         )
-    block.validate(num_layers)
+    check_exit_layers(block.exit_layers, num_layers)
     return block, config
 
 
 def calibrate(
     args: argparse.Namespace,
+    directory: Path,
     block: MultiExit,
     config: dict[str, Any],
     targets: list[Target],
@@ -173,7 +210,7 @@ def calibrate(
     documents = read_documents(args.data)
     delta = 1.0 - args.confidence_level
     job = _job(args, block, config, targets, delta)
-    windows = _windows(args, documents)
+    windows = _windows(args, directory, documents)
     count = round(args.generated_share * len(windows))
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
     prompts = [window.token_ids[: args.prompt_tokens] for window in windows[:count]]
@@ -188,7 +225,9 @@ def calibrate(
     # Before anything slow starts; and again below, since continuations may be too short to count.
     check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reference = load_reference(args.model, block.exit_layers, criterion="max_prob", device=device)
+    reference = load_reference(
+        str(directory), block.exit_layers, criterion="max_prob", device=device
+    )
     parts = check(_written(args, reference, prompts, progress))
     found = Calibrator(reference, job, progress).calibrate(parts)
     source = provenance_of(documents, parts, args)
@@ -233,11 +272,11 @@ def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
     return measured_costs(config, dtype=None, context=context, device=device)
 
 
-def _windows(args: argparse.Namespace, documents: Documents) -> list[Window]:
+def _windows(args: argparse.Namespace, directory: Path, documents: Documents) -> list[Window]:
     from exitserve.calibration.pieces import independent_windows
     from exitserve.windows import load_tokenizer, windows_of
 
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(directory)
     every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)
     return independent_windows(every, args.windows, SEED, running=documents.running)
 
@@ -269,13 +308,23 @@ def _written(
 
 
 def _write(
-    directory: Path, block: MultiExit, calibration: Calibration, found: CalibrationResult
+    directory: Path,
+    target: Path,
+    block: MultiExit,
+    calibration: Calibration,
+    found: CalibrationResult,
 ) -> None:
+    """Puts the record into the checkpoint, or into one that links to the checkpoint's files.
+
+    Its config.json comes last: until then nothing reads what is new.
+    """
     from dataclasses import replace
 
     from exitserve.checkpoint import write_multi_exit
     from exitserve.gates import save_gates
 
-    if found.criterion == "gate":
-        save_gates(directory, found.gates)
-    write_multi_exit(directory, replace(block, criterion=found.criterion, calibration=calibration))
+    if target != directory:
+        link_files(directory, target, but=("config.json", "calibration", GATES_FOLDER))
+    gates = save_gates(target, found.gates) if found.criterion == "gate" else None
+    block = replace(block, criterion=found.criterion, gates=gates, calibration=calibration)
+    write_multi_exit(target, block, read_config(directory))

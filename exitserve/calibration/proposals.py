@@ -185,4 +185,5 @@ class _ThresholdSearch:
         if total[best] >= 0 or best + 1 < FEWEST:
             return NEVER
         following = confidence[best + 1] if best + 1 < len(confidence) else torch.tensor(0.0)
-        return float((confidence[best] + following) / 2)
+        # Rounding may put a confidence a little below 0, which is no threshold.
+        return max(0.0, float((confidence[best] + following) / 2))

@@ -20,13 +20,13 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""
 
 
-def served_architecture(model_dir: Path | str) -> str:
-    """The class of ours that serves the checkpoint.
+def served_architecture(model_dir: Path | str, revision: str | None = None) -> str:
+    """The class of ours that serves the checkpoint, of a hub id at a revision.
 
     Raises:
         ExitServeError: the directory is no checkpoint, or of an unsupported architecture.
     """
-    config = read_config(model_dir)
+    config = read_config(model_dir, revision)
     names = config.get("architectures") or ["none named"]
     known = architectures()
     if names[0] not in known:
@@ -37,30 +37,35 @@ def served_architecture(model_dir: Path | str) -> str:
     return class_name(known[names[0]])
 
 
-def check_rules(model_dir: Path | str, options: Mapping[str, Any]) -> ExitRules:
+def check_rules(
+    model_dir: Path | str, options: Mapping[str, Any], revision: str | None = None
+) -> ExitRules:
     """Checks the checkpoint's exits and server options before anything slow starts."""
-    rules = make_rules(read_config(model_dir), options)
-    if rules.criterion == "gate" and rules.exit_layers:
+    rules = make_rules(read_config(model_dir, revision), options)
+    if rules.gates_file is not None and rules.exit_layers:
         from exitserve.gates import load_gates
 
-        load_gates(model_dir, rules.exit_layers)
+        load_gates(model_dir, rules.gates_file, rules.exit_layers, revision)
     return rules
 
 
-def engine_options(model_dir: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(
+    model_dir: Path | str, options: Mapping[str, Any], revision: str | None = None
+) -> dict[str, Any]:
     """vLLM engine arguments that serve `model_dir` with exits.
 
     Args:
         model_dir: the checkpoint.
         options: server defaults, see `exitserve.engine.options.OPTIONS`; None means not given.
+        revision: of a hub id; it is not among the arguments returned.
 
     Raises:
         ExitServeError: the checkpoint or an option does not fit.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    architecture = served_architecture(model_dir)
-    rules = check_rules(model_dir, given)
-    depth = config_overrides(read_config(model_dir), rules.num_layers)
+    architecture = served_architecture(model_dir, revision)
+    rules = check_rules(model_dir, given, revision)
+    depth = config_overrides(read_config(model_dir, revision), rules.num_layers)
     arguments: dict[str, Any] = {
         "hf_overrides": {"architectures": [architecture], **depth},
         "logits_processors": ["exitserve.engine.hooks.rows_processor:RowsProcessor"],
@@ -150,14 +155,15 @@ def start_engine(
         The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` is
         a list of strings there, keys for `take_traces`.
     """
-    arguments = engine_options(model_dir, exits or {})
+    revision = llm.get("revision")
+    arguments = engine_options(model_dir, exits or {}, revision)
     prepare_environment()
     arguments = suit_runner(arguments)
     from vllm import LLM
 
     from exitserve.engine.hooks.rows_processor import RowsProcessor
 
-    RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY])
+    RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY], revision)
     engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
     engine.collective_rpc("exit_attach")
     return engine

@@ -70,8 +70,9 @@ class MultiExitMixin(FirstLayers):
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
         rules = self._state.rules
         gates = {}
-        if rules.criterion == "gate":
-            gates = load_gates(vllm_config.model_config.model, rules.exit_layers)
+        if rules.gates_file is not None:
+            config = vllm_config.model_config
+            gates = load_gates(config.model, rules.gates_file, rules.exit_layers, config.revision)
         ends = self._state.eos_token_ids
         return ExitHead(self, compute_logits, ends, rules.criterion, gates)
 

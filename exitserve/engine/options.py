@@ -93,6 +93,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         # A gate that says no costs nothing, so there is no check to leave out.
         break_even={} if every or gated else rates,
         criterion=block.criterion,
+        gates_file=block.gates_file,
         calibration=calibration,
     )
     return replace(rules, default=_default_policy(rules, options, holds))

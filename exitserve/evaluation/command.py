@@ -16,6 +16,7 @@ from typing import Any
 from exitserve.arguments import (
     DEFAULT_THRESHOLDS,
     add_out_flags,
+    add_revision,
     add_threshold_flags,
     at_least,
     check_context,
@@ -58,7 +59,8 @@ def add_command(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory")
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory or hub id")
+    add_revision(parser)
     add_out_flags(parser)
     exits = parser.add_argument_group("what is compared with full depth")
     add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_server(job)
     tasks = _tasks(job)
-    tokenizer = load_tokenizer(job.model)
+    tokenizer = load_tokenizer(job.directory)
     windows = windows_of(job.documents, tokenizer, job.window, job.windows, job.seed)
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
     data = _evaluate(job, windows, tasks, out)
@@ -139,19 +141,22 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     Raises:
         ExitServeError: an argument is wrong.
     """
+    from exitserve.hub import local_checkpoint
     from exitserve.windows import read_documents
 
-    served_architecture(args.model)
+    served_architecture(args.model, args.revision)
     modes = modes_of(args.modes)
     options: dict[str, Any] = {"exit_checks": args.exit_checks}
-    rules = check_rules(args.model, options | (verify_options() if "verify" in modes else {}))
+    options |= verify_options() if "verify" in modes else {}
+    rules = check_rules(args.model, options, args.revision)
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     prompt_tokens = at_least(1, args.prompt_tokens, "--prompt-tokens")
     # At least one token is decoded, and one more is there to be predicted.
     window = at_least(prompt_tokens + 2, args.window, "--window")
-    check_context(window, read_config(args.model), "--window")
+    check_context(window, read_config(args.model, args.revision), "--window")
     return EvalJob(
         model=str(args.model),
+        directory=local_checkpoint(args.model, args.revision),
         rules=rules,
         exit_checks=args.exit_checks,
         settings=settings,

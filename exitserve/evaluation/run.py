@@ -68,11 +68,13 @@ def evaluate(
 
         progress("asking the server" if job.tasks.endpoint else "starting a server", 0.0)
         with _server(job, job.tasks, out) as endpoint:
-            for setting, score in run_tasks(tasks, job.settings, job.tasks, endpoint, job.model):
+            for setting, score in run_tasks(
+                tasks, job.settings, job.tasks, endpoint, str(job.directory)
+            ):
                 scores[setting.label].append(score)
                 passed(f"{score.task}: {setting.label}")
     progress("loading the model in float32", done / steps)
-    reference = load_reference(job.model, exit_checks=job.exit_checks)
+    reference = load_reference(str(job.directory), exit_checks=job.exit_checks)
     found = measure_quality(
         reference,
         windows,
@@ -130,8 +132,8 @@ def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
     if any(setting.policy.mode == "verify" for setting in job.settings):
         # The threshold is only its default; every request sends its own.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]
-    with LocalServer(job.model, *options, log=out / "server.log") as server:
-        yield find_endpoint(server.url, job.model, job.rules)
+    with LocalServer(job.directory, *options, log=out / "server.log") as server:
+        yield find_endpoint(server.url, str(job.directory), job.rules)
 
 
 def case_of(

@@ -58,7 +58,9 @@ class EvalJob:
     """What an evaluation was asked to do, checked."""
 
     model: str
-    """As it was given: a directory."""
+    """As it was given: a directory or a hub id."""
+    directory: Path
+    """Its files."""
     rules: ExitRules
     exit_checks: str
     settings: tuple[EvalSetting, ...]

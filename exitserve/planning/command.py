@@ -6,14 +6,23 @@ Light to import: torch is loaded only where something is measured.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from exitserve import synthetic_shapes
-from exitserve.arguments import add_out_flags, batch_sizes_of, check_model_or_synthetic
-from exitserve.checkpoint import check_exit_layers, parse_multi_exit, read_config
+from exitserve.arguments import (
+    add_out_flags,
+    add_revision,
+    batch_sizes_of,
+    check_model_or_synthetic,
+)
+from exitserve.checkpoint import (
+    check_exit_layers,
+    parse_multi_exit,
+    read_config,
+    read_json_object,
+)
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.step_costs.devices import DEVICES
@@ -46,6 +55,7 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
     )
+    add_revision(parser)
     parser.add_argument(
         "--synthetic", metavar="NAME", help=f"instead of MODEL: {'|'.join(synthetic_shapes.SHAPES)}"
     )
@@ -138,27 +148,20 @@ def _model_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The parsed config and the model's name."""
     check_model_or_synthetic(args)
     if args.synthetic is None:
-        return read_model(args.model), args.model
+        return read_model(args.model, args.revision), args.model
     synthetic_shapes.check_name(args.synthetic)
     return synthetic_shapes.SHAPES[args.synthetic], f"synthetic {args.synthetic}"
 
 
-def read_model(model: str) -> dict[str, Any]:
+def read_model(model: str, revision: str | None = None) -> dict[str, Any]:
     """The `config.json` of a directory, a hub id, or the file itself.
 
     Raises:
         ExitServeError: there is none, or it is no JSON object.
     """
-    path = Path(model)
-    if not path.is_file():
-        return read_config(model)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ExitServeError(f"'{path}' is not valid JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ExitServeError(f"'{path}' must hold a JSON object, as config.json does.")
-    return config
+    if Path(model).is_file():
+        return read_json_object(Path(model), f"no file at '{model}'.")
+    return read_config(model, revision)
 
 
 def _batch_sizes(text: str) -> list[int]:

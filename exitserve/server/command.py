@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from exitserve.arguments import add_revision
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
     check_rules,
@@ -20,6 +21,7 @@ from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
+    check_same_config,
     check_shadow_rate,
     reject_unsupported,
     reject_unsupported_quantisation,
@@ -50,6 +52,7 @@ def add_serve(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="checkpoint directory or hub id")
+    add_revision(parser)
     _add_default(parser)
     _add_exits(parser)
     parser.add_argument(
@@ -153,19 +156,23 @@ def serve(args: argparse.Namespace) -> int:
             "eos_threshold": args.eos_threshold,
             "exit_checks": args.exit_checks,
         },
+        args.revision,
     )
-    rules = check_rules(args.model, ours["additional_config"][KEY])
-    if warning := doubt(read_config(args.model), rules.num_layers):
+    config = read_config(args.model, args.revision)
+    rules = check_rules(args.model, ours["additional_config"][KEY], args.revision)
+    if warning := doubt(config, rules.num_layers):
         print(f"exitserve: {warning}", file=sys.stderr)
     if rules.exit_layers:
-        reject_unsupported_quantisation(read_config(args.model))
+        reject_unsupported_quantisation(config)
     prepare_environment()
     ours = suit_runner(ours)
-    check_rules(args.model, ours["additional_config"][KEY])
+    check_rules(args.model, ours["additional_config"][KEY], args.revision)
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    vllm_args = parse_vllm_args(args.model, args.rest)
+    revision = [] if args.revision is None else ["--revision", args.revision]
+    vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
+    check_same_config(vllm_args, args.revision)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate = args.shadow_rate
     vllm_args.engine_end = end = EngineEnd()

@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exitserve.checkpoint import BLOCK
 from exitserve.engine.options import QUANTISED
 from exitserve.errors import ExitServeError
+from exitserve.first_layers import COUNTS
 from exitserve.policy import ExitRules
 
 PLAIN = "serve this checkpoint with `vllm serve`"
+READ_FROM_CONFIG = frozenset((BLOCK, *COUNTS))
+"""Keys of `config.json` that the command checks before vLLM reads them."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,28 @@ def reject_unsupported(vllm_args: Any, *, has_exits: bool) -> None:
     for feature in UNSUPPORTED_FEATURES:
         if feature.is_requested(vllm_args) and (has_exits or not feature.needs_exits):
             raise ExitServeError(feature.message)
+
+
+def check_same_config(vllm_args: Any, revision: str | None) -> None:
+    """Raises `ExitServeError` if vLLM would read other exits than the command, which checked them.
+
+    Args:
+        vllm_args: vLLM's parsed arguments.
+        revision: of our own arguments.
+    """
+    overrides = vllm_args.hf_overrides
+    fixed = sorted(READ_FROM_CONFIG & set(overrides)) if isinstance(overrides, Mapping) else []
+    reasons = {
+        "--revision in a file of --config": vllm_args.revision != revision,
+        "--hf-config-path": vllm_args.hf_config_path is not None,
+        f"--hf-overrides of {', '.join(fixed)}": bool(fixed),
+    }
+    for flag, given in reasons.items():
+        if given:
+            raise ExitServeError(
+                f"{flag} is not supported: exits are read from the config.json of MODEL, at the "
+                f"--revision of the command line. Change them there, or {PLAIN}."
+            )
 
 
 def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:

@@ -10,34 +10,9 @@ from typing import Any
 import yaml
 
 from exitserve.checkpoint import MultiExit
-from exitserve.gates import FILE as GATES
+from exitserve.hub import BESIDE_WEIGHTS, CARD
 from exitserve.truncation.perplexity import Perplexity
 
-CARD = "README.md"
-COPIED_FILES = (
-    GATES,
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "chat_template.json",
-    "chat_templates/*.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer.model*",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-"""Files of the full checkpoint that apply to its first layers too."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 _TEMPLATE = """\
@@ -170,7 +145,7 @@ def licence_of(directory: Path) -> dict[str, str]:
 
 def files_to_copy(directory: Path) -> Iterator[Path]:
     """Paths of the files to copy, relative to the checkpoint."""
-    for pattern in COPIED_FILES:
+    for pattern in BESIDE_WEIGHTS:
         for path in sorted(directory.glob(pattern)):
             if path.is_file():
                 yield path.relative_to(directory)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import check_context
+from exitserve.arguments import add_revision, check_context
 from exitserve.checkpoint import context_length_of, num_layers_of, read_config
 from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
@@ -41,6 +41,7 @@ def add_truncate(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    add_revision(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     depth = parser.add_argument_group("how deep (one of these)")
     depth.add_argument("--layers", type=int, metavar="N", help="keep the first N layers")
@@ -114,19 +115,19 @@ def _check(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     """The job, the sizes of the full model, and the budget in bytes of `--to-fit`."""
+    from exitserve.hub import local_checkpoint
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
     from exitserve.truncation.run import TruncationJob, check_family, check_names, check_out
-    from exitserve.truncation.source import local_checkpoint
     from exitserve.truncation.weights import read_weights
 
     budget = None if args.to_fit is None else parse_size(args.to_fit)
-    config = read_config(args.model)
+    config = read_config(args.model, args.revision)
     check_family(config)
     full = num_layers_of(config)
     if args.layers is not None:
         check_depth(args.layers, config, "--layers")
     check_out(Path(args.out))
-    directory = local_checkpoint(args.model)
+    directory = local_checkpoint(args.model, args.revision)
     weights = read_weights(directory)
     check_names(weights, full)
     sizes = sizes_of(config, weights.tensors, serving_dtype(config))

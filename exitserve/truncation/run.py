@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.checkpoint import num_layers_of, parse_multi_exit
+from exitserve.checkpoint import check_exit_layers, num_layers_of, parse_multi_exit
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import cut_config, layer_of
-from exitserve.truncation.card import CARD, Truncation, files_to_copy, licence_of, model_card
+from exitserve.hub import CARD
+from exitserve.truncation.card import Truncation, files_to_copy, licence_of, model_card
 from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 from exitserve.truncation.weights import StoredWeights, write_weights
 
@@ -52,7 +53,7 @@ def check_family(config: dict[str, Any]) -> None:
         )
     block = parse_multi_exit(config)
     if block is not None:
-        block.validate(num_layers_of(config))
+        check_exit_layers(block.exit_layers, num_layers_of(config))
 
 
 def check_names(weights: StoredWeights, num_layers: int) -> None:

@@ -46,8 +46,14 @@ def quick(monkeypatch) -> None:
 
 
 @pytest.fixture
-def model(bundled, tmp_path) -> Path:
-    return Path(shutil.copytree(bundled, tmp_path / "model"))
+def model(bundled, tmp_path, hub) -> Path:
+    """A snapshot in the cache of a hub, with an earlier report: what its links point to stays."""
+    copy = Path(shutil.copytree(bundled, tmp_path / "copy"))
+    (copy / "calibration").mkdir()
+    for name in ("report.json", "report.md", "pareto.png", "reliability.png"):
+        (copy / "calibration" / name).write_text(f"an earlier {name}")
+    snapshot: Path = hub.publish(copy)
+    return snapshot
 
 
 def calibrate(model: Path, data: Path, *more: str) -> int:
@@ -161,6 +167,7 @@ def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_p
 def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -> None:
     config = read_config(model)
     del config["multi_exit"]
+    (model / "config.json").unlink()  # a link
     (model / "config.json").write_text(json.dumps(config))
     assert calibrate(model, corpora[0]) == 2
     assert "exitserve plan" in capsys.readouterr().err

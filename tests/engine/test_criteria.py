@@ -51,13 +51,16 @@ def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidenc
         chosen=OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
         points=(OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),),
     )
-    block = read_multi_exit(directory)
-    write_multi_exit(directory, replace(block, criterion=criterion, calibration=calibration))
+    gates = None
     if criterion == "gate":
         drawn = torch.Generator().manual_seed(0)
         size = load_reference(str(make_checkpoint("llama"))).model.config.hidden_size
         weights = {layer: torch.randn(size, generator=drawn) / size**0.5 for layer in strict}
-        save_gates(directory, {k: Gate(w, torch.tensor(0.1)) for k, w in weights.items()})
+        gates = save_gates(directory, {k: Gate(w, torch.tensor(0.1)) for k, w in weights.items()})
+    block = replace(
+        read_multi_exit(directory), criterion=criterion, gates=gates, calibration=calibration
+    )
+    write_multi_exit(directory, block)
     return directory
 
 

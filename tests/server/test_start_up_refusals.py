@@ -68,6 +68,8 @@ FLAGS = [
         "--shadow-rate",
         "already verifies every token",
     ),
+    ("--hf-config-path elsewhere", "--hf-config-path", "config.json of MODEL"),
+    ('--hf-overrides {"multi_exit":{},"n_layer":3}', "multi_exit, n_layer", "config.json of MODEL"),
     ("--shadow-rate 0.1 --max-logprobs 0", "--shadow-rate", "needs log-probabilities"),
     ("--shadow-rate 0.1 --logprobs-mode processed_logits", "--shadow-rate", "processed_logits"),
 ]
@@ -82,7 +84,7 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
     monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
 
     async def run_server(args: Any) -> None:
-        print("the engine would start", args.hf_overrides)
+        print("the engine would start", args.hf_overrides, "revision", args.revision)
 
     monkeypatch.setattr("vllm.entrypoints.launchers.api_server.entry.run_server", run_server)
 
@@ -129,6 +131,27 @@ def checkpoint(tmp_path: Path, bundled: Path) -> Any:
         return tmp_path
 
     return make
+
+
+def test_a_revision_is_checked_and_served(serve, hub, bundled: Path, checkpoint) -> None:
+    hub.publish(bundled)
+    hub.publish(checkpoint(num_hidden_layers=9, multi_exit=None), "shallow")
+    model = Path(hub.model)
+    assert serve("--max-layers", "10", model=model)[0] == 0
+    code, _, error = serve("--revision", "shallow", "--max-layers", "10", model=model)
+    assert code == 2 and "the model has 9 layers" in error
+    code, output, _ = serve("--revision=shallow", "--max-layers", "5", model=model)
+    assert code == 0 and "revision shallow" in output
+    code, _, error = serve("--revision", "none", model=model)
+    assert code == 2 and "'someone/small' at revision 'none'" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_revision_that_only_vllm_would_read(serve, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("revision: shallow\n")
+    code, _, error = serve("--config", str(file))
+    assert code == 2 and "--revision in a file of --config" in error
 
 
 def test_a_quantised_checkpoint(serve, checkpoint) -> None:

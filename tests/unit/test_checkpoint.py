@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint import (
+    MultiExit,
+    check_exit_layers,
+    read_config,
+    read_multi_exit,
+    write_multi_exit,
+)
 from exitserve.errors import ExitServeError
 
 CALIBRATION = Calibration(
@@ -67,25 +73,6 @@ def test_a_cut_block_keeps_what_is_left_and_promises_nothing() -> None:
     assert whole.first(6) == whole, "all layers: nothing is lost"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"thresholds": "0.9"}, "malformed"),
-        ({"mode": "verify"}, "allowed: confidence, defer"),
-        ({"criterion": "luck"}, "allowed: max_prob, margin, entropy, gate"),
-    ],
-)
-def test_a_malformed_calibration_is_named(
-    directory: Path, change: dict[str, str], message: str
-) -> None:
-    write_multi_exit(directory, MultiExit(exit_layers=(2, 4), calibration=CALIBRATION))
-    config = read_config(directory)
-    config["multi_exit"]["calibration"] |= change
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ExitServeError, match=message):
-        read_multi_exit(directory)
-
-
 def test_a_plain_checkpoint_has_no_block(directory: Path) -> None:
     assert read_multi_exit(directory) is None
 
@@ -96,7 +83,7 @@ def test_a_plain_checkpoint_has_no_block(directory: Path) -> None:
 )
 def test_exit_layers_must_fit_the_model(layers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ExitServeError, match=message):
-        MultiExit(exit_layers=layers).validate(6)
+        check_exit_layers(layers, 6)
 
 
 def test_another_version_is_refused(directory: Path) -> None:
@@ -116,8 +103,13 @@ def test_a_directory_without_config_is_no_checkpoint(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_broken_config_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b'{"a": "\xff"}', b"[" * 100_000, b'{"num_hidden_layers": ' + b"9" * 5000 + b"}"],
+    ids=["cut off", "no text", "nested", "a long number"],
+)
+def test_a_broken_config_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ExitServeError, match="not valid JSON"):
         read_config(tmp_path)
 

@@ -97,3 +97,15 @@ def test_publish_shows_the_short_form_and_where_the_rest_is(
     assert (tmp_path / "report.json").is_file() and (tmp_path / "curve.png").is_file()
     publish(None, {}, "", {}, ["only this"])
     assert capsys.readouterr().out == "only this\n"
+
+
+def test_what_a_linked_report_points_to_stays(tmp_path: Path) -> None:
+    """As in the cache of a model hub, if a checkpoint was uploaded with its report."""
+    out, names = tmp_path / "out", ("report.json", "report.md", "plot.png")
+    out.mkdir()
+    for name in names:
+        (tmp_path / name).write_text("shared")
+        (out / name).symlink_to(tmp_path / name)
+    write_report(out, {}, "page", {"plot": Figure()})
+    for name in names:
+        assert (tmp_path / name).read_text() == "shared" and not (out / name).is_symlink()

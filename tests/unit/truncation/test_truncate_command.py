@@ -296,16 +296,9 @@ def test_checkpoints_that_cannot_be_cut(
     assert message in capsys.readouterr().err
 
 
-def test_a_hub_id_that_is_in_the_cache(
-    capsys, bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub's own layout of its cache; nothing is fetched, as in a run without network."""
-    place = tmp_path / "hub" / "models--someone--small"
-    shutil.copytree(bundled, place / "snapshots" / "abc")
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_hub_id_that_is_in_the_cache(capsys, bundled: Path, tmp_path: Path, hub) -> None:
+    """Nothing is fetched, as in a run without network."""
+    hub.publish(bundled)
     assert _truncate(Path("someone/small"), tmp_path / "out", "--layers", "3") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/small" in card and "layers of `someone/small`" in card

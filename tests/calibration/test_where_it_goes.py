@@ -1,0 +1,179 @@
+"""Where a calibration goes, and what is found out before the work starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.cli import main
+from exitserve.engine.launch import check_rules
+from exitserve.gates import Gate, save_gates
+
+CALIBRATION = Calibration(
+    target="agreement>=0.99",
+    mode="confidence",
+    criterion="gate",
+    confidence_level=0.95,
+    num_layers=12,
+    chosen=OperatingPoint(agreement=0.99, thresholds={3: 0.5}, eos_thresholds={3: 1.0}),
+)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_read_only: list[Path] = []
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    """As the kernel refuses changes on a read-only file system, to the superuser too."""
+    changes = event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.chmod")
+    if not _read_only or not (changes or (event == "open" and args[2] & WRITES)):
+        return
+    for path in args[1:2] if event == "os.symlink" else args[:2]:  # what it points to stays
+        if isinstance(path, str | os.PathLike):
+            folder = Path(path).parent.resolve()
+            if any(folder.is_relative_to(one) for one in _read_only):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+@pytest.fixture(scope="module")
+def audited() -> None:
+    sys.addaudithook(_refuse)  # for good, but it does nothing without a folder
+
+
+@pytest.fixture
+def read_only(audited: None) -> Iterator[Callable[[Path], None]]:
+    yield lambda folder: _read_only.append(folder.resolve())
+    _read_only.clear()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The models whose calibration was started; it is made up, and chooses gates."""
+    models: list[Path] = []
+
+    def calibrate(args: Any, directory: Path, *rest: Any) -> tuple[Any, ...]:
+        models.append(directory)
+        size = read_config(directory)["hidden_size"]
+        gates = {k: Gate(torch.ones(size), torch.tensor(0.0)) for k in (3, 6, 9)}
+        promised = [SimpleNamespace(point=CALIBRATION.chosen)]
+        return CALIBRATION, {}, SimpleNamespace(criterion="gate", gates=gates, promised=promised)
+
+    def show_report(out: Path, data: Any) -> None:
+        (out / "report.json").write_text("{}")
+
+    monkeypatch.setattr("exitserve.calibration.command.calibrate", calibrate)
+    monkeypatch.setattr("exitserve.calibration.page.show_report", show_report)
+    return models
+
+
+@pytest.fixture
+def model(bundled: Path, tmp_path: Path) -> Path:
+    """With gates already, which are others."""
+    copy = Path(shutil.copytree(bundled, tmp_path / "model"))
+    name = save_gates(copy, {3: Gate(torch.zeros(8), torch.tensor(1.0))})
+    write_multi_exit(copy, MultiExit(exit_layers=(3, 6, 9), criterion="gate", gates=name))
+    return copy
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def calibrate(model: Path | str, *more: str) -> int:
+    return main(["calibrate", str(model), "--data", "none.txt", *more])
+
+
+def assert_calibrated(folder: Path) -> None:
+    """Served with the new thresholds and gates, the weights being those of the model."""
+    block = read_multi_exit(folder)
+    assert block is not None and block.calibration == CALIBRATION
+    assert check_rules(folder, {}).default.by_layer == ((3, 0.5, float("inf")),)
+    assert len(list((folder / "exit_gates").iterdir())) == 1
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 12
+
+
+def test_into_the_model(started, model: Path) -> None:
+    assert calibrate(model) == 0
+    assert (model / "calibration" / "report.json").is_file()
+    assert_calibrated(model)
+
+
+def test_a_report_elsewhere(started, model: Path, tmp_path: Path) -> None:
+    assert calibrate(model, "--out", str(tmp_path / "out")) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
+    assert_calibrated(model)
+
+
+def test_a_model_that_cannot_be_written_to(
+    started, read_only, capsys, model: Path, tmp_path: Path
+) -> None:
+    before = contents(model)
+    read_only(model)
+    assert calibrate(model) == 2 and not started, "before the work"
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"'{model}' cannot be written to" in error and "--out DIR" in error
+    out = tmp_path / "out"
+    assert calibrate(model, "--out", str(out)) == 0
+    assert f"exitserve serve {out}" in capsys.readouterr().out
+    assert contents(model) == before
+    assert (out / "calibration" / "report.json").is_file()
+    assert (out / "model.safetensors").is_symlink()
+    assert_calibrated(out)
+
+
+def test_gates_that_cannot_be_written(started, read_only, capsys, model: Path) -> None:
+    read_only(model / "exit_gates")
+    assert calibrate(model) == 2 and not started
+    assert "exit_gates' cannot be written to" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written(
+    started, read_only, capsys, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    read_only(out)
+    for more in ((), ("--dry-run",)):
+        assert calibrate(model, "--out", str(out), *more) == 2 and not started
+        assert f"'{out}' cannot be written to" in capsys.readouterr().err
+
+
+def test_a_disk_that_fails_meanwhile(started, read_only, capsys, model: Path, monkeypatch) -> None:
+    before = contents(model)
+
+    def late(out: Path, data: Any) -> None:
+        read_only(model)
+
+    monkeypatch.setattr("exitserve.calibration.page.show_report", late)
+    assert calibrate(model) == 2 and started
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "Read-only file system" in error
+    assert contents(model) == before
+
+
+def test_a_hub_id(started, capsys, hub, model: Path, bundled: Path, tmp_path: Path) -> None:
+    hub.publish(bundled)
+    hub.publish(model, "gated")
+    assert calibrate(hub.model, "--revision", "gated") == 2 and not started
+    assert "'someone/small' is a hub id" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert calibrate(hub.model, "--revision", "gated", "--out", str(out)) == 0
+    assert (started[0] / "exit_gates").is_dir(), "that revision's"
+    assert_calibrated(out)
+
+
+def test_a_snapshot_of_a_hub_given_as_a_folder(started, hub, model: Path) -> None:
+    snapshot = hub.publish(model)
+    assert calibrate(snapshot) == 0
+    assert_calibrated(snapshot)

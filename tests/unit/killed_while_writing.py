@@ -1,0 +1,179 @@
+"""Ends a process at every step of writing a calibration, and says what each left behind.
+
+    python killed_while_writing.py FOLDER
+
+Run as a process of its own, since it forks. Prints JSON, a list for each of `CASES`: for each step
+at which the process ended, and for the run that did not end early, the value of the thresholds
+that the checkpoint has then, which is that of its gates too; null where there is no checkpoint yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from exitserve.calibration.command import _write
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint import MultiExit, read_multi_exit, write_multi_exit
+from exitserve.engine.launch import check_rules
+from exitserve.gates import Gate, load_gates, save_gates
+
+KILLED = 9
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.chmod", "os.symlink", "shutil.copyfile")
+OLD, NEW = 0.25, 0.75
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+
+
+def block_of(value: float, criterion: str, gates: str | None) -> MultiExit:
+    """A block whose thresholds are this value."""
+    calibration = Calibration(
+        target="agreement>=0.9",
+        mode="confidence",
+        criterion=criterion,
+        confidence_level=0.95,
+        num_layers=6,
+        chosen=OperatingPoint(agreement=0.9, thresholds={2: value}, eos_thresholds={2: 1.0}),
+    )
+    return MultiExit(exit_layers=(2,), criterion=criterion, gates=gates, calibration=calibration)
+
+
+def gates_of(value: float) -> dict[int, Gate]:
+    """Gates whose weights are this value."""
+    return {2: Gate(torch.full((8,), value), torch.tensor(0.0))}
+
+
+def without_gates(folder: Path) -> None:
+    """A checkpoint whose criterion needs none."""
+    write_multi_exit(folder, block_of(OLD, "max_prob", None))
+
+
+def with_gates(folder: Path) -> None:
+    """A checkpoint that names its gates."""
+    write_multi_exit(folder, block_of(OLD, "gate", save_gates(folder, gates_of(OLD))))
+
+
+def with_unnamed_gates(folder: Path) -> None:
+    """As earlier releases wrote it."""
+    (folder / "exit_gates").mkdir()
+    tensors = {"2.weight": torch.full((8,), OLD), "2.bias": torch.zeros(1)}
+    save_file(tensors, folder / "exit_gates" / "gates.safetensors")
+    write_multi_exit(folder, block_of(OLD, "gate", None))
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "none to gates": (without_gates, "gate"),
+    "gates to gates": (with_gates, "gate"),
+    "unnamed gates to gates": (with_unnamed_gates, "gate"),
+    "gates to none": (with_gates, "max_prob"),
+    "linked": (with_gates, "gate"),
+}
+"""The checkpoint before, and the new criterion."""
+
+
+def kill_at(step: int) -> None:
+    """Ends this process, as a kill does, before the change of that number to any file."""
+    seen = 0
+
+    def count() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            os._exit(KILLED)
+
+    def on(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or event in CHANGES:
+            count()
+
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        count()  # no event of its own
+        fsync(descriptor)
+
+    os.fsync = counted
+    sys.addaudithook(on)
+
+
+def ended_at(step: int, act: Callable[[], None]) -> bool:
+    """Whether the process that does this ended at that step, rather than by itself."""
+    child = os.fork()
+    if child == 0:
+        kill_at(step)
+        act()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+def value_in(folder: Path) -> float | None:
+    """The value of the thresholds, and of the gates where they are the criterion."""
+    if not (folder / "config.json").exists():
+        return None
+    block = read_multi_exit(folder)
+    assert block is not None and block.calibration is not None
+    check_rules(folder, {})
+    value = block.calibration.chosen.thresholds[2]
+    if block.gates_file is not None:
+        gates = load_gates(folder, block.gates_file, [2])
+        assert gates[2].weight.tolist() == [value] * 8, "gates of other thresholds"
+    return value
+
+
+def left_behind(kind: str, work: Path) -> list[float | None]:
+    """What was there after each step."""
+    prepare, criterion = CASES[kind]
+    found: list[float | None] = []
+    block = replace(block_of(NEW, criterion, None), calibration=None)
+    calibration = block_of(NEW, criterion, None).calibration
+    assert calibration is not None
+    result: Any = SimpleNamespace(criterion=criterion, gates=gates_of(NEW))
+    ended = True
+    while ended:
+        model = work / f"step-{len(found)}"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(CONFIG))
+        (model / "model.safetensors").write_text("weights")
+        prepare(model)
+        target = model
+        if kind == "linked":
+            target = work / f"linked-{len(found)}"
+            target.mkdir()
+
+        def act(model: Path = model, target: Path = target) -> None:
+            _write(model, target, block, calibration, result)
+
+        ended = ended_at(len(found) + 1, act)
+        found.append(value_in(target))
+        if kind == "linked":
+            assert value_in(model) == OLD
+            shutil.rmtree(target)
+            target.mkdir()
+        act()  # again: nothing is in its way, and nothing of the first attempt stays
+        assert value_in(target) == NEW
+        gates = [path.name for path in (target / "exit_gates").glob("*")]
+        assert len(gates) == (criterion == "gate"), gates
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind: left_behind(kind, Path(sys.argv[1]) / kind) for kind in CASES}))

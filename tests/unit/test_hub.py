@@ -1,0 +1,100 @@
+"""Hub ids: commands read the revision that was asked for, in all of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exitserve.bench.command import job_of as bench_job
+from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.cli import build_parser, main
+from exitserve.engine.launch import check_rules, engine_options
+from exitserve.errors import ExitServeError
+from exitserve.evaluation.command import job_of as eval_job
+from exitserve.gates import Gate, save_gates
+
+
+@pytest.fixture
+def model(hub, bundled: Path, tmp_path: Path) -> str:
+    """Exits 3, 6, 9 on the default branch; on another, exits 4 and 8 by gates."""
+    hub.publish(bundled)
+    other = tmp_path / "other"
+    shutil.copytree(bundled, other)
+    size = read_config(other)["hidden_size"]
+    name = save_gates(other, {k: Gate(torch.ones(size), torch.tensor(0.0)) for k in (4, 8)})
+    write_multi_exit(other, MultiExit(exit_layers=(4, 8), criterion="gate", gates=name))
+    hub.publish(other, "gated")
+    return str(hub.model)
+
+
+def test_each_revision_has_its_exits(model: str) -> None:
+    for revision, layers in ((None, (3, 6, 9)), ("main", (3, 6, 9)), ("gated", (4, 8))):
+        block = read_multi_exit(model, revision)
+        assert block is not None and block.exit_layers == layers
+        rules = check_rules(model, {}, revision)
+        assert (rules.exit_layers, rules.criterion == "gate") == (layers, revision == "gated")
+        assert engine_options(model, {"exit_layer": layers[0]}, revision)
+    with pytest.raises(ExitServeError, match="exit layer 6 has no gate"):
+        check_rules(model, {"exit_layers": [4, 6]}, "gated")
+
+
+def test_gates_are_those_of_the_revision(model: str, hub) -> None:
+    """The other branch has none, and what was fetched of one is not taken for another."""
+    rules = check_rules(model, {}, "gated")
+    (hub.place / "refs" / "moved").write_text((hub.place / "refs" / "main").read_text())
+    config = hub.place / "snapshots" / (hub.place / "refs" / "main").read_text() / "config.json"
+    config.unlink()
+    block = MultiExit(exit_layers=(4, 8), criterion="gate", gates=Path(rules.gates_file).stem)
+    config.write_text(json.dumps(read_config(model, "gated") | {"multi_exit": block.to_json()}))
+    with pytest.raises(ExitServeError, match=r"no exit_gates/\w+\.safetensors .*'moved'"):
+        check_rules(model, {}, "moved")
+
+
+@pytest.mark.parametrize("revision", [None, "gated"])
+def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x\n")
+    layers = (3, 6, 9) if revision is None else (4, 8)
+    more = [] if revision is None else ["--revision", revision]
+
+    def parsed(*words: str) -> Any:
+        return build_parser().parse_args([*words, *more, "--out", str(tmp_path / "out")])
+
+    job = eval_job(parsed("eval", model, "--data", str(text)))
+    assert (job.model, job.rules.exit_layers) == (model, layers)
+    assert read_multi_exit(job.directory).exit_layers == layers
+    with bench_job(parsed("bench", model)) as job:
+        assert (job.model_name, job.rules.exit_layers) == (model, layers)
+        assert read_multi_exit(job.model_dir).exit_layers == layers
+
+
+def test_truncation_takes_gates_along(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = ["truncate", model, "--revision", "gated", "--layers", "8", "--out", str(out)]
+    assert main(args) == 0
+    assert check_rules(out, {}).exit_layers == (4,)
+    assert check_rules(out, {}).criterion == "gate"
+
+
+def test_a_command_in_a_process_of_its_own(model: str, hub, tmp_path: Path) -> None:
+    env = os.environ | {"HF_HUB_CACHE": str(hub.place.parent), "HF_HUB_OFFLINE": "1"}
+    plan = [sys.executable, "-m", "exitserve", "plan", model, "--device", "h200"]
+    more = ["--revision", "gated", "--out", str(tmp_path / "out")]
+    subprocess.run([*plan, *more], env=env, check=True, capture_output=True)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["declared"]["layers"] == [4, 8]
+
+
+def test_a_revision_that_is_not_there_is_named(model: str, capsys) -> None:
+    assert main(["plan", model, "--revision", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert "'someone/small' at revision 'nowhere'" in error and len(error.splitlines()) == 1
+    assert main(["truncate", model, "--revision", "nowhere", "--layers", "3", "--out", "x"]) == 2
