@@ -1,0 +1,88 @@
+"""Errors of requests: one short line each, which names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+
+from exitserve.errors import ExitServeError, one_line, shown
+
+MOST_REASONS = 50
+"""What is looked at of pydantic's errors, of which there may be thousands."""
+ALTERNATIVES = 4
+"""Types that an error lists for a field that may have one of several."""
+
+
+def bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
+    """An answer with status 400, in OpenAI's form."""
+    error = {"message": one_line(message), "type": "BadRequestError", "param": param, "code": 400}
+    return JSONResponse({"error": error}, status_code=400)
+
+
+class JsonRoute(APIRoute):
+    """A route whose errors about its body are one line.
+
+    Its endpoint sets `request.state.is_read`: from there on, errors are not about the body's form.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wraps FastAPI's handler, whose errors are lists that repeat the values."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            try:
+                body = await request.json()
+            except ValueError as error:
+                return bad_request(f"the request body is not valid JSON: {error}", param="body")
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                field, reason = explain(body, error.errors())
+                return bad_request(f"{field}: {reason}.", param=field)
+            except ExitServeError as error:
+                return bad_request(str(error))
+            except (AttributeError, KeyError, IndexError) as error:
+                if getattr(request.state, "is_read", False):
+                    raise
+                # vLLM's checks of some fields fail at values of other types.
+                reason = f"a field has a value of the wrong type ({shown(str(error))})"
+                return bad_request(f"the request body cannot be read: {reason}.", param="body")
+
+        return checked
+
+
+def explain(body: Any, errors: Sequence[Any]) -> tuple[str, str]:
+    """The field that pydantic's first error is about, and what is wrong with it.
+
+    A field of several allowed types has an error for each of them.
+    """
+    found = [_place_and_reason(body, one) for one in islice(errors, MOST_REASONS)]
+    field, value, _ = found[0]
+    reasons = dict.fromkeys(reason for place, _, reason in found if place == field)
+    return field, f"{', or '.join(islice(reasons, ALTERNATIVES))}{value}"
+
+
+def _place_and_reason(body: Any, error: Any) -> tuple[str, str, str]:
+    """Where an error is, the value there as the message ends with it, and the reason."""
+    if not isinstance(error, Mapping):  # vLLM's check of the content type
+        return "body", "", str(error)
+    path, value = [], body
+    # Between the names, pydantic puts those of the types that it tried.
+    for part in error["loc"][1:]:
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(str(part))
+    reason = str(error["msg"])
+    if error["type"] == "missing":
+        return ".".join([*path, str(error["loc"][-1])]), "", reason
+    return ".".join(path) or "body", f"; got {shown(value)}", reason
