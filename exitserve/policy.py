@@ -263,7 +263,8 @@ class ExitRules:
         fine = isinstance(target, int | float) and not isinstance(target, bool)
         if not fine or not 0 < target < 1:
             raise ExitServeError(
-                f"exit_target must be a number above 0 and below 1, such as 0.98, not {shown(target)}."
+                f"exit_target must be a number above 0 and below 1, such as 0.98, not "
+                f"{shown(target)}."
             )
         point = self._calibration().for_agreement(float(target))
         if mode == "off" or point is None:

@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from exitserve.errors import ExitServeError, one_line, shown
 
@@ -47,6 +48,11 @@ class JsonRoute(APIRoute):
                 return bad_request(f"{field}: {reason}.", param=field)
             except ExitServeError as error:
                 return bad_request(str(error))
+            except EngineGenerateError as error:
+                # What vLLM sends to its engine has numbers of 64 bits, which it checks of some.
+                if not isinstance(error.__cause__, OverflowError):
+                    raise
+                return bad_request(f"a number is too large ({error.__cause__}).", param="body")
             except (AttributeError, KeyError, IndexError) as error:
                 if getattr(request.state, "is_read", False):
                     raise
@@ -75,13 +81,10 @@ def _place_and_reason(body: Any, error: Any) -> tuple[str, str, str]:
     path, value = [], body
     # Between the names, pydantic puts those of the types that it tried.
     for part in error["loc"][1:]:
-        if isinstance(value, dict) and part in value:
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
             value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            continue
-        path.append(str(part))
+            path.append(str(part))
     reason = str(error["msg"])
     if error["type"] == "missing":
         return ".".join([*path, str(error["loc"][-1])]), "", reason

@@ -56,7 +56,7 @@ def api_keys(args: Namespace) -> list[str]:
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
-class KeyForEveryPost(AuthenticationMiddleware):  # type: ignore[misc]  # untyped in vLLM
+class KeyForEveryPost(AuthenticationMiddleware):
     """ASGI middleware: asks for the API key wherever a request may cost something.
 
     vLLM's own asks for paths that begin with /v1, /v2 and a few others, and leaves open, for
@@ -130,10 +130,9 @@ class ShortErrors:
     async def __call__(self, message: Message) -> None:
         """Takes one message of the answer."""
         self.started = True
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            if "json" in MutableHeaders(raw=message["headers"]).get("content-type", ""):
-                self._start = message
-                return
+        if message["type"] == "http.response.start" and _is_error(message):
+            self._start = message
+            return
         if self._start is None:
             await self._send(message)
             return
@@ -144,6 +143,12 @@ class ShortErrors:
         MutableHeaders(raw=self._start["headers"])["content-length"] = str(len(body))
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_error(start: Message) -> bool:
+    """Whether the answer that starts like this is an error in JSON."""
+    kind = MutableHeaders(raw=start["headers"]).get("content-type", "")
+    return start["status"] >= 400 and "json" in kind
 
 
 def _shortened(body: bytes) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from ..soak.answers import fault
+
 NAME = "exit-py"
 CONTEXT = 512
 
@@ -121,6 +123,13 @@ def test_json_that_is_nested_deeply_inside_a_text(post) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "x"},
     ]
     _says(post("chat/completions", messages=messages), "nested too deeply")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_do_not_reach_the_engine(post, stream: bool) -> None:
+    answer = post(prompt="x", stream=stream, stream_interval=2**70)
+    assert fault(answer.status_code, answer.text) is None
+    assert stream or answer.status_code == 400
 
 
 def test_a_prompt_longer_than_the_context(post) -> None:

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import httpx
+
+from .bodies import Body
 
 LONGEST_ERROR = 300
 """Characters of an error's text."""
+
+
+HEADERS = {"content-type": "application/json"}
+
+
+def replies(url: str, bodies: Iterable[Body], clients: int = 8) -> Iterator[tuple[Body, int, str]]:
+    """Each body with the status and text of its answer, sent by some clients at a time."""
+    # A connection each: a server closes some after an error, which the next request would notice.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with (
+        httpx.Client(base_url=url, headers=HEADERS, timeout=120, limits=limits) as client,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+
+        def ask(body: Body) -> tuple[Body, int, str]:
+            answer = client.post(body.route, content=body.content)
+            return body, answer.status_code, answer.text
+
+        yield from pool.map(ask, bodies)
 
 
 def fault(status: int, text: str) -> str | None:

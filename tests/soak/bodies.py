@@ -40,13 +40,19 @@ STYLES: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 7},
 }
 MODES: dict[str, dict[str, Any]] = {
-    "the server's": {},
+    "default": {},
     "off": {"exit_mode": "off"},
     "confidence": {"exit_threshold": 0.3, "exit_mode": "confidence"},
     "defer": {"exit_threshold": 0.3, "exit_mode": "defer"},
     "verify": {"exit_threshold": 0.3, "exit_mode": "verify"},
 }
-"""Exit fields of each mode; which of them a server takes depends on how it was started."""
+"""Exit fields of each mode."""
+CONTRADICTORY = (
+    {"allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids"},
+    {"structured_outputs", "response_format"},
+)
+"""Pairs of one of each may leave no token that the grammar allows. vLLM answers that with 500; its
+engine and other requests go on."""
 
 _TOKENS = st.lists(st.integers(0, 4000), min_size=1, max_size=4)
 # What vLLM takes, where its schema says less. Null stays possible wherever the schema has it.
@@ -188,18 +194,16 @@ def _objects(
     return st.dictionaries(st.text(max_size=8), inner, max_size=3)
 
 
-def anything() -> SearchStrategy[Any]:
-    """Any JSON value, the awkward ones too."""
-    plain = (
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()  # NaN and infinities too, which Python's JSON has
-        | st.text(max_size=20)
-        | st.sampled_from([10**30, -1, 2**63, "x" * 20_000, "\n" * 500, [0] * 5000, [["a"]] * 500])
-        | st.integers(2, 300).map(lambda depth: _nested([], depth))
-        | st.integers(2, 300).map(lambda depth: _nested({}, depth))
-    )
+def anything(*, awkward: bool = False) -> SearchStrategy[Any]:
+    """Any JSON value; `awkward`: huge, deep and not finite ones too."""
+    plain = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+    if awkward:
+        plain |= st.floats()  # NaN and infinities too, which Python's JSON has
+        plain |= st.sampled_from(
+            [10**30, -1, 2**63, "x" * 20_000, "\n" * 500, [0] * 5000, [["a"]] * 500]
+        )
+        plain |= st.integers(2, 300).map(lambda depth: _nested([], depth))
+        plain |= st.integers(2, 300).map(lambda depth: _nested({}, depth))
     return st.recursive(
         plain,
         lambda inner: (
@@ -228,6 +232,8 @@ class Bodies:
     variety: int = 24
     """Values drawn of each field, and twenty times as many wrong ones; they take time to draw."""
     routes: Sequence[str] = (COMPLETIONS, CHAT)
+    modes: Sequence[str] = ("default", "off", "confidence", "defer")
+    """Modes that the server takes, of `MODES`."""
     _pools: dict[str, list[Any]] = field(default_factory=dict)
     _wrong_values: list[Any] = field(default_factory=list)
 
@@ -251,6 +257,7 @@ class Bodies:
             (route, pair)
             for route in self.routes
             for pair in itertools.combinations(self.fields(route), 2)
+            if not all(group.intersection(pair) for group in CONTRADICTORY)
         ]
         chance.shuffle(both)
         for route, pair in both:
@@ -260,7 +267,7 @@ class Bodies:
         """Bodies of which one or two values may be anything, or whose text is torn; endless."""
         chance = random.Random(self.number + 2)
         if not self._wrong_values:
-            self._wrong_values = drawn(anything(), 20 * self.variety, self.number)
+            self._wrong_values = drawn(anything(awkward=True), 20 * self.variety, self.number)
         exits = ("exit_threshold", "exit_target", "exit_layer", "exit_mode", "exit_trace", "exit_x")
         while True:
             route = chance.choice(self.routes)
@@ -298,7 +305,7 @@ class Bodies:
             "max_tokens": chance.randint(2, LONGEST),
             **SMALLEST[route],
             **STYLES[chance.choice(sorted(STYLES))],
-            "vllm_xargs": dict(MODES[chance.choice(sorted(MODES))]),
+            "vllm_xargs": dict(MODES[chance.choice(self.modes)]),
         }
 
     def _body(self, chance: random.Random, route: str, names: Sequence[str], turn: int) -> Body:
