@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,12 +12,12 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
-from vllm.v1.engine.exceptions import EngineGenerateError
 
 from exitserve.errors import ExitServeError, one_line, shown
 
 MOST_REASONS = 50
 """What is looked at of pydantic's errors, of which there may be thousands."""
+_LONG_NUMBER = re.compile(rb"\d{19}")
 ALTERNATIVES = 4
 """Types that an error lists for a field that may have one of several."""
 
@@ -39,6 +41,9 @@ class JsonRoute(APIRoute):
         async def checked(request: Request) -> Response:
             try:
                 body = await request.json()
+                check_numbers(await request.body())
+            except ExitServeError as error:
+                return bad_request(str(error), param="body")
             except ValueError as error:
                 return bad_request(f"the request body is not valid JSON: {error}", param="body")
             try:
@@ -48,11 +53,6 @@ class JsonRoute(APIRoute):
                 return bad_request(f"{field}: {reason}.", param=field)
             except ExitServeError as error:
                 return bad_request(str(error))
-            except EngineGenerateError as error:
-                # What vLLM sends to its engine has numbers of 64 bits, which it checks of some.
-                if not isinstance(error.__cause__, OverflowError):
-                    raise
-                return bad_request(f"a number is too large ({error.__cause__}).", param="body")
             except (AttributeError, KeyError, IndexError) as error:
                 if getattr(request.state, "is_read", False):
                     raise
@@ -61,6 +61,22 @@ class JsonRoute(APIRoute):
                 return bad_request(f"the request body cannot be read: {reason}.", param="body")
 
         return checked
+
+
+def check_numbers(body: bytes) -> None:
+    """Raises `ExitServeError` for a whole number that vLLM could not send to its engine.
+
+    vLLM checks this of some fields; of the others, the request would fail on its way.
+    """
+    if _LONG_NUMBER.search(body):  # perhaps in a text
+        json.loads(body, parse_int=_of_64_bits)
+
+
+def _of_64_bits(digits: str) -> int:
+    number = int(digits)
+    if not -(2**63) <= number < 2**63:
+        raise ExitServeError(f"the number {shown(number)} is too large: send one of 64 bits.")
+    return number
 
 
 def explain(body: Any, errors: Sequence[Any]) -> tuple[str, str]:

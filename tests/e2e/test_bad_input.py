@@ -5,8 +5,6 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from ..soak.answers import fault
-
 NAME = "exit-py"
 CONTEXT = 512
 
@@ -126,10 +124,15 @@ def test_json_that_is_nested_deeply_inside_a_text(post) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_numbers_that_do_not_reach_the_engine(post, stream: bool) -> None:
-    answer = post(prompt="x", stream=stream, stream_interval=2**70)
-    assert fault(answer.status_code, answer.text) is None
-    assert stream or answer.status_code == 400
+@pytest.mark.parametrize(
+    "field", [{"stream_interval": 2**70}, {"repetition_detection": {"a": -(2**64)}}]
+)
+def test_numbers_that_do_not_reach_the_engine(post, stream: bool, field: dict) -> None:
+    _says(post(prompt="x", stream=stream, **field), "too large", "64 bits")
+
+
+def test_long_numbers_in_texts(post) -> None:
+    assert post(prompt="x = " + "9" * 40, seed=2**63 - 1).status_code == 200
 
 
 def test_a_prompt_longer_than_the_context(post) -> None:
