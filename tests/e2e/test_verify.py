@@ -47,16 +47,16 @@ def verifying(
 
 
 @pytest.fixture(scope="module")
-def ask(verifying: LocalServer) -> Callable[..., Any]:
-    client = OpenAI(base_url=f"{verifying.url}/v1", api_key="none", max_retries=0)
+def ask(verifying: LocalServer) -> Iterator[Callable[..., Any]]:
+    with OpenAI(base_url=f"{verifying.url}/v1", api_key="none", max_retries=0) as client:
 
-    def ask(prompt: str, *, options: Any = None, **extra: Any) -> Any:
-        body = {"temperature": 0, "return_token_ids": True, **extra}
-        return client.completions.create(
-            model=NAME, prompt=prompt, max_tokens=32, extra_body=body, **(options or {})
-        )
+        def ask(prompt: str, *, options: Any = None, **extra: Any) -> Any:
+            body = {"temperature": 0, "return_token_ids": True, **extra}
+            return client.completions.create(
+                model=NAME, prompt=prompt, max_tokens=32, extra_body=body, **(options or {})
+            )
 
-    return ask
+        yield ask
 
 
 def counter(server: LocalServer, name: str) -> float:
