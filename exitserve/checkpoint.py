@@ -22,7 +22,7 @@ from exitserve.calibration_record import (
     Layer,
     json_of,
 )
-from exitserve.errors import ExitServeError, brief
+from exitserve.errors import ExitServeError, shown
 from exitserve.files import replace_file
 from exitserve.hub import hub_file
 
@@ -59,7 +59,7 @@ class MultiExit:
     def _is_consistent(self) -> MultiExit:
         if list(self.exit_layers) != sorted(set(self.exit_layers)):
             raise ExitServeError(
-                f"{BLOCK}.exit_layers is {brief(list(self.exit_layers))}; it must ascend "
+                f"{BLOCK}.exit_layers is {shown(list(self.exit_layers))}; it must ascend "
                 f"without repeats."
             )
         if self.calibration is None:
@@ -73,7 +73,7 @@ class MultiExit:
             for key, thresholds in point.by_name().items():
                 for layer in sorted(thresholds.keys() - set(self.exit_layers)):
                     raise ExitServeError(
-                        f"{BLOCK}.calibration.{name}{key} names layer {brief(layer)}, "
+                        f"{BLOCK}.calibration.{name}{key} names layer {shown(layer)}, "
                         f"which is none of {BLOCK}.exit_layers."
                     )
         return self
@@ -111,10 +111,10 @@ def check_exit_layers(exit_layers: Sequence[int], num_layers: int) -> tuple[int,
     """
     for layer in exit_layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ExitServeError(f"exit layer {brief(layer)} is not a whole number.")
+            raise ExitServeError(f"exit layer {shown(layer)} is not a whole number.")
         if not 1 <= layer < num_layers:
             raise ExitServeError(
-                f"exit layer {brief(layer)} is out of range: the model has {num_layers} layers, "
+                f"exit layer {shown(layer)} is out of range: the model has {num_layers} layers, "
                 f"so exit layers lie in 1..{num_layers - 1}."
             )
     if list(exit_layers) != sorted(set(exit_layers)):
@@ -193,7 +193,7 @@ def parse_multi_exit(config: Mapping[str, Any]) -> MultiExit | None:
         return None
     if isinstance(block, dict) and block.get("version") != VERSION:
         raise ExitServeError(
-            f"the {BLOCK} block is of version {brief(block.get('version'))}; this release "
+            f"the {BLOCK} block is of version {shown(block.get('version'))}; this release "
             f"reads version {VERSION}."
         )
     try:
@@ -217,12 +217,12 @@ def _explain(error: ValidationError) -> str:
         return f"{name} is missing. {_FIX}"
     if first["loc"][-1:] == ("[key]",):
         return f"{name} must be named by a layer, a whole number above 0. {_FIX}"
-    return f"{name} is {brief(first['input'])}; {should}. {_FIX}"
+    return f"{name} is {shown(first['input'])}; {should}. {_FIX}"
 
 
 def _step(part: int | str) -> str:
     """A part of a path into JSON, short and on one line whatever the key."""
-    return f"[{part}]" if isinstance(part, int) else f".{brief(part)[1:-1]}"
+    return f"[{part}]" if isinstance(part, int) else f".{shown(part)[1:-1]}"
 
 
 def read_multi_exit(model: Path | str, revision: str | None = None) -> MultiExit | None:

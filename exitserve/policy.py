@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.check_schedule import CheckSchedule
-from exitserve.errors import ExitServeError, nearest
+from exitserve.errors import ExitServeError, nearest, shown
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -39,6 +39,11 @@ ALWAYS = -1.0
 
 AUTO = "auto"
 """As a threshold: those that the checkpoint was calibrated to."""
+
+MOST_TRACE_KEYS = 4
+"""Keys under which the depths of one request may be kept."""
+LONGEST_KEY = 128
+"""Characters of such a key."""
 
 FIELDS = {
     "exit_threshold": "a token exits where its confidence is above this number (1 or more: "
@@ -187,7 +192,7 @@ class ExitRules:
         for name in given:
             if name not in FIELDS:
                 raise ExitServeError(
-                    f"unknown field {name!r}.{nearest(name, FIELDS)} "
+                    f"unknown field {shown(name)}.{nearest(name, FIELDS)} "
                     f"Known fields: {', '.join(FIELDS)}."
                 )
         check_trace(given.get("exit_trace"))
@@ -225,7 +230,9 @@ class ExitRules:
             else:
                 mode = self.default.mode if self.default.mode in BY_CONFIDENCE else "confidence"
         if mode not in EXIT_MODES:
-            raise ExitServeError(f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {mode!r}.")
+            raise ExitServeError(
+                f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {shown(mode)}."
+            )
         if mode in EXACT and not self.tokens_may_wait:
             raise ExitServeError(NOT_ON_GPUS.format(mode=mode))
         if mode == "verify" and not self.num_drafts:
@@ -258,7 +265,8 @@ class ExitRules:
         fine = isinstance(target, int | float) and not isinstance(target, bool)
         if not fine or not 0 < target < 1:
             raise ExitServeError(
-                f"exit_target must be a number above 0 and below 1, such as 0.98, not {target!r}."
+                f"exit_target must be a number above 0 and below 1, such as 0.98, not "
+                f"{shown(target)}."
             )
         point = self._calibration().for_agreement(float(target))
         if mode == "off" or point is None:
@@ -291,11 +299,11 @@ class ExitRules:
 
     def _check_layer(self, layer: Any) -> int:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ExitServeError(f"exit_layer must be a whole number, not {layer!r}.")
+            raise ExitServeError(f"exit_layer must be a whole number, not {shown(layer)}.")
         if layer not in self.exit_layers:
             allowed = ", ".join(map(str, self.exit_layers)) or "none: this model has no exit layers"
             raise ExitServeError(
-                f"exit_layer {layer} is not one of this model's exit layers ({allowed}); "
+                f"exit_layer {shown(layer)} is not one of this model's exit layers ({allowed}); "
                 f"for full depth send exit_threshold 1."
             )
         return layer
@@ -311,16 +319,35 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
     # `value < inf` rather than math.isfinite, which overflows on huge integers.
     if not fine or not 0 < value < math.inf:
         raise ExitServeError(
-            f"{name} must be a finite number above 0 (1 or more: never exit), not {value!r}."
+            f"{name} must be a finite number above 0 (1 or more: never exit), not {shown(value)}."
         )
     return float(min(value, 1e9))
+
+
+class TraceKeys(tuple[str, ...]):
+    """Keys that the server made, under which it keeps the depths of a request.
+
+    No request body turns into one, whatever the route: JSON knows only lists. So no client can name
+    the trace of another request, nor fill the place of other traces.
+    """
 
 
 def check_trace(value: Any) -> None:
     """Raises `ExitServeError` unless `exit_trace` may have this value.
 
-    Behind the front door the field is a list of keys (strings) under which the trace is kept.
+    From Python it may also be a short list of keys (strings) under which the trace is kept.
     """
-    keys = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    keys = isinstance(value, list | tuple) and all(isinstance(key, str) for key in value)
+    if keys and (len(value) > MOST_TRACE_KEYS or max(map(len, value), default=0) > LONGEST_KEY):
+        raise ExitServeError(
+            f"exit_trace may have at most {MOST_TRACE_KEYS} keys of at most {LONGEST_KEY} "
+            f"characters each, not {shown(value)}."
+        )
     if value is not None and not keys and not (isinstance(value, int) and value in (0, 1)):
-        raise ExitServeError(f"exit_trace must be true or false, not {value!r}.")
+        raise ExitServeError(f"exit_trace must be true or false, not {shown(value)}.")
+
+
+def check_trace_of_client(value: Any) -> None:
+    """Raises `ExitServeError` unless a request over HTTP may have this `exit_trace`."""
+    if isinstance(value, list | tuple) and not isinstance(value, TraceKeys):
+        raise ExitServeError(f"exit_trace must be true or false, not {shown(value)}.")

@@ -9,12 +9,10 @@ import asyncio
 import json
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.routing import APIRoute
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.api_router import (
     create_chat_completion as vllm_chat_completion,
@@ -29,7 +27,10 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, shown
+from exitserve.policy import FIELDS, TraceKeys
+from exitserve.server.bad_requests import JsonRoute, bad_request
+from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
@@ -69,7 +70,7 @@ class ExitServer:
 
     async def start(self) -> None:
         """Attaches to the worker and starts to read its counts."""
-        RowsProcessor.rules = self.rules
+        RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
         await self.worker.attach()
         await self.counts.read()
         self._poller = asyncio.create_task(self._poll())
@@ -126,14 +127,17 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: bool) -> Any:
     server = _server(raw_request)
-    try:
-        traced = check_fields(server, await raw_request.json(), request)
-    except ExitServeError as error:
-        return _bad_request(str(error))
+    raw_request.state.is_read = True
+    # The raw body, because vLLM's parsing turns booleans into numbers.
+    fields = (await raw_request.json()).get("vllm_xargs") or {}
+    policy = server.rules.policy_for(fields)
+    _check_combinations(request, fields, may_exit=policy.mode != "off")
+    if fields.get("exit_trace") is False:
+        del request.vllm_xargs["exit_trace"]
     trace: RequestTrace | None = None
-    if traced:
+    if fields.get("exit_trace"):
         key = uuid.uuid4().hex
-        request.vllm_xargs["exit_trace"] = [key]
+        request.vllm_xargs["exit_trace"] = TraceKeys([key])
         keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
         trace = RequestTrace(
             lambda: server.take_traces(key),
@@ -149,14 +153,14 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     labelled = _has_logprobs(request) and _may_exit(server, request)
     if trace is None and not labelled:
         return response
-    fields = ExitFields(trace, logprobs_from_exits=labelled)
+    added = ExitFields(trace, logprobs_from_exits=labelled)
     if streamed:
-        response.body_iterator = fields.stream(aiter(response.body_iterator))
+        response.body_iterator = added.stream(aiter(response.body_iterator))
         return response
     # Keep the headers of vLLM's handler, except those of the body.
     of_body = ("content-length", "content-type")
     headers = {name: text for name, text in response.headers.items() if name not in of_body}
-    body = await fields.response(json.loads(bytes(response.body)))
+    body = await added.response(json.loads(bytes(response.body)))
     return JSONResponse(body, headers=headers)
 
 
@@ -179,29 +183,31 @@ def _may_exit(server: ExitServer, request: Any) -> bool:
     return policy.mode not in ("off", "verify")
 
 
-def check_fields(server: ExitServer, body: dict[str, Any], request: Any) -> bool:
-    """Checks the exit fields of a request; returns whether it asks for a trace.
-
-    Reads the raw body, because vLLM's parsing turns booleans into numbers.
+async def check_fields(raw_request: Request) -> None:
+    """Checks the exit fields of a request, before vLLM checks what it knows of them.
 
     Raises:
-        ExitServeError: a field is invalid, in the wrong place, or cannot be served.
+        ExitServeError: a field is invalid or in the wrong place.
     """
-    misplaced = sorted(name for name in body if name.startswith("exit_"))
-    if misplaced:
-        raise ExitServeError(
-            f"{misplaced[0]} must be inside vllm_xargs: "
-            f'{{"vllm_xargs": {{"{misplaced[0]}": {json.dumps(body[misplaced[0]])}}}}}.'
-        )
-    fields = body.get("vllm_xargs") or {}
-    policy = server.rules.policy_for(fields)
-    trace = fields.get("exit_trace")
-    if trace is not None and not isinstance(trace, bool):
-        raise ExitServeError(f"exit_trace must be true or false, not {trace!r}.")
-    _check_combinations(request, fields, may_exit=policy.mode != "off")
-    if trace is False:
-        del request.vllm_xargs["exit_trace"]
-    return bool(trace)
+    body = await raw_request.json()
+    if not isinstance(body, dict):
+        return
+    for name in body:
+        if name.startswith("exit_"):
+            known = name if name in FIELDS else "exit_threshold"
+            raise ExitServeError(
+                f'{shown(name)} must be inside vllm_xargs: {{"vllm_xargs": {{"{known}": ...}}}}.'
+            )
+    fields = body.get("vllm_xargs")
+    if not isinstance(fields, dict):
+        return
+    for name, value in fields.items():
+        if name.startswith("exit_") and value is None:
+            raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
+    _server(raw_request).rules.policy_for(fields)
+    trace = fields.get("exit_trace", False)
+    if not isinstance(trace, bool):
+        raise ExitServeError(f"exit_trace must be true or false, not {shown(trace)}.")
 
 
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
@@ -222,14 +228,9 @@ def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool)
         )
 
 
-def _bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
-    error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
-    return JSONResponse({"error": error}, status_code=400)
-
-
 async def reject_pooling() -> JSONResponse:
     """The routes of pooling models, which vLLM does not register for text generation."""
-    return _bad_request(NO_POOLING, param="model")
+    return bad_request(NO_POOLING, param="model")
 
 
 async def stats(raw_request: Request) -> JSONResponse:
@@ -258,23 +259,6 @@ async def stats(raw_request: Request) -> JSONResponse:
 
 def _finite(value: float) -> float | None:
     return None if value == float("inf") else value
-
-
-class JsonRoute(APIRoute):
-    """A route with a one-line error for a body that is not JSON."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wraps FastAPI's handler, whose error for this is a list."""
-        handle = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            try:
-                json.loads(await request.body())
-            except ValueError as error:
-                return _bad_request(f"the request body is not valid JSON: {error}", param="body")
-            return await handle(request)
-
-        return checked
 
 
 class Traffic:
@@ -309,6 +293,9 @@ class ExitServePlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Adds our routes to the app; for existing paths they replace vLLM's."""
         app.add_middleware(Traffic)
+        app.add_middleware(FrontDoor)
+        if keys := api_keys(app.state.args):
+            app.add_middleware(KeyForEveryPost, tokens=keys)
         for path, endpoint in (
             ("/v1/completions", create_completion),
             ("/v1/chat/completions", create_chat_completion),
@@ -317,7 +304,7 @@ class ExitServePlugin:
                 path,
                 endpoint,
                 methods=["POST"],
-                dependencies=[Depends(validate_json_request)],
+                dependencies=[Depends(validate_json_request), Depends(check_fields)],
                 route_class_override=JsonRoute,
                 response_model=None,
             )

@@ -31,7 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from exitserve.calibration_record import CALIBRATED_MODES
 from exitserve.engine.requests import policy_of
-from exitserve.policy import AUTO, ExitRules
+from exitserve.policy import AUTO, ExitRules, TraceKeys
 from exitserve.server.metrics import ShadowMetrics, Thresholds
 from exitserve.server.response_fields import Depths
 
@@ -260,12 +260,14 @@ def traced_params(params: Any, key: str) -> Any:
 
     Args:
         params: vLLM's; not modified.
-        key: under which depths are recorded, in addition to the client's key.
+        key: under which depths are recorded, in addition to the key of the request's own trace.
     """
     changed = params.clone()
     fields = dict(params.extra_args or {})
     existing = fields.get("exit_trace")
-    fields["exit_trace"] = [*(existing if isinstance(existing, list) else ()), key]
+    if not isinstance(existing, list):  # a client's keys stay as they are: they will be refused
+        keys = existing if isinstance(existing, TraceKeys) else ()
+        fields["exit_trace"] = TraceKeys([*keys, key])
     changed.extra_args = fields
     changed.logprobs = params.logprobs or 1
     return changed

@@ -96,6 +96,45 @@ def test_other_routes_of_vllm_are_checked_too(post) -> None:
     _says(answer, "exit_threshold")
 
 
+@pytest.mark.parametrize("value", ["yes", ["forged"], 2])
+def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
+    body = {"model": NAME, "max_tokens": 2, "vllm_xargs": {"exit_trace": value}}
+    for route, own in (
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/invocations", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        answer = httpx.post(f"{server.url}{route}", json=body | own, timeout=60)
+        assert answer.status_code == 400, (route, answer.text)
+        assert "exit_trace must be true or false" in answer.text
+
+
+def test_json_that_is_nested_deeply_inside_a_text(post) -> None:
+    call = {"name": "f", "arguments": "[" * 5000 + "]" * 5000}
+    messages = [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+    ]
+    _says(post("chat/completions", messages=messages), "nested too deeply")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "field", [{"stream_interval": 2**70}, {"repetition_detection": {"a": -(2**64)}}]
+)
+def test_numbers_that_do_not_reach_the_engine(post, stream: bool, field: dict) -> None:
+    _says(post(prompt="x", stream=stream, **field), "too large", "64 bits")
+
+
+def test_long_numbers_in_texts(post) -> None:
+    assert post(prompt="x = " + "9" * 40, seed=2**63 - 1).status_code == 200
+
+
 def test_a_prompt_longer_than_the_context(post) -> None:
     _says(post(prompt="x = 1\n" * CONTEXT), str(CONTEXT))
 

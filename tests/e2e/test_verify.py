@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from exitserve.server.local_server import LocalServer
+
+from ..soak.answers import fault, replies
+from ..soak.bodies import MODES, Bodies
 
 NAME = "exit-py"
 PROMPTS = (
@@ -35,16 +39,16 @@ def verifying(request: Any, bundled: Path, serve: Any) -> Iterator[LocalServer]:
 
 
 @pytest.fixture(scope="module")
-def ask(verifying: LocalServer) -> Callable[..., Any]:
-    client = OpenAI(base_url=f"{verifying.url}/v1", api_key="none", max_retries=0)
+def ask(verifying: LocalServer) -> Iterator[Callable[..., Any]]:
+    with OpenAI(base_url=f"{verifying.url}/v1", api_key="none", max_retries=0) as client:
 
-    def ask(prompt: str, *, options: Any = None, **extra: Any) -> Any:
-        body = {"temperature": 0, "return_token_ids": True, **extra}
-        return client.completions.create(
-            model=NAME, prompt=prompt, max_tokens=32, extra_body=body, **(options or {})
-        )
+        def ask(prompt: str, *, options: Any = None, **extra: Any) -> Any:
+            body = {"temperature": 0, "return_token_ids": True, **extra}
+            return client.completions.create(
+                model=NAME, prompt=prompt, max_tokens=32, extra_body=body, **(options or {})
+            )
 
-    return ask
+        yield ask
 
 
 def counter(server: LocalServer, name: str) -> float:
@@ -147,6 +151,14 @@ def test_passes_without_drafts_sample_too(ask: Any, field: dict[str, Any]) -> No
     """The first pass of a request judges none; plain vLLM's top-k would end the engine there."""
     assert ask(PROMPTS[0], temperature=0.8, **field).choices[0].text
     assert ask(PROMPTS[0]).choices[0].text
+
+
+def test_any_two_fields_together(verifying: LocalServer) -> None:
+    openapi = httpx.get(f"{verifying.url}/openapi.json", timeout=60).json()
+    bodies = Bodies(openapi, NAME, variety=4, modes=tuple(MODES))
+    found = list(replies(verifying.url, islice(bodies.pairs(), 60)))
+    assert [(body.content, fault(*rest)) for body, *rest in found if fault(*rest)] == []
+    assert sum(status == 200 for _, status, _ in found) > 0.4 * len(found)
 
 
 def test_bad_fields_are_refused(ask: Any) -> None:

@@ -19,7 +19,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.errors import ExitServeError
+from exitserve.policy import ExitPolicy, ExitRules, TraceKeys, check_trace_of_client
 from exitserve.server import shadow_evaluation
 from exitserve.server.metrics import ShadowMetrics
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
@@ -272,9 +273,15 @@ def test_a_client_that_hangs_up_leaves_what_it_got() -> None:
 
 
 def test_the_clients_own_trace_and_parameters_stay() -> None:
-    params = SamplingParams(extra_args={"exit_trace": ["theirs"]}, logprobs=5)
+    params = SamplingParams(extra_args={"exit_trace": TraceKeys(["theirs"])}, logprobs=5)
     changed = traced_params(params, "ours")
-    assert changed.extra_args == {"exit_trace": ["theirs", "ours"]}
+    assert changed.extra_args == {"exit_trace": TraceKeys(["theirs", "ours"])}
     assert changed.logprobs == params.logprobs == 5
-    assert params.extra_args == {"exit_trace": ["theirs"]}
-    assert traced_params(SamplingParams(), "ours").extra_args == {"exit_trace": ["ours"]}
+    assert params.extra_args == {"exit_trace": TraceKeys(["theirs"])}
+    assert traced_params(SamplingParams(), "ours").extra_args == {"exit_trace": TraceKeys(["ours"])}
+
+
+def test_a_comparison_does_not_make_a_clients_keys_the_servers() -> None:
+    forged = traced_params(SamplingParams(extra_args={"exit_trace": ["forged"]}), "ours")
+    with pytest.raises(ExitServeError, match="true or false"):
+        check_trace_of_client(forged.extra_args["exit_trace"])

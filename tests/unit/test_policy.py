@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from dataclasses import replace
 
@@ -10,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.errors import ExitServeError
-from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
+from exitserve.errors import LONGEST_LINE, ExitServeError
+from exitserve.policy import (
+    ALWAYS,
+    FIELDS,
+    NEVER,
+    ExitPolicy,
+    ExitRules,
+    TraceKeys,
+    check_trace_of_client,
+)
 
 RULES = ExitRules(num_layers=12, exit_layers=(3, 6, 9))
 CALIBRATED = replace(
@@ -100,6 +110,35 @@ def test_unknown_fields_are_refused_with_the_nearest() -> None:
 def test_a_trace_is_asked_for_with_true(value: object) -> None:
     with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
         RULES.policy_for({"exit_trace": value})
+
+
+@pytest.mark.parametrize("keys", [["k"] * 5, ["k" * 129], tuple("abcde")])
+def test_the_keys_of_a_trace_are_few_and_short(keys: list[str]) -> None:
+    with pytest.raises(ExitServeError, match="at most 4 keys of at most 128 characters"):
+        RULES.policy_for({"exit_trace": keys})
+
+
+def test_only_the_server_names_traces() -> None:
+    made = TraceKeys(["key"])
+    for value in (None, 0, 1, True, False, made, copy.deepcopy(made)):
+        check_trace_of_client(value)
+    for forged in (["key"], ("key",), json.loads(json.dumps(made))):
+        with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
+            check_trace_of_client(forged)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", ["x" * 100_000, [["y" * 1000] * 1000] * 3, {"z" * 9999: 1}])
+def test_errors_show_only_the_start_of_a_long_value(name: str, value: object) -> None:
+    with pytest.raises(ExitServeError) as caught:
+        RULES.policy_for({name: value})
+    assert name in str(caught.value) and len(str(caught.value)) <= LONGEST_LINE
+
+
+def test_a_long_unknown_field_is_refused_at_once() -> None:
+    with pytest.raises(ExitServeError, match="unknown field 'exit_") as caught:
+        RULES.policy_for({"exit_" + "y" * 1_000_000: 1})
+    assert len(str(caught.value)) <= LONGEST_LINE
 
 
 def test_other_extra_arguments_are_none_of_ours() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from exitserve.engine.state import EngineState, state_of
-from exitserve.policy import ExitRules
+from exitserve.policy import ExitRules, check_trace_of_client
 
 PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 """How vLLM's configuration names the class below."""
@@ -26,13 +26,20 @@ class RowsProcessor(LogitsProcessor):
 
     rules: ExitRules | None = None
     """Set in the front-end process once the model is known, so that every field is checked."""
+    serves_clients = False
+    """Set in a server, whose clients may ask for a trace but not name its keys."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises `ValueError` (HTTP 400) for bad `exit_*` fields."""
-        rules = cls.rules
-        if rules is not None:
-            rules.policy_for(sampling_params.extra_args)
+        """Raises `ValueError` (HTTP 400) for bad `exit_*` fields.
+
+        Every request passes here on its way to the engine, whatever route it came by.
+        """
+        fields = sampling_params.extra_args or {}
+        if cls.rules is not None:
+            cls.rules.policy_for(fields)
+        if cls.serves_clients:
+            check_trace_of_client(fields.get("exit_trace"))
 
     def __init__(
         self,

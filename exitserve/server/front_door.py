@@ -1,0 +1,162 @@
+"""What every request passes before its route, ours or vLLM's, and every error on its way out.
+
+- With an API key, whatever may cost the engine work needs it (`KeyForEveryPost`).
+- A body may not be nested so deeply that a later step fails: Python's own limits differ from step
+  to step, and the last one is the engine's (`FrontDoor`).
+- An error is one short line (`FrontDoor`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Awaitable
+from itertools import accumulate
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from exitserve.errors import one_line
+from exitserve.server.bad_requests import bad_request
+
+MOST_NESTED = 100
+"""Arrays and objects that a body may nest; vLLM's engine dies of a few hundred."""
+TOO_DEEP = (
+    f"the request body nests more than {MOST_NESTED} arrays and objects in each other; make it "
+    "flatter."
+)
+TOO_DEEP_INSIDE = (
+    "JSON inside a text of the request, such as the arguments of a tool call, is nested too "
+    "deeply; make it flatter."
+)
+NOT_UTF8 = "the request body is not valid JSON in UTF-8."
+
+# Strings (an unfinished one ends with the body), and all else that opens and closes nothing.
+_FLAT = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[^"\[\]{}]+', re.DOTALL)
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+def nesting(body: bytes) -> int:
+    """Depth of the arrays and objects of a JSON text, found without recursion.
+
+    Only an upper bound where it is clear that the text cannot be too deep.
+    """
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= MOST_NESTED:
+        return opened
+    return max(accumulate(_STEP[mark] for mark in _FLAT.sub(b"", body)), default=0)
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """The keys of which a request must carry one, as vLLM finds them; none: it needs no key."""
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+class KeyForEveryPost(AuthenticationMiddleware):
+    """ASGI middleware: asks for the API key wherever a request may cost something.
+
+    vLLM's own asks for paths that begin with /v1, /v2 and a few others, and leaves open, for
+    example, /invocations and /generative_scoring, which generate.
+    """
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Serves one connection."""
+        reads = scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS")
+        if reads or self.verify_token(Headers(scope=scope)):
+            app: ASGIApp = self.app
+            return app(scope, receive, send)
+        return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+
+
+class FrontDoor:
+    """ASGI middleware: refuses bodies that are nested too deeply, and shortens errors."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "POST":
+            body, receive = await _read(receive)
+            # Only UTF-16 and UTF-32 have zeros, and brackets cannot be told from others there.
+            refused = NOT_UTF8 if b"\0" in body else TOO_DEEP if nesting(body) > MOST_NESTED else ""
+            if refused:
+                await bad_request(refused, param="body")(scope, receive, send)
+                return
+        shortened = ShortErrors(send)
+        try:
+            await self._app(scope, receive, shortened)
+        except RecursionError:
+            if shortened.started:
+                raise
+            await bad_request(TOO_DEEP_INSIDE, param="body")(scope, receive, send)
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """The body of a request, and what it is received from once more."""
+    parts: list[bytes] = []
+    messages: list[Message] = []
+    while not messages:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if message["type"] != "http.request":  # the client has gone
+            messages.append(message)
+        elif not message.get("more_body", False):
+            messages.append({"type": "http.request", "body": b"".join(parts), "more_body": False})
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return b"".join(parts), again
+
+
+class ShortErrors:
+    """Sends an answer on; of an error in JSON, each text as one short line."""
+
+    def __init__(self, send: Send) -> None:
+        self.started = False
+        """Whether an answer has begun."""
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        """Takes one message of the answer."""
+        self.started = True
+        if message["type"] == "http.response.start" and _is_error(message):
+            self._start = message
+            return
+        if self._start is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        body = _shortened(self._body)
+        MutableHeaders(raw=self._start["headers"])["content-length"] = str(len(body))
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_error(start: Message) -> bool:
+    """Whether the answer that starts like this is an error in JSON."""
+    kind = MutableHeaders(raw=start["headers"]).get("content-type", "")
+    return start["status"] >= 400 and "json" in kind
+
+
+def _shortened(body: bytes) -> bytes:
+    answer = json.loads(body)
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return body
+    short = {
+        name: one_line(text) if isinstance(text, str) else text for name, text in error.items()
+    }
+    return json.dumps(answer | {"error": short}, ensure_ascii=False).encode()
