@@ -17,6 +17,8 @@ from openai import OpenAI
 
 from exitserve.server.local_server import LocalServer
 
+from ..soak.soak import soak
+
 NAME = "exit-py"
 CODE = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n"
 LENGTH = 80
@@ -102,3 +104,11 @@ def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) 
     assert said(ask(crowded, prompt, fields)) == said(first)
     assert metric(crowded, name) >= after_first + BLOCK
     assert said(first) == expected(complete, prompt, fields)
+
+
+@pytest.mark.parametrize("crowded", [1], indirect=True, ids=["one rank"])
+def test_a_soak(crowded: LocalServer) -> None:
+    """A minute of what `python -m tests.soak` does for ten."""
+    report = soak(crowded.url, seconds=60, variety=4, pid=crowded.pid)
+    assert report["faults"] == []
+    assert report["compared"] > 20 and report["preemptions"] > 0, "the test shows little"

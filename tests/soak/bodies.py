@@ -276,7 +276,9 @@ class Bodies:
             )
             body = self._smallest(chance, route)
             for name in names:
-                place = body["vllm_xargs"] if name in exits and chance.random() < 0.9 else body
+                fields = body["vllm_xargs"]  # which a name before this one may have replaced
+                inside = name in exits and isinstance(fields, dict) and chance.random() < 0.9
+                place = fields if inside else body
                 place[name] = chance.choice(self._wrong_values)
             text = json.dumps(body).encode()
             if chance.random() < 0.15:

@@ -1,4 +1,4 @@
-"""Clients that ask all at once: for answers that are known, for what cannot be had, and half-way.
+"""Clients that ask all at once: for answers that are known, for whatever a body can say, half-way.
 
 Whatever a client does, another's answer must stay what it is alone.
 """
@@ -21,7 +21,7 @@ from .bodies import COMPLETIONS, MODES, Body
 
 TIMEOUT = 300.0
 """Seconds that an answer may take; the machine is shared by all clients."""
-KINDS = {"known": 45, "streamed": 20, "wrong": 20, "hung up": 10, "full context": 5}
+KINDS = {"drawn": 50, "known": 25, "streamed": 12, "hung up": 8, "full context": 5}
 """What a client does next, by weight."""
 WORDS = (
     "def",
@@ -124,7 +124,7 @@ class Clients:
         seconds: float,
         bodies: Sequence[dict[str, Any]],
         expected: Sequence[Answer],
-        wrong: Iterator[Body],
+        drawn: Iterator[Body],
     ) -> None:
         """So many clients ask for so many seconds, each without a pause.
 
@@ -133,11 +133,11 @@ class Clients:
             seconds: after which none asks anything more.
             bodies: whose answers are known.
             expected: those answers.
-            wrong: what cannot be answered, or who knows how.
+            drawn: what may be answered or not, but well.
         """
         end = time.monotonic() + seconds
         self._known = list(zip(bodies, expected, strict=True))
-        self._wrong = wrong
+        self._drawn = drawn
         await asyncio.gather(*(self._client_until(end) for _ in range(count)))
 
     async def _client_until(self, end: float) -> None:
@@ -151,8 +151,8 @@ class Clients:
                     self.findings.faults.append(f"{kind}: no answer: {error!r}")
 
     async def _ask(self, client: httpx.AsyncClient, kind: str) -> None:
-        if kind == "wrong":
-            await self._send(client, next(self._wrong))
+        if kind == "drawn":
+            await self._send(client, next(self._drawn))
         elif kind == "hung up":
             await self._hang_up(client)
         elif kind == "full context":
@@ -237,7 +237,7 @@ class Clients:
         reply = await client.post(body.route, content=body.content)
         self.findings.statuses[reply.status_code] += 1
         if why := fault(reply.status_code, reply.text):
-            self.findings.faults.append(f"wrong: {body.content[:300]!r}: {why}")
+            self.findings.faults.append(f"drawn: {body.content[:300]!r}: {why}")
         if reply.status_code != 200:
             return
         asked = json.loads(body.content)

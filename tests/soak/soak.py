@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import httpx
 
-from .bodies import Bodies
+from .bodies import Bodies, Body
 from .clients import Clients, Findings, known_bodies
 from .holdings import PREEMPTIONS, TOKENS, Holdings, metrics, settled
 
@@ -51,14 +52,14 @@ def soak(
     served = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
     model, context = served["id"], served["max_model_len"]
     openapi = httpx.get(f"{url}/openapi.json", timeout=60).json()
-    wrong = Bodies(openapi, model, number=number, variety=variety, modes=modes).wrong()
+    bodies_drawn = Bodies(openapi, model, number=number, variety=variety, modes=modes)
     bodies = known_bodies(number, known, context, modes)
 
     async def run() -> Findings:
         crowd = Clients(url, model, context, number)
         alone = await crowd.alone(bodies)
         warm = settled(url, pid)
-        await crowd.together(clients, seconds, bodies, alone, wrong)
+        await crowd.together(clients, seconds, bodies, alone, drawn(bodies_drawn))
         rest = settled(url, pid)
         if await crowd.alone(bodies) != alone:
             crowd.findings.faults.append("afterwards, the answers alone are others")
@@ -93,6 +94,14 @@ def soak(
         "after": vars(states[1]),
         "faults": faults,
     }
+
+
+def drawn(bodies: Bodies) -> Iterator[Body]:
+    """Single fields, pairs of fields and wrong bodies by turns; endless."""
+    sound = chain(bodies.alone(), bodies.pairs())
+    for wrong in bodies.wrong():
+        yield wrong
+        yield from islice(sound, 2)
 
 
 def _unsettled(before: Holdings, after: Holdings) -> list[str]:
