@@ -33,20 +33,24 @@ def test_a_forged_salt_reads_no_propagated_blocks(start, bundled) -> None:
     from vllm import SamplingParams
 
     engine = start(bundled, block_size=32).engine
-    prompt = list(range(300, 364))
 
-    def logprobs(salt: str | None, **fields: float) -> list[float]:
+    def ask(prompt: list[int], salt: str | None = None, **fields: float) -> list[tuple[int, float]]:
         params = SamplingParams(
             max_tokens=40, temperature=0, ignore_eos=True, logprobs=0, extra_args=fields
         )
         given = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
         (output,) = engine.generate([given], params, use_tqdm=False)
-        return [next(iter(place.values())).logprob for place in output.outputs[0].logprobs]
+        (one,) = output.outputs
+        pairs = zip(one.token_ids, one.logprobs, strict=True)
+        return [(token, place[token].logprob) for token, place in pairs]
 
-    truth = logprobs(None, exit_threshold=1.0)
+    prompt = list(range(300, 364))
+    early = ask(prompt, exit_layer=3)
+    # The blocks of what it generated are in the cache by now.
+    text = prompt + [token for token, _ in early]
+    forged = ask(text, "exit:fixed:3", exit_threshold=1.0)
     engine.reset_prefix_cache()
-    early = logprobs(None, exit_layer=3)
-    assert early != pytest.approx(truth, abs=1e-4)
-    # The same text again: its blocks, generated ones among them, are in the cache by now.
-    found = logprobs("exit:fixed:3", exit_threshold=1.0)
-    assert found == pytest.approx(truth, abs=1e-4)
+    truth = ask(text, exit_threshold=1.0)
+    for (token, logprob), (its, true) in zip(forged, truth, strict=True):
+        assert token == its
+        assert logprob == pytest.approx(true, abs=1e-4)  # float32 sums in another order

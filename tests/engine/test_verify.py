@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+
+from exitserve.engine.requests import Request, read_request
 
 ALWAYS = {"mode": "verify", "exit_threshold": 0.08, "exit_checks": "all"}
 """Drafts wherever the oracle does: a server that finds drafting slow would step aside."""
@@ -140,7 +143,15 @@ def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, oracle) -> None:
+def as_without_seed(*args: Any, **options: Any) -> Request:
+    request = read_request(*args, **options)
+    request.is_seeded = False
+    return request
+
+
+def test_sampling_has_the_distribution_of_full_depth(
+    start, make_checkpoint, oracle, monkeypatch
+) -> None:
     """Chi-squared, on all pairs of the second and third token of a vocabulary of 16."""
     import torch
     from vllm import SamplingParams
@@ -150,18 +161,17 @@ def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, ora
     model = make_checkpoint("llama", vocab_size=16)
     prompt, count = [3, 5, 7, 9], 4000
     harness = start(model, exits=ALWAYS, skip_tokenizer_init=True)
-    params = [
-        SamplingParams(
-            n=count // 4,
-            max_tokens=4,
-            temperature=0.6,
-            seed=first_seed,  # vLLM counts up from here, sample by sample
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=verified(0.25),
-        )
-        for first_seed in range(0, 4 * count, count)
-    ]
+    params = SamplingParams(
+        n=count // 4,
+        max_tokens=4,
+        temperature=0.6,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=verified(0.25),
+    )
+    torch.manual_seed(
+        0
+    )  # of the engine, which is in this process: requests with a seed never draft
     outputs = harness.engine.generate([{"prompt_token_ids": prompt}] * 4, params, use_tqdm=False)
     said = [tuple(one.token_ids) for output in outputs for one in output.outputs]
     counted = harness.stats()

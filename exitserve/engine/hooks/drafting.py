@@ -72,11 +72,7 @@ class Drafter:
             [B] drafts of each row.
         """
         self._requests.record_verified(sampled_token_ids)
-        drafts = self._requests.start_drafts(
-            sampled_token_ids,
-            self._most,
-            seeded=self._timing is None,  # else the clock would decide what they get
-        )
+        drafts = self._requests.start_drafts(sampled_token_ids, self._most)
         if drafts and self._pays(drafts, sampled_token_ids):
             self._loop.draft(drafts)
         else:

@@ -102,23 +102,22 @@ class HostRequests:
             for token in generated:
                 self.recorder.trace(request.trace_keys, request.name, token, depth)
 
-    def start_drafts(
-        self, sampled: Sequence[Sequence[int]], most: int, *, seeded: bool
-    ) -> list[Draft]:
+    def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
         """The rows that may draft after a pass, in order.
+
+        Rows sampled with a seed never draft. Judging takes a random number for each draft, and how
+        many are judged depends on others: on who is preempted, and on the tokens of a pass.
 
         Args:
             sampled: [B] tokens that the pass generated.
             most: tokens that a row may draft.
-            seeded: whether rows sampled with a seed draft too. Judging a draft takes random
-                numbers of its own, so they must draft always or never to repeat an answer.
         """
         found = []
         for index, tokens in enumerate(sampled):
             request = self.rows.get(index)
             if request is None or request.policy.mode != "verify" or not tokens:
                 continue
-            if request.is_seeded and not seeded:
+            if request.is_seeded:
                 continue
             request = self._batch.named(index)
             left = request.max_tokens - len(request.output_ids) - 1
