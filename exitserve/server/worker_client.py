@@ -22,7 +22,7 @@ ANSWER_SECONDS = 30.0
 """The longest wait for an answer: long enough for a step with long prompts on a CPU."""
 FAILURE_SECONDS = 0.25
 """How soon a failure of the engine ends a wait."""
-PATIENCE_SECONDS = 0.5
+PATIENCE_SECONDS = 0.8
 """How long a page of counts waits for new ones before it shows the last."""
 
 
