@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, tensor
+from torch import Tensor, no_grad, tensor
 from torch.nn.functional import cross_entropy
 
+from exitserve.decoder import capture_hidden
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
@@ -71,6 +72,24 @@ def run_with_exits(
         agrees=token == full.token,
         nats=_nats(logits, token_ids, prompt_length),
     )
+
+
+@no_grad()
+def exit_states(
+    reference: Reference, token_ids: Sequence[int], prompt_length: int
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Normed states [N, D] of a text's decode tokens at each exit, and full depth's tokens [N].
+
+    One pass at full depth, so each exit has exact keys and values.
+    """
+    parts = reference.parts
+    depths = [*reference.exit_layers, parts.num_layers]
+    ids = tensor([list(token_ids)], device=reference.device)
+    with capture_hidden(parts.layers, depths) as hidden:
+        reference.model.base_model(input_ids=ids, use_cache=False)
+    decode = {depth: hidden[depth][0, prompt_length:] for depth in depths}
+    token = parts.classify(decode[parts.num_layers]).argmax(dim=-1)
+    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, token
 
 
 def _nats(logits: Tensor, token_ids: Sequence[int], prompt_length: int) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exitserve.agreement import exit_states
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
-from exitserve.calibration.scores import exit_scores, exit_states, fit_gate, fit_gates
+from exitserve.calibration.scores import exit_scores, fit_gate, fit_gates
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 
@@ -50,7 +51,7 @@ def test_a_gate_learns_what_can_be_learned() -> None:
 def test_gates_stay_where_the_model_is(reference, pieces) -> None:
     gates = fit_gates(reference, pieces, lambda: None)
     assert set(gates) == {2, 4}
-    states, _ = exit_states(reference, pieces[0])
+    states, _ = exit_states(reference, pieces[0].token_ids, pieces[0].prompt_length)
     assert gates[2].confidence(states[2]).shape == (30,)
     assert gates[2].weight.device == reference.device
     scores = exit_scores(reference, pieces[:1], gates, lambda: None)
