@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from exitserve.draft_tokens import save_draft_tokens
 from exitserve.engine.hooks.plugin import ARCHITECTURES
 from exitserve.reference import load_reference
 
@@ -174,3 +176,32 @@ def test_samples_have_full_depths_distribution(model: Any, start: Any, start_pla
     table = [[one[token] for token in often] for one in (plain, drafted)]
     # Equal distributions fail once in a thousand runs; seeds are fixed, so a run is a verdict.
     assert chi2_contingency(table).pvalue > 0.001
+
+
+def test_a_smaller_head_drafts_less_and_loses_nothing(
+    model: Any, start: Any, random_jobs: Any, job: Any, expected: Any, tmp_path: Any
+) -> None:
+    """Of half of the tokens: fewer drafts are accepted, and the answers are the same."""
+    directory = shutil.copytree(model, tmp_path / "model")
+    save_draft_tokens(directory, list(range(0, 128, 2)))
+    jobs = of("mixed", random_jobs(6, longest=30, max_tokens=20), job)
+    accepted = []
+    for one in (model, directory):
+        harness = start(one, exits=VERIFY, enable_prefix_caching=False, **OPTIONS)
+        assert harness.run(jobs) == [expected(one) for one in jobs]
+        accepted.append(harness.stats()["accepted_tokens"])
+    assert 0 < accepted[1] < accepted[0]
+
+
+def test_drafts_by_the_size_of_the_batch(
+    model: Any, start: Any, random_jobs: Any, job: Any, expected: Any
+) -> None:
+    """Three for up to two requests, one for up to five, none beyond: the answers stay."""
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 5, 1], [6, 8, 0]]}
+    harness = start(
+        model, exits=VERIFY, speculative_config=schedule, enable_prefix_caching=False, **OPTIONS
+    )
+    jobs = of("mixed", random_jobs(8, longest=40, max_tokens=20), job)
+    assert harness.run(jobs, every=4) == [expected(one) for one in jobs]
+    stats = harness.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
