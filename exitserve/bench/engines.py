@@ -23,6 +23,7 @@ from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
     prepare_environment,
+    runs_on_v2,
     start_engine,
     start_plain_engine,
     take_traces,
@@ -143,7 +144,7 @@ class Engines:
     def _engine(self, setting: Setting) -> Any:
         if setting.mode == "rival":
             return self._rivals[setting.rival or ""]
-        if setting.mode == "verify":
+        if setting.mode == "verify" or (setting.mode == "defer" and runs_on_v2()):
             return self._verify
         return self._plain if setting == PLAIN else self._exits
 
@@ -179,7 +180,8 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
 
     try:
         plain = started_one(start_plain_engine(job.model_dir, **arguments))
-        exits, verify = ours(verify=False), ours(verify=True) if job.verifies else None
+        drafts = job.verifies or (runs_on_v2() and job.defers)
+        exits, verify = ours(verify=False), ours(verify=True) if drafts else None
         rivals = {
             name: started_one(
                 start_plain_engine(

@@ -164,7 +164,7 @@ def _traced_pass(
     # Subtracting counters drops zeros, which read as 0 all the same.
     counts = engines.counts(measured.setting) - before
     measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
-    if measured.setting.mode in ("verify", "rival"):
+    if measured.setting.mode in ("verify", "rival") or counts["drafted"]:
         measured.drafts = counts["drafted"], counts["accepted"]
     if not plain:
         # Each batch began with one prompt pass, which is not a decode step.

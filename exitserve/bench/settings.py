@@ -124,6 +124,11 @@ class BenchJob:
         """Whether any setting needs an engine started for mode "verify"."""
         return any(setting.mode == "verify" for setting in self.settings)
 
+    @property
+    def defers(self) -> bool:
+        """Whether any setting is of mode "defer", which on GPUs needs that engine too."""
+        return any(setting.mode == "defer" for setting in self.settings)
+
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
         """Exit options of an engine; settings of mode "verify" have an engine of their own."""
         options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}

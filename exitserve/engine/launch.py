@@ -171,6 +171,13 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
+def runs_on_v2() -> bool:
+    """Whether vLLM runs its runner V2: on GPUs, unless its switch says otherwise."""
+    from vllm.platforms import current_platform
+
+    return os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") != "0"
+
+
 def suit_runner(
     ours: dict[str, Any], model_dir: Path | str, revision: str | None = None
 ) -> dict[str, Any]:
@@ -185,9 +192,7 @@ def suit_runner(
         model_dir: the checkpoint.
         revision: of a hub id.
     """
-    from vllm.platforms import current_platform
-
-    if os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") == "0":
+    if not runs_on_v2():
         return ours
     os.environ[RUNNER] = "1"
     options = ours["additional_config"][KEY]
