@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from exitserve.bench.cache import cache_gib
@@ -59,7 +60,13 @@ class BatchResult:
 class Engines:
     """Plain vLLM and exitserve, side by side. Make it with `running_engines`."""
 
-    def __init__(self, plain: Any, exits: Any, verify: Any, rivals: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        exits: Any,
+        verify: Any = None,
+        rivals: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._plain = plain
         self._exits = exits
         self._verify = verify
