@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.stats import chi2_contingency
 
-SAMPLES = 400
+SAMPLES = 150
 
 
 def test_greedy_requests_have_plain_vllms_tokens(model, start, start_plain, drafting) -> None:
