@@ -16,7 +16,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY
+from exitserve.engine.options import KEY, RAILS
 from exitserve.errors import ExitServeError, nearest
 from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS
@@ -163,10 +163,11 @@ def serve(args: argparse.Namespace) -> int:
     rules = check_rules(args.model, ours["additional_config"][KEY], args.revision)
     if warning := doubt(config, rules.num_layers):
         print(f"exitserve: {warning}", file=sys.stderr)
-    if rules.exit_layers:
-        reject_unsupported_quantisation(config)
     prepare_environment()
     ours = suit_runner(ours, args.model, args.revision)
+    drafts = ours["additional_config"][KEY].get("exit_path") == RAILS
+    if rules.exit_layers and not drafts:
+        reject_unsupported_quantisation(config)
     check_rules(args.model, ours["additional_config"][KEY], args.revision)
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -177,7 +178,7 @@ def serve(args: argparse.Namespace) -> int:
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate = args.shadow_rate
     vllm_args.engine_end = end = EngineEnd()
-    reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers))
+    reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=drafts)
     add_engine_options(vllm_args, ours)
     try:
         uvloop.run(run_server(vllm_args))

@@ -32,6 +32,8 @@ class UnsupportedFeature:
     fix: str = f"drop it, or {PLAIN}"
     needs_exits: bool = True
     """Whether only models with exit layers lack it."""
+    drafts_have_it: bool = False
+    """Whether servers have it whose first layers draft (GPUs): all passes are vLLM's own there."""
 
     @property
     def message(self) -> str:
@@ -84,6 +86,7 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         ),
         f"exits were tested with {', '.join(QUANTISED)} only",
         fix=f"use the unquantised checkpoint, or {PLAIN}",
+        drafts_have_it=True,
     ),
     UnsupportedFeature(
         "another model implementation (--model-impl)",
@@ -125,16 +128,18 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
 )
 
 
-def reject_unsupported(vllm_args: Any, *, has_exits: bool) -> None:
+def reject_unsupported(vllm_args: Any, *, has_exits: bool, drafts: bool) -> None:
     """Raises `ExitServeError` for the first unsupported feature that is requested.
 
     Args:
         vllm_args: vLLM's parsed arguments.
         has_exits: the model has exit layers; without any, only features that the server itself
             does not support are rejected.
+        drafts: the first layers draft, on a GPU.
     """
     for feature in UNSUPPORTED_FEATURES:
-        if feature.is_requested(vllm_args) and (has_exits or not feature.needs_exits):
+        lacks = (has_exits or not feature.needs_exits) and not (drafts and feature.drafts_have_it)
+        if lacks and feature.is_requested(vllm_args):
             raise ExitServeError(feature.message)
 
 

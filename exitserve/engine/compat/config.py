@@ -54,13 +54,16 @@ def refuse_unsupported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     speculation = getattr(vllm_config.speculative_config, "model", None)
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
+    # Drafts and their judge are passes of vLLM's own layers, whatever these are made of.
+    drafts = options_of(vllm_config).get("exit_path") == RAILS
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "speculative decoding (--speculative-config)": (
-            speculation not in (None, PROPOSER)
-            and options_of(vllm_config).get("exit_path") != RAILS
+            speculation not in (None, PROPOSER) and not drafts
         ),
-        f"{scheme} weights (supported: {', '.join(QUANTISED)})": scheme not in ("none", *QUANTISED),
+        f"{scheme} weights (supported: {', '.join(QUANTISED)})": (
+            scheme not in ("none", *QUANTISED) and not drafts
+        ),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,

@@ -55,3 +55,22 @@ def test_samples_have_full_depths_distribution(model, start, start_plain, drafti
     table = [[one[token] for token in often] for one in (undrafted, drafted)]
     # Equal distributions fail once in a thousand runs; seeds are fixed, so a run is a verdict.
     assert chi2_contingency(table).pvalue > 0.001
+
+
+def test_quantised_weights_draft_for_themselves(quantised, start, start_plain, drafting) -> None:
+    """Drafts and their judge are passes of vLLM's own layers, whatever these are made of."""
+    from vllm import SamplingParams
+
+    options = dict(drafting)
+    exits = options.pop("exits") | {"exit_layers": [3]}
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = ["import os\nimport ", "for i in range(", "class A:\n    def __init__(", "x = 1\ny ="]
+
+    def answers(engine: Any) -> list[Any]:
+        found = engine.generate(prompts, asked, use_tqdm=False)
+        return [one.outputs[0].token_ids for one in found]
+
+    expected = answers(start_plain(quantised, **options))
+    harness = start(quantised, exits=exits, **options)
+    assert answers(harness.engine) == expected
+    assert harness.stats()["accepted_tokens"] > 0
