@@ -142,7 +142,8 @@ class Calibration:
     def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         fields = fields_of(self)
         chosen: dict[str, Any] = fields.pop("chosen")
-        return chosen | fields
+        unsaid = {"exit_checks": "paying", "agreement_at": {}}  # as blocks had it before
+        return chosen | {k: v for k, v in fields.items() if k not in unsaid or v != unsaid[k]}
 
 
 def json_of(record: Any) -> dict[str, Any]:

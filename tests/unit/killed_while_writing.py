@@ -146,7 +146,7 @@ def left_behind(kind: str, work: Path) -> list[float | None]:
     block = replace(block_of(NEW, criterion, None), calibration=None)
     calibration = block_of(NEW, criterion, None).calibration
     assert calibration is not None
-    result: Any = SimpleNamespace(criterion=criterion, gates=gates_of(NEW))
+    result: Any = SimpleNamespace(criterion=criterion, gates=gates_of(NEW), draft_tokens=None)
     ended = True
     while ended:
         model = work / f"step-{len(found)}"
