@@ -24,11 +24,6 @@ EXACT: tuple[Mode, ...] = ("defer", "verify")
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
 
-NOT_ON_GPUS = (
-    "mode {mode!r} is not served on GPUs yet: tokens that wait for a later pass do not fit into a "
-    "CUDA graph. Modes here: off, confidence, and fixed (exit_layer)."
-)
-
 NUM_DRAFTS = 8
 """Most tokens drafted in a row in mode "verify", by default."""
 
@@ -160,9 +155,9 @@ class ExitRules:
     break_even: Mapping[int, float] = field(default_factory=dict)
     """Success rate from which a check pays, by exit layer; if empty, every check is made."""
     num_drafts: int = 0
-    """Tokens that a request in mode "verify" may draft at a time; 0: the mode is not allowed."""
-    tokens_may_wait: bool = True
-    """Whether modes are served in which exited tokens wait for a later pass."""
+    """Tokens that a request may draft at a time; 0: none does."""
+    modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
+    """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"
     """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
     gates_file: str | None = None
@@ -200,6 +195,7 @@ class ExitRules:
         mode, target = given.get("exit_mode"), given.get("exit_target")
         self._check_together(given)
         if layer is not None:
+            self._check_served("fixed")
             return ExitPolicy.fixed(self._check_layer(layer))
         if mode is None and threshold is None and target is None:
             full_depth_decides = self.default.mode in ("verify", "off")
@@ -233,14 +229,20 @@ class ExitRules:
             raise ExitServeError(
                 f"exit_mode must be one of {', '.join(EXIT_MODES)}, not {shown(mode)}."
             )
-        if mode in EXACT and not self.tokens_may_wait:
-            raise ExitServeError(NOT_ON_GPUS.format(mode=mode))
-        if mode == "verify" and not self.num_drafts:
-            raise ExitServeError(
-                "exit_mode 'verify' needs a server that was started for it: exitserve serve "
-                "--mode verify. Other modes here: off, confidence, defer."
-            )
+        self._check_served(mode)
         return mode  # type: ignore[no-any-return]  # one of EXIT_MODES
+
+    def _check_served(self, mode: Mode) -> None:
+        """Refuses a mode that this server does not serve."""
+        if mode in self.modes:
+            return
+        what, flag = f"exit_mode {mode!r}", f"--mode {mode}"
+        if mode == "fixed":
+            what, flag = "exit_layer", "--exit-layer N"
+        raise ExitServeError(
+            f"{what} needs a server that was started for it: exitserve serve {flag}. "
+            f"Modes here: {', '.join(self.modes)}."
+        )
 
     def _calibration(self) -> Calibration:
         if self.calibration is None:

@@ -18,13 +18,14 @@ from torch import Tensor
 from exitserve.bench.forced import KEY
 from exitserve.engine.architectures.decoders import MultiExitLlamaForCausalLM
 from exitserve.engine.device.requests import DeviceRequests, PassRows
-from exitserve.engine.device.rows import DeviceRows, Slots, upload
+from exitserve.engine.device.rows import DeviceRows, Slots
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
+from exitserve.engine.transfers import upload
 from exitserve.errors import ExitServeError
 
 Lot = tuple[int, ...]

@@ -10,10 +10,10 @@ from typing import Any
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import KEY, PROPOSER, make_rules
+from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import config_overrides
-from exitserve.policy import ExitRules
+from exitserve.policy import EXACT, ExitRules
 
 DEFAULT_CPU_CACHE_GIB = "1"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -82,6 +82,25 @@ def engine_options(
     return arguments
 
 
+def rails_options(model_dir: Path | str, drafts: int) -> dict[str, Any]:
+    """vLLM engine arguments of a model whose first layers draft, beside those of runner V2.
+
+    To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
+    our worker sees to it that no second model is loaded (`exitserve.engine.hooks.workers`).
+    """
+    from vllm.platforms import current_platform
+
+    worker = "ExitCPUWorker" if current_platform.is_cpu() else "ExitWorker"
+    return {
+        "worker_cls": f"exitserve.engine.hooks.workers.{worker}",
+        "speculative_config": {
+            "method": "draft_model",
+            "model": str(model_dir),
+            "num_speculative_tokens": drafts,
+        },
+    }
+
+
 def prepare_environment() -> None:
     """Sets what vLLM reads from the environment, where the user has not.
 
@@ -115,28 +134,42 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
-def suit_runner(ours: dict[str, Any]) -> dict[str, Any]:
+def suit_runner(
+    ours: dict[str, Any], model_dir: Path | str, revision: str | None = None
+) -> dict[str, Any]:
     """Our engine options as vLLM's runner needs them; after `prepare_environment`.
 
-    On a GPU vLLM runs its runner V2: the device decides who exits, requests are checked by a
-    class of V2's kind, and passes are scheduled ahead. Where a graph can hold no branches
-    (PyTorch before 2.13), only pieces of a pass are captured, and the host takes the branches.
+    On a GPU vLLM runs its runner V2, which schedules passes ahead, and requests are checked by a
+    class of V2's kind. Servers of the modes "verify" and "defer" draft with their first layers;
+    on others the device decides who exits.
+
+    Args:
+        ours: from `engine_options`.
+        model_dir: the checkpoint.
+        revision: of a hub id.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or os.environ.get(RUNNER) == "0":
+    if os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") == "0":
         return ours
     os.environ[RUNNER] = "1"
-    from exitserve.engine.layers.branches import can_branch_in_graphs
-
-    config = ours["additional_config"][KEY]
+    options = ours["additional_config"][KEY]
+    wanted = check_rules(model_dir, options, revision).default.mode
+    options = {**options, "exit_path": RAILS if wanted in EXACT else "device"}
     suited = {
         **ours,
-        "additional_config": {KEY: {**config, "exit_path": "resident"}},
+        "additional_config": {KEY: options},
         "logits_processors": ["exitserve.engine.hooks.request_check:RequestCheck"],
         "scheduler_cls": "exitserve.engine.hooks.scheduler.AsyncExitScheduler",
     }
+    suited.pop("speculative_config", None)
+    if wanted in EXACT:
+        drafts = check_rules(model_dir, options, revision).num_drafts
+        return suited | rails_options(model_dir, drafts)
+    from exitserve.engine.layers.branches import can_branch_in_graphs
+
     if not can_branch_in_graphs():
+        # Only pieces of a pass are captured then, and the host takes the branches.
         suited["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
     return suited
 
@@ -158,7 +191,7 @@ def start_engine(
     revision = llm.get("revision")
     arguments = engine_options(model_dir, exits or {}, revision)
     prepare_environment()
-    arguments = suit_runner(arguments)
+    arguments = suit_runner(arguments, model_dir, revision)
     from vllm import LLM
 
     from exitserve.engine.hooks.rows_processor import RowsProcessor

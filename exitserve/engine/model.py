@@ -1,8 +1,9 @@
 """The model class that vLLM serves: one of its own, with a loop that stops early.
 
-Two loops run the same semantic (`docs/architecture.md`): the host decides who exits
-(`exitserve.engine.host`), as on a CPU, or the device does (`exitserve.engine.device`), as in the
-CUDA graphs of runner V2.
+Three loops run the same semantic (`docs/architecture.md`): the host decides who exits
+(`exitserve.engine.host`), as on a CPU; or the device does, in the CUDA graphs of runner V2
+(`exitserve.engine.device`); or, there too, the first layers draft several tokens, which full depth
+judges together (`exitserve.engine.rails`).
 
 Shapes: T tokens, B rows, D hidden, V vocabulary, R tensor-parallel ranks.
 """
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.compat.config import refuse_unsupported
-from exitserve.engine.compat.context import batch_shape
 from exitserve.engine.device.loop import DeviceLoop
 from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.device.rows import DeviceRows
-from exitserve.engine.device.runner_v1 import DeviceRequestsOnV1
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.loading import FirstLayers
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
-from exitserve.engine.options import options_of
+from exitserve.engine.options import RAILS, options_of
+from exitserve.engine.rails.loop import RailsLoop
+from exitserve.engine.rails.requests import RailsRequests
 from exitserve.engine.state import EngineState, state_of
 from exitserve.gates import load_gates
 
@@ -44,8 +45,16 @@ class MultiExitMixin(FirstLayers):
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._head = self._exit_head(vllm_config, parent.compute_logits)
         path = options_of(vllm_config).get("exit_path")
+        self.host: HostLoop | None = None
+        self.device: DeviceLoop | None = None
+        self.rails: RailsLoop | None = None
+        if path == RAILS:
+            segments = self._make_segments(vllm_config, masked=False)
+            most = vllm_config.scheduler_config.max_num_batched_tokens
+            self.rails = RailsLoop(self, segments, self._head, most)
+            return
         # Runner V2 captures passes whole, so the device must decide.
-        on_device = path == "resident" or vllm_config.use_v2_model_runner
+        on_device: bool = vllm_config.use_v2_model_runner
         self._segments = self._make_segments(vllm_config, masked=on_device)
         model: Any = self
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
@@ -55,17 +64,11 @@ class MultiExitMixin(FirstLayers):
             longest,
         )
         parts = (self, self._segments, self._head, propagation)
-        self.host: HostLoop | None = None
-        self.device: DeviceLoop | None = None
-        self._on_v1: DeviceRequestsOnV1 | None = None
         if not on_device:
             self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.device = DeviceLoop(*parts, captured)
-        if not vllm_config.use_v2_model_runner:
-            most = vllm_config.scheduler_config.max_num_seqs
-            self._on_v1 = DeviceRequestsOnV1(self._state, self, most)
 
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
         rules = self._state.rules
@@ -107,32 +110,35 @@ class MultiExitMixin(FirstLayers):
         model: Any = self
         plain = partial(super().forward, input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]  # of the vLLM class
         embed = partial(model.embed, input_ids, positions, inputs_embeds)
+        if self.rails is not None:
+            return self.rails.run(positions, embed())
         if self.host is not None:
             return self.host.run(positions, embed, plain)
         assert self.device is not None
-        if self._on_v1 is None:
-            return self.device.run(exits, positions, embed, plain)
-        exits = self._on_v1.begin(batch_shape(), positions)
-        normed = self.device.run(exits, positions, embed, plain)
-        if exits is not None:
-            self._on_v1.end()
-        return normed
+        return self.device.run(exits, positions, embed, plain)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""
-        plain: Any = super().compute_logits  # type: ignore[misc]  # of the vLLM class
+        plain = self.full_depth_logits
+        if self.rails is not None:
+            return self.rails.logits(hidden_states, plain)
         if self.host is not None:
             return self.host.logits(hidden_states, plain)
         assert self.device is not None
         found = self.device.take_logits(hidden_states.shape[0])
         return plain(hidden_states) if found is None else found
 
-    @staticmethod
-    def get_model_state_cls() -> Any:
-        """Runner V2's way to the state of a model; runner V1 never asks."""
-        from exitserve.engine.hooks.model_state import ExitModelState
+    def full_depth_logits(self, normed: Tensor) -> Tensor | None:
+        """vLLM's own head of normed states [N, D], whatever the last pass left."""
+        plain: Any = super().compute_logits  # type: ignore[misc]  # of the vLLM class
+        logits: Tensor | None = plain(normed)
+        return logits
 
-        return ExitModelState
+    def get_model_state_cls(self) -> Any:
+        """Runner V2's way to the state of a model; runner V1 never asks."""
+        from exitserve.engine.hooks.model_state import ExitModelState, RailsModelState
+
+        return ExitModelState if self.rails is None else RailsModelState
 
     def make_host_loop(self, *parts: Any, masked: bool) -> HostLoop:
         """The loop on the host; benchmarks of random weights override it."""
@@ -145,6 +151,10 @@ class MultiExitMixin(FirstLayers):
         """
         room = self.logits_room(most_rows, device)
         return DeviceRequests(self._state, most_rows, room, device)
+
+    def make_rails_requests(self, most_rows: int, device: torch.device) -> RailsRequests:
+        """Room for an engine's requests, of which `most_rows` run together."""
+        return RailsRequests(self._state, most_rows, device)
 
     def logits_room(self, rows: int, device: torch.device) -> Tensor:
         """Room for the logits [rows, V / R] of a pass whose exits the device decides."""

@@ -21,10 +21,10 @@ from exitserve.policy import (
     BY_CONFIDENCE,
     EXACT,
     MODES,
-    NOT_ON_GPUS,
     NUM_DRAFTS,
     ExitPolicy,
     ExitRules,
+    Mode,
     check_threshold,
 )
 
@@ -48,9 +48,18 @@ PROPOSER = "exitserve.engine.hooks.drafting.Drafter"
 """How vLLM's configuration names what drafts in mode "verify"."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
-EXIT_PATHS = ("compact", "masked", "resident")
-"""How a batch of mixed depths runs: active rows alone; all of them, as a plain yardstick; or all
-of them with exits that the device decides, which is how a GPU runs (and a CPU in tests)."""
+RAILS = "rails"
+LOOPS: dict[str, tuple[Mode, ...]] = {
+    "host": ("off", "confidence", "defer", "fixed"),
+    "masked": ("off", "confidence", "defer", "fixed"),
+    "device": ("off", "confidence", "fixed"),
+    RAILS: ("off", "defer", "verify"),
+}
+"""How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
+"masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
+"rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
+RAILS_DRAFTS = 4
+"""Tokens drafted in a row on the rails, by default."""
 
 
 def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRules:
@@ -77,21 +86,24 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     layers = options.get("exit_layers")
     exit_layers = check_exit_layers(block.exit_layers if layers is None else layers, num_layers)
     eos = options.get("eos_threshold")
-    path = choose(options, "exit_path", EXIT_PATHS)
+    loop = choose(options, "exit_path", tuple(LOOPS))
+    if loop == RAILS:
+        exit_layers = exit_layers[:1]
     every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
     rates = break_even_rates(config, exit_layers)
     gated = block.criterion == "gate"
     calibration, holds = _as_served(
         block.calibration, exit_layers, num_layers, void=eos is not None or (every and not gated)
     )
+    num_drafts = _num_drafts(options, exit_layers, loop)
     rules = ExitRules(
-        num_drafts=_num_drafts(options, exit_layers),
-        tokens_may_wait=path != "resident",
+        num_drafts=num_drafts,
+        modes=LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ()),
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
         # A gate that says no costs nothing, so there is no check to leave out.
-        break_even={} if every or gated else rates,
+        break_even={} if every or gated or loop == RAILS else rates,
         criterion=block.criterion,
         gates_file=block.gates_file,
         calibration=calibration,
@@ -99,21 +111,22 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     return replace(rules, default=_default_policy(rules, options, holds))
 
 
-def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...]) -> int:
-    """How many tokens requests may draft at a time: any only on servers of mode "verify"."""
+def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...], loop: str) -> int:
+    """How many tokens requests may draft at a time: any only on servers that draft."""
     given = options.get("num_drafts")
-    if options.get("mode") == "verify" and options.get("exit_path") == "resident":
-        raise ExitServeError(NOT_ON_GPUS.format(mode="verify"))
-    if options.get("mode") != "verify":
-        if given is not None:
-            raise ExitServeError("num_drafts belongs to mode 'verify'; add --mode verify.")
+    mode = options.get("mode")
+    if given is not None and mode not in EXACT:
+        raise ExitServeError(
+            "num_drafts belongs to mode 'verify', and on GPUs to 'defer'; add --mode verify."
+        )
+    if mode != "verify" and loop != RAILS:
         return 0
     if not exit_layers:
         raise ExitServeError(
             "mode 'verify' drafts at exit layers, and this model declares none; "
             "name some, for example --exit-layers 4,8."
         )
-    count = NUM_DRAFTS if given is None else given
+    count = (RAILS_DRAFTS if loop == RAILS else NUM_DRAFTS) if given is None else given
     if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_DRAFTS:
         raise ExitServeError(
             f"num_drafts must be a whole number from 1 to {MOST_DRAFTS}, not {count!r}."
@@ -170,7 +183,10 @@ def _as_served(
     if found is None:
         return None, False
     used = {layer for point in (*found.points, found.chosen) for layer in point.thresholds}
-    if void or found.num_layers != num_layers or not used <= set(exit_layers):
+    # Where keys and values are exact, an exit layer that is left out takes nothing from the others:
+    # fewer tokens exit, and each of them exited before.
+    fits = used <= set(exit_layers) or (found.mode in EXACT and used & set(exit_layers))
+    if void or found.num_layers != num_layers or not fits:
         return found.void(exit_layers), False
     return found, True
 
@@ -181,7 +197,7 @@ def _goes_by_calibration(rules: ExitRules, mode: str | None) -> bool:
     if found is None:
         return False
     if mode is None:
-        return rules.tokens_may_wait or found.mode not in EXACT
+        return found.mode in rules.modes
     return mode in (found.mode, "verify")
 
 

@@ -78,17 +78,11 @@ class Recorder:
         self.deferred_layers += layers
         self.flushed_tokens += waiting
 
-    def count_verified(self, generated: int, drafts: int) -> None:
-        """Counts a pass that judged drafts of one request (mode "verify").
-
-        Args:
-            generated: tokens that it gave: the accepted drafts, and one more.
-            drafts: how many were judged.
-        """
-        self.tokens_by_depth[self.num_layers] += generated
+    def count_judged(self, drafts: int, accepted: int) -> None:
+        """Counts drafts of one request that a pass judged, and those that it accepted."""
         self.drafted_tokens += drafts
-        self.accepted_tokens += generated - 1
-        self.deferred_layers += (drafts - (generated - 1)) * self.num_layers
+        self.accepted_tokens += accepted
+        self.deferred_layers += (drafts - accepted) * self.num_layers
 
     def count_layers(self, layers: int) -> None:
         """Counts layers whose weights were read, once for all tokens that ran them together."""

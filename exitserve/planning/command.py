@@ -30,6 +30,8 @@ from exitserve.step_costs.devices import DEVICES
 MAX_BATCH_SIZE = 512
 SHOWN_SIZES = 3
 """Batch sizes in the terminal table, which fits 80 characters; the page has them all."""
+SIZES_OF_DRAFTS = 2
+"""The same for the table of several tokens a step."""
 
 _HELP = """\
 Times the parts of a decode step on this machine, on matrices of the model's shapes (or takes a
@@ -187,6 +189,12 @@ def _publish(data: dict[str, Any], out: Path | None) -> None:
     choices = page.choice_rows(data)
     shown = [
         *page.summary(data),
+        terminal_table(
+            "Several tokens a step",
+            page.drafting_headers(data, SIZES_OF_DRAFTS),
+            page.drafting_rows(data, SIZES_OF_DRAFTS),
+        ),
+        page.DRAFTING_LEGEND,
         terminal_table("Exit layers, one at a time (* the best)", headers, rows),
         page.LEGEND,
         terminal_table("Exit layers together", page.choice_headers(data), choices),

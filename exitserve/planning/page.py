@@ -93,22 +93,64 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token takes "
         f"{shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
-    return lines + [_verdict_line(one, data) for one in data["verdicts"]]
+    advice = [_advice_line(one) for one in data["advice"]]
+    return lines + [_verdict_line(one, data) for one in data["verdicts"]] + advice
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     assumed = data["assumption"]
     if one["can_pay"]:
         return (
-            f"Batch {one['batch_size']}: exits can pay, up to "
+            f"Batch {one['batch_size']}: exits that skip layers can pay, up to "
             f"{one['best_plausible_speedup']:.2f} if {assumed['plausible_share']:.0%} of the "
             f"tokens exit at a quarter of the depth."
         )
     return (
-        f"Batch {one['batch_size']}: exits CANNOT pay. Even if {assumed['plausible_share']:.0%} "
-        f"of the tokens exited at a quarter of the depth, wall speedup would be "
+        f"Batch {one['batch_size']}: exits that skip layers CANNOT pay. Even if "
+        f"{assumed['plausible_share']:.0%} of the tokens exited at a quarter of the depth, wall "
+        f"speedup would be "
         f"{one['best_plausible_speedup']:.2f}: {one['reason']}."
     )
+
+
+def _advice_line(one: Mapping[str, Any]) -> str:
+    """Which mode to serve at a batch size."""
+    gain, batch = f"{one['wall_speedup']:.2f}", f"Batch {one['batch_size']}:"
+    if one["mode"] == "verify":
+        return (
+            f"{batch} serve in mode verify (or defer), drafting {one['drafts']} tokens a step with "
+            f"the first {one['exit_layer']} layers: wall speedup {gain} if {one['acceptance']:.0%} "
+            f"of the drafts are accepted. Measure that first: exitserve eval."
+        )
+    if one["mode"] == "confidence":
+        return f"{batch} serve in mode confidence: wall speedup {gain} with the layers below."
+    return f"{batch} serve at full depth (mode off): nothing here gains."
+
+
+def drafting_headers(data: Mapping[str, Any], most: int | None = None) -> list[str]:
+    """Columns of the table of several tokens a step, for the first `most` batch sizes or all."""
+    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
+    accepted = dict.fromkeys(one["acceptance"] for one in data["modes"])
+    return ["layers,\nhead", *(f"B={size}\n{one:.0%}" for size in sizes for one in accepted)]
+
+
+def drafting_rows(data: Mapping[str, Any], most: int | None = None) -> list[list[str]]:
+    """One row of text for each draft layer and head: the best wall speedup, and its drafts."""
+    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
+    whole = data["shape"]["vocab_size"]
+    found: dict[tuple[int, int], dict[tuple[int, float], tuple[float, int]]] = {}
+    for one in data["modes"]:
+        if one["mode"] == "verify" and one["batch_size"] in sizes:
+            row = found.setdefault((one["exit_layer"], one["draft_head_rows"]), {})
+            key = one["batch_size"], one["acceptance"]
+            row[key] = max(row.get(key, (0.0, 0)), (one["wall_speedup"], one["drafts"]))
+    return [
+        [
+            f"{layer}, {'whole' if rows == whole else f'{rows // 1000}k'}",
+            *(f"{gain:.2f} ({drafts})" for gain, drafts in cells.values()),
+        ]
+        for (layer, rows), cells in found.items()
+    ]
 
 
 def recommendation(data: Mapping[str, Any]) -> str:
@@ -136,6 +178,13 @@ def _named(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers)) or "none"
 
 
+DRAFTING_LEGEND = (
+    "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts in "
+    "one pass. Wall speedup at the best number of drafts, in parentheses, by batch size and share "
+    "of drafts that are accepted; with the whole head or a smaller one for drafts. Mode defer is "
+    "the same at a higher share."
+)
+
 LEGEND = (
     "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
     "active rows run (CPU); and masked, if all rows run as long as one does (CUDA graphs). "
@@ -153,6 +202,9 @@ def markdown(data: dict[str, Any]) -> str:
         lines += [f"> **Note.** {note}", ""]
     lines += [*(f"- {line}" for line in summary(data)), "", recommendation(data), ""]
     lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
+    drafting = [header.replace("\n", ", ") for header in drafting_headers(data)]
+    lines += ["## Several tokens a step", "", markdown_table(drafting, drafting_rows(data)), ""]
+    lines += [DRAFTING_LEGEND, ""]
     lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
     lines += [
         f"{LEGEND} A star marks the best layers under the assumption.",

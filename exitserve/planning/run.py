@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exitserve.costs import DecoderShape
+from exitserve.planning.drafts import ASSUMED, draft_layers, drafting_table
 from exitserve.planning.predict import break_even_share, speedup
 from exitserve.planning.recommend import (
     LEFT_BY,
@@ -57,6 +58,13 @@ def make_plan(
         return _choice_block(costs, layers, batch_sizes, shares, way)
 
     best = choice(layers)
+    modes = drafting_table(
+        costs,
+        batch_sizes,
+        draft_layers(shape.num_layers, own_layers),
+        shape.vocab_size,
+        reruns=way == "masked",
+    )
     return {
         "model": model,
         "measured": source.measured,
@@ -82,9 +90,32 @@ def make_plan(
             "worth": WORTH,
         },
         "verdicts": [_verdict_block(costs, batch, way) for batch in batch_sizes],
+        "modes": modes,
+        "advice": [_advice(best, modes, batch, exit_share) for batch in batch_sizes],
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _advice(
+    best: Mapping[str, Any], modes: Sequence[Mapping[str, Any]], batch: int, share: float
+) -> dict[str, Any]:
+    """Which mode to serve at a batch size: an entry of `modes`, or exits that skip layers.
+
+    Drafts are those of the whole head, at the shallowest layer planned, at the assumed acceptance.
+    """
+    layer = min(one["exit_layer"] for one in modes)
+    rows = max(one["draft_head_rows"] for one in modes)
+    wanted = {"mode": "verify", "batch_size": batch, "exit_layer": layer}
+    wanted |= {"acceptance": ASSUMED, "draft_head_rows": rows}
+    drafted = [one for one in modes if wanted.items() <= one.items()]
+    found = dict(max(drafted, key=lambda one: float(one["wall_speedup"])))
+    skipping = gain_of(best, batch, share)
+    if max(skipping, found["wall_speedup"]) < WORTH:
+        found |= {"mode": "off", "drafts": 0, "wall_speedup": 1.0}
+    elif skipping > found["wall_speedup"]:
+        found |= {"mode": "confidence", "drafts": 0, "wall_speedup": skipping}
+    return found
 
 
 def gain_of(choice: Mapping[str, Any], batch: int, share: float) -> float:

@@ -165,7 +165,7 @@ def serve(args: argparse.Namespace) -> int:
     if rules.exit_layers:
         reject_unsupported_quantisation(config)
     prepare_environment()
-    ours = suit_runner(ours)
+    ours = suit_runner(ours, args.model, args.revision)
     check_rules(args.model, ours["additional_config"][KEY], args.revision)
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -234,8 +234,10 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
     Raises:
         ExitServeError: the user set an option that exitserve sets.
     """
-    for name in ("worker_extension_cls", "scheduler_cls"):
-        if getattr(vllm_args, name, None):
+    for name in ("worker_extension_cls", "scheduler_cls", "worker_cls"):
+        if name not in ours:
+            continue
+        if getattr(vllm_args, name, None) not in (None, "auto"):
             flag = "--" + name.replace("_", "-")
             raise ExitServeError(f"{flag} is set by exitserve; drop it.")
         setattr(vllm_args, name, ours[name])

@@ -10,21 +10,24 @@ from exitserve.costs import TokenCosts
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of the number of rows: linear between points, 0 for no rows."""
+    """Seconds as a function of the number of rows: linear between points, 0 for no rows.
+
+    Beyond the last point it goes on as between the last two: so many rows are bound by arithmetic.
+    """
 
     points: tuple[tuple[int, float], ...]
     """(rows, seconds), rows ascending from 1."""
 
     def __call__(self, rows: int) -> float:
-        """Seconds for a number of rows; raises `ValueError` beyond the points."""
+        """Seconds for a number of rows, none or more."""
         if rows == 0:
             return 0.0
         where = bisect_left(self.points, (rows, 0.0))
         if where < len(self.points) and self.points[where][0] == rows:
             return self.points[where][1]
-        if not 0 < where < len(self.points):
-            known = f"{self.points[0][0]}..{self.points[-1][0]}"
-            raise ValueError(f"{rows} rows lie outside {known}, for which times are known.")
+        if len(self.points) == 1:
+            return self.points[0][1] * rows / self.points[0][0]
+        where = min(max(where, 1), len(self.points) - 1)
         (fewer, below), (more, above) = self.points[where - 1 : where + 1]
         return below + (above - below) * (rows - fewer) / (more - fewer)
 

@@ -12,6 +12,9 @@ from exitserve.errors import ExitServeError
 from exitserve.step_costs.curves import Curve, StepCosts
 from exitserve.step_costs.devices import FIGURES_NOTE, device_named, roofline
 
+MOST_TOKENS = 9
+"""Of a request in a step: eight drafts and one more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostSource:
@@ -59,7 +62,7 @@ def step_costs(
         source = _measured(shape, served, batch_sizes, context, progress)
     else:
         source = CostSource(
-            costs=roofline(shape, figures, context, max(batch_sizes)),
+            costs=roofline(shape, figures, context, max(batch_sizes) * MOST_TOKENS),
             shape=shape,
             dtype=served,
             measured=False,

@@ -158,7 +158,7 @@ USUAL = {
     "max_num_seqs": 16,
 }
 
-DEFAULTS = {"exit_path": "compact", "exit_checks": "paying"}
+DEFAULTS = {"exit_path": "host", "exit_checks": "paying"}
 """Of our options: an engine that is told them is one that is not."""
 
 

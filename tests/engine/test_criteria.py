@@ -81,12 +81,11 @@ def requests(directory) -> list[Asked]:
 @pytest.mark.parametrize(
     ("criterion", "path"),
     [
-        ("max_prob", "compact"),
-        ("margin", "compact"),
-        ("entropy", "resident"),
-        ("gate", "compact"),
+        ("max_prob", "host"),
+        ("margin", "host"),
+        ("entropy", "masked"),
+        ("gate", "host"),
         ("gate", "masked"),
-        ("gate", "resident"),
     ],
 )
 def test_the_engine_is_the_oracle(

@@ -48,12 +48,12 @@ def longest_run(depths: list[list[int]]) -> int:
     )
 
 
-@pytest.mark.parametrize("path", ["compact", "masked"])
+@pytest.mark.parametrize("path", ["host", "masked"])
 def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
     harness = start(model, exits={"exit_path": path}, enable_prefix_caching=False)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=3) == expected
-    if path == "compact":
+    if path == "host":
         assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
         counted = harness.stats()
         assert counted["deferred_layers"] > 0

@@ -34,7 +34,7 @@ def test_the_schedule_leaves_checks_out(expected) -> None:
     assert _depths(expected["paying"]).count(6) > _depths(expected["all"]).count(6)
 
 
-@pytest.mark.parametrize("path", ["compact", "masked"])
+@pytest.mark.parametrize("path", ["host", "masked"])
 @pytest.mark.parametrize("checks", ["paying", "all"])
 def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, checks: str) -> None:
     exits = {"exit_path": path, "exit_checks": checks}

@@ -43,7 +43,7 @@ def test_rows_exit_and_full_depth_is_plain_vllm(start, start_plain, quantised, j
 def test_compacted_rows_are_the_masked_ones(start, quantised, jobs) -> None:
     """The propagated cache differs by rounding only, which these prompts do not feel."""
     results = []
-    for path in ("compact", "masked"):
+    for path in ("host", "masked"):
         harness = start(
             quantised, dtype="bfloat16", exits={"exit_path": path}, enable_prefix_caching=False
         )

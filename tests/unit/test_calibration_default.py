@@ -53,7 +53,7 @@ def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin"
         # Not by itself where it would promise nothing, or cannot be served.
         (config(), {"exit_layers": [3, 6]}, "off"),
         (config(layers=10), {}, "off"),
-        (config("defer"), {"exit_path": "resident"}, "off"),
+        (config("defer"), {"exit_path": "device"}, "off"),
     ],
 )
 def test_the_default(model: dict[str, Any], options: dict[str, Any], mode: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from exitserve.engine.options import PROPOSER, QUANTISED
+from exitserve.engine.options import PROPOSER, QUANTISED, RAILS, options_of
 
 SUPPORTED_VLLM = "0.32"
 
@@ -56,7 +56,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
-        "speculative decoding (--speculative-config)": speculation not in (None, PROPOSER),
+        "speculative decoding (--speculative-config)": (
+            speculation not in (None, PROPOSER)
+            and options_of(vllm_config).get("exit_path") != RAILS
+        ),
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": scheme not in ("none", *QUANTISED),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,

@@ -8,10 +8,9 @@ Shapes: B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from exitserve.engine.device.rows import DeviceRows, HostRow, Slots
 from exitserve.engine.requests import PreemptedRequests, Request
 from exitserve.engine.state import EngineState
+from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
 
 
@@ -41,18 +41,6 @@ class PassRows:
     """T, padding included."""
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a pass will have generated."""
-
-    due: list[tuple[Request, int, int]]
-    """Requests, the index of their generated token, their row."""
-    depth: Tensor | None
-    """[B] on the host, once `arrived`; None: all ran all layers."""
-    arrived: Any
-    """A CUDA event; None where the copy is done."""
-
-
 class DeviceRequests:
     """All requests of an engine, by slot."""
 
@@ -73,7 +61,7 @@ class DeviceRequests:
         self._by_slot: dict[int, Request] = {}
         self._preempted = PreemptedRequests()
         self._due: list[tuple[Request, int, int]] = []
-        self._late: deque[_Outcome] = deque()
+        self._arrivals = Arrivals()
         self._plain_passes = 0
         """Passes that were vLLM's own."""
         state.requests = self
@@ -158,34 +146,27 @@ class DeviceRequests:
 
     def end(self) -> None:
         """Asks for the outcome of the pass that is under way."""
-        depth, arrived = None, None
+        take = partial(self._count, self._due)
+        self._due = []
         if self.rows.may_differ:
-            source = self.rows.depth
-            depth = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            depth.copy_(source, non_blocking=True)
-            if source.is_cuda:
-                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrived.record()
+            self._arrivals.ask(self.rows.depth, take)
         else:
             self._plain_passes += 1
-        self._late.append(_Outcome(self._due, depth, arrived))
-        self._due = []
+            self._arrivals.then(take)
 
     def drain(self, *, wait: bool) -> None:
         """Counts and traces what has arrived; with `wait`, all there is."""
-        while self._late:
-            one = self._late[0]
-            if one.arrived is not None and not one.arrived.query():
-                if not wait:
-                    return
-                one.arrived.synchronize()
-            self._late.popleft()
-            self._count(one)
+        self._arrivals.drain(wait=wait)
 
-    def _count(self, one: _Outcome) -> None:
+    def _count(self, due: list[tuple[Request, int, int]], depths: list[int] | None) -> None:
+        """Counts the generated tokens of a pass.
+
+        Args:
+            due: requests, the index of their generated token, their row.
+            depths: [B] of the rows; None: all ran all layers.
+        """
         full = self._rules.num_layers
-        depths = None if one.depth is None else one.depth.tolist()
-        for request, index, row in one.due:
+        for request, index, row in due:
             depth = full if depths is None else depths[row]
             request.note_depth(index, depth, full)
             self._recorder.count_token(depth)

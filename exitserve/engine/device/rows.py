@@ -19,21 +19,8 @@ import torch
 from torch import Tensor
 
 from exitserve.check_schedule import LONGEST_WAIT, MEMORY, first_rate
+from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
-
-
-def upload(numbers: Sequence[object], to: Tensor) -> None:
-    """Copies numbers of the host into a tensor, and does not wait.
-
-    Each copy has pinned memory of its own. PyTorch's allocator of such memory hands it out again
-    only when the copy is made, so passes that are scheduled ahead overwrite nothing.
-
-    Args:
-        numbers: nested as `to` is.
-        to: takes them.
-    """
-    host = torch.tensor(numbers, dtype=to.dtype, device="cpu", pin_memory=to.is_cuda)
-    to.copy_(host, non_blocking=True)
 
 
 class DeviceSchedule:

@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from exitserve.engine.device.requests import DeviceRequests, PassRows
+from exitserve.engine.rails.requests import RailsRequests, Sampled
 from exitserve.engine.requests import read_request
 from exitserve.engine.state import state_of
 
 
-class ExitModelState(DefaultModelState):
-    """vLLM's state of a decoder, and the exits of its requests."""
+class _FollowedRequests(DefaultModelState):
+    """vLLM's state of a decoder, of which we follow the requests."""
+
+    _requests: DeviceRequests | RailsRequests
 
     def __init__(
         self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._rules = state_of(vllm_config).rules
-        served: Any = model
-        self._requests: DeviceRequests = served.make_device_requests(self.max_num_reqs, device)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request came, or came back after a preemption."""
@@ -40,6 +41,18 @@ class ExitModelState(DefaultModelState):
         """A request has ended, or is preempted."""
         super().remove_request(req_id)
         self._requests.remove(req_id)
+
+
+class ExitModelState(_FollowedRequests):
+    """Exits whose tokens freeze."""
+
+    _requests: DeviceRequests
+
+    def __init__(
+        self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self._requests = model.make_device_requests(self.max_num_reqs, device)
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """Fills in the rows of a pass; called for warm-ups too, whose requests are not known."""
@@ -71,3 +84,40 @@ class ExitModelState(DefaultModelState):
         """The pass and its sampling are under way."""
         super().postprocess_state(idx_mapping, num_sampled, *others)
         self._requests.end()
+
+
+class RailsModelState(_FollowedRequests):
+    """Several tokens a step, of which some stand without a judge."""
+
+    _requests: RailsRequests
+
+    def __init__(
+        self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self._requests = model.make_rails_requests(self.max_num_reqs, device)
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """Takes what a pass samples."""
+        drafts = input_batch.num_draft_tokens_per_req
+        judged = self._requests.begin(
+            Sampled(
+                slots=input_batch.idx_mapping_np.tolist(),
+                names=input_batch.req_ids,
+                drafts=[0] * input_batch.num_reqs if drafts is None else drafts.tolist(),
+                places=input_batch.logits_indices,
+                slot_of=input_batch.expanded_idx_mapping,
+                ends=input_batch.cu_num_logits,
+                positions=input_batch.positions,
+                prompt_lengths=req_states.prompt_len.gpu,
+                known_ids=req_states.all_token_ids.gpu,
+            )
+        )
+        served: Any = self.model
+        served.rails.judge(judged)
+        return super().prepare_inputs(input_batch, req_states)
+
+    def postprocess_state(self, idx_mapping: Tensor, num_sampled: Any, *others: Any) -> None:
+        """The pass and its sampling are under way."""
+        super().postprocess_state(idx_mapping, num_sampled, *others)
+        self._requests.end(num_sampled)

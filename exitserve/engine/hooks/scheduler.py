@@ -42,7 +42,8 @@ class _Salted:
         super().__init__(*args, **kwargs)
         self._exit_rules = rules_from(self.vllm_config)
         end_core_with_parent()  # every core has one scheduler, which is ours
-        self.num_lookahead_tokens += self._exit_rules.num_drafts
+        if self.vllm_config.speculative_config is not None:
+            self.num_lookahead_tokens = self._exit_rules.num_drafts
 
     def add_request(self, request: Any) -> None:
         """Salts the request's block hashes with its policy, then schedules it."""

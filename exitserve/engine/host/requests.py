@@ -141,7 +141,8 @@ class HostRequests:
             request = self.rows.get(index)
             if request is None or not request.drafts or not tokens:
                 continue
-            self.recorder.count_verified(len(tokens), len(request.drafts))
+            self.recorder.count_judged(len(request.drafts), len(tokens) - 1)
+            self.recorder.tokens_by_depth[self.rules.num_layers] += len(tokens)
             request.drafts = []
             count = len(request.output_ids)
             self._trace(index, range(count - len(tokens), count), self.rules.num_layers)

@@ -1,59 +1,21 @@
-"""Exits that the device decides, as on a GPU: the host's numbers, and the oracle's tokens."""
+"""Exits that the device decides: the oracle's tokens and depths."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from exitserve.check_schedule import CheckSchedule
-from exitserve.engine.device.rows import DeviceSchedule
+from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint import read_multi_exit, write_multi_exit
+from exitserve.gates import Gate, save_gates
+from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
 
-SLOTS = 4
-RATES = st.one_of(st.none(), st.floats(0.01, 0.99))
-STEP = st.tuples(
-    st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
-    st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
-    st.one_of(st.none(), st.integers(0, SLOTS - 1)),
-)
-
-
-@given(
-    st.lists(RATES, min_size=1, max_size=2),
-    st.lists(STEP, max_size=60),
-    st.permutations(range(SLOTS)),
-)
-def test_checks_are_left_out_as_on_the_host(rates, steps, order) -> None:
-    layers = range(len(rates))
-    known = {layer: rate for layer, rate in zip(layers, rates, strict=True) if rate is not None}
-    host = [CheckSchedule(known) for _ in range(SLOTS)]
-    state = torch.zeros(SLOTS + 1, 3, len(rates), dtype=torch.float64)
-    device = DeviceSchedule(rates, state)
-    state[:] = first = torch.tensor(device.first())
-    rows = torch.tensor([*order, SLOTS, SLOTS])  # and padding, which is nobody's
-    for arrived, passes, begins in steps:
-        if begins is not None:
-            host[begins] = CheckSchedule(known)
-            state[begins] = first
-        for layer in layers:
-            here = torch.tensor([*arrived, False, False])
-            due = device.take_due(layer, rows, here)
-            expected = [
-                come and not host[slot].is_waiting(layer)
-                for come, slot in zip(arrived, order, strict=True)
-            ]
-            for come, slot in zip(arrived, order, strict=True):
-                if come and host[slot].is_waiting(layer):
-                    host[slot].skip(layer)
-            assert due.tolist() == [*expected, False, False]
-            passed = due & torch.tensor([*passes, True, True])
-            device.record(layer, rows, due, passed)
-            for checked, went, slot in zip(expected, passes, order, strict=True):
-                if checked:
-                    host[slot].record(layer, went)
+EXITS = {"exit_checks": "paying"}
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +32,9 @@ def jobs(random_jobs):
 
 @pytest.mark.parametrize("checks", ["paying", "all"])
 def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> None:
-    from exitserve.reference import load_reference
-
     reference = load_reference(str(model), exit_checks=checks)
     expected = [expect(reference, one) for one in jobs]
-    exits = {"exit_path": "resident", "exit_checks": checks}
+    exits = {"exit_checks": checks}
     harness = start(model, exits=exits, enable_prefix_caching=False)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=3) == expected
@@ -91,7 +51,7 @@ READS = ("layer_reads", "checks", "head_passes", "final_heads", "frozen_tokens")
 
 
 def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
-    harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
+    harness = start(model, exits=EXITS, enable_prefix_caching=False)
 
     def counts() -> dict[str, Any]:
         found: dict[str, Any] = harness.stats()
@@ -116,8 +76,7 @@ def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
 
 def test_compiled_segments(start, oracle, expect, model, jobs) -> None:
     """Selects between layers are compiled with them."""
-    exits = {"exit_path": "resident"}
-    harness = start(model, exits=exits, enforce_eager=False, enable_prefix_caching=False)
+    harness = start(model, exits=EXITS, enforce_eager=False, enable_prefix_caching=False)
     reference = oracle(model)
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
 
@@ -125,8 +84,7 @@ def test_compiled_segments(start, oracle, expect, model, jobs) -> None:
 def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> None:
     """Each rank keeps its slice of the logits, and all decide alike."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    exits = {"exit_path": "resident"}
-    harness = start(model, exits=exits, tensor_parallel_size=2, enable_prefix_caching=False)
+    harness = start(model, exits=EXITS, tensor_parallel_size=2, enable_prefix_caching=False)
     reference = oracle(model)
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
 
@@ -139,19 +97,55 @@ def test_preempted_requests_freeze_where_they_did(
         for one in random_jobs(count=14, longest=60, max_tokens=60)
         if one.fields.get("exit_mode") != "defer"
     ]
-    harness = start(model, exits={"exit_path": "resident"}, **few_blocks)
+    harness = start(model, exits=EXITS, **few_blocks)
     reference = oracle(model)
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
     assert harness.counter("vllm:num_preemptions") > 0
 
 
-def test_modes_whose_tokens_wait_are_refused(start, model, job) -> None:
+def test_modes_whose_tokens_wait_need_another_server(start, model, job) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from exitserve.errors import ExitServeError
-
-    with pytest.raises(ExitServeError, match="mode 'verify' is not served on GPUs yet"):
-        start(model, exits={"exit_path": "resident", "mode": "verify", "exit_threshold": 0.5})
-    harness = start(model, exits={"exit_path": "resident"}, enable_prefix_caching=False)
-    with pytest.raises(VLLMValidationError, match="mode 'defer' is not served on GPUs yet"):
+    harness = start(model, exits=EXITS, enable_prefix_caching=False)
+    with pytest.raises(VLLMValidationError, match="exit_mode 'defer' needs a server that was st"):
         harness.run([job([5, 6, 7], {"exit_threshold": 0.1, "exit_mode": "defer"})])
+
+
+@pytest.mark.parametrize(
+    ("criterion", "thresholds"),
+    [("entropy", {2: 0.17, 4: 0.16}), ("gate", {2: 0.4, 4: 0.3})],
+)
+def test_other_criteria(
+    start, model, job, random_jobs, tmp_path, criterion: str, thresholds: dict[int, float]
+) -> None:
+    """Calibrated thresholds of entropy, and gates."""
+    directory = tmp_path / criterion
+    shutil.copytree(model, directory)
+    reference = load_reference(str(directory))
+    point = OperatingPoint(agreement=0.9, thresholds=thresholds, eos_thresholds={2: 1.0, 4: 1.0})
+    gates = None
+    if criterion == "gate":
+        drawn = torch.Generator().manual_seed(0)
+        size = reference.model.config.hidden_size
+        weights = {layer: torch.randn(size, generator=drawn) / size**0.5 for layer in thresholds}
+        gates = save_gates(directory, {k: Gate(w, torch.tensor(0.1)) for k, w in weights.items()})
+    calibration = Calibration(
+        target="agreement>=0.9",
+        mode="confidence",
+        criterion=criterion,
+        confidence_level=0.95,
+        num_layers=6,
+        chosen=point,
+    )
+    block = replace(
+        read_multi_exit(directory), criterion=criterion, gates=gates, calibration=calibration
+    )
+    write_multi_exit(directory, block)
+    reference = load_reference(str(directory))
+    policy = ExitPolicy.calibrated(point, mode="confidence")
+    asked = [job(one.prompt, {"exit_threshold": "auto"}, 30) for one in random_jobs(6)]
+    found = [reference.decode(one.prompt, 30, policy, ignore_eos=True) for one in asked]
+    expected = [(one.token_ids, one.exit_layers) for one in found]
+    assert {depth for _, depths in expected for depth in depths} == {2, 4, 6}
+    harness = start(directory, exits=EXITS, enable_prefix_caching=False)
+    assert harness.run(asked) == expected

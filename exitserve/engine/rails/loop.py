@@ -1,0 +1,98 @@
+"""The passes of a model that drafts with its first layers.
+
+A pass of the full model leaves every token's state after the draft layer behind. In mode "defer" a
+token whose state there is confident stands: the sampler gets the logits of that state in place of
+full depth's. So drafts above the threshold are accepted, whatever full depth would say, and also
+the token that follows the last draft may stand. Keys and values are full depth's throughout.
+
+What a request gets does not depend on how many tokens were drafted, nor on which: full depth or
+the state at the draft layer decides each token by itself (`exitserve.reference`, mode "defer").
+
+Shapes: T tokens, S sampled positions, D hidden, V vocabulary, R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.layers.segments import Segment, Stream
+from exitserve.engine.rails.requests import Judged
+
+
+class RailsLoop:
+    """The forward passes of one model."""
+
+    def __init__(
+        self, model: Any, segments: Sequence[Segment], head: ExitHead, most_tokens: int
+    ) -> None:
+        """Takes a model's parts.
+
+        Args:
+            model: a `MultiExitMixin`.
+            segments: its layers, up to the draft layer and beyond it.
+            head: the model's.
+            most_tokens: of a pass.
+        """
+        self._model, self._head = model, head
+        self._first, self._rest = segments
+        self._most_tokens = most_tokens
+        self._states: Tensor | None = None
+        """[most_tokens, D] of the last pass after the draft layer; a graph that is replayed
+        writes them to where it was captured."""
+        self._judged: Judged | None = None
+
+    @property
+    def draft_layer(self) -> int:
+        """How many layers a draft runs."""
+        return self._first.end
+
+    def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
+        stream = self._first(positions, hidden, None)
+        if self._states is None:
+            self._states = hidden.new_empty(self._most_tokens, hidden.shape[1])
+        self._states[: len(hidden)].copy_(_total(stream))
+        normed: Tensor = self._model.final_norm(*self._rest(positions, *stream))
+        return normed
+
+    def draft(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Runs tokens [T] through the first layers; returns normed states [T, D]."""
+        hidden = self._model.embed(input_ids, positions, None)
+        normed: Tensor = self._model.final_norm(*self._first(positions, hidden, None))
+        return normed
+
+    def judge(self, judged: Judged | None) -> None:
+        """Says which positions the pass that comes samples at, if any token may stand there."""
+        self._judged = judged
+
+    def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """Logits of the sampled positions [S, D]: full depth's, or those of tokens that stand.
+
+        Args:
+            normed: [S, D].
+            compute: the model's own head, of normed states.
+        """
+        logits = compute(normed)
+        judged, self._judged = self._judged, None  # prompt logprobs call again, for other states
+        if judged is None:
+            return logits
+        assert self._states is not None
+        states: Tensor = self._model.final_norm(self._states[judged.places], None)
+        found, own = self._head.check(
+            states, self.draft_layer, judged.thresholds, judged.end_thresholds
+        )
+        judged.stands.copy_(found.exits)
+        if logits is None:  # another rank samples
+            return None
+        every = self._head.logits_of(own, [True] * len(own))
+        return torch.where(found.exits[:, None], every, logits)
+
+
+def _total(stream: Stream) -> Tensor:
+    hidden, residual = stream
+    return hidden if residual is None else hidden + residual
