@@ -8,13 +8,15 @@ Needs torch; the passes are the oracle's (`exitserve.reference`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, tensor
+from torch import Tensor, no_grad, tensor
 from torch.nn.functional import cross_entropy
 
-from exitserve.policy import ExitPolicy
+from exitserve.decoder import capture_hidden, capture_outputs, replayed
+from exitserve.policy import NEVER, ExitPolicy
 from exitserve.reference import Reference
 
 
@@ -26,6 +28,9 @@ class FullDepthPass:
     """[N] the greedy next token."""
     nats: Tensor
     """[N - 1] negative log-likelihood of the token that follows."""
+    outputs: Mapping[int, Any]
+    """What layers gave, by depth: a pass with exits need not repeat those before its first check.
+    Only of the depths that were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +50,17 @@ class PassWithExits:
 
 
 def run_full_depth(
-    reference: Reference, token_ids: Sequence[int], prompt_length: int
+    reference: Reference, token_ids: Sequence[int], prompt_length: int, keep: Sequence[int] = ()
 ) -> FullDepthPass:
-    """Runs a text at full depth."""
-    trace = reference.trace(token_ids, prompt_length, ExitPolicy.off())
+    """Runs a text at full depth, and keeps what its layers gave at the depths `keep`."""
+    with capture_outputs(reference.parts.layers, keep) as outputs:
+        trace = reference.trace(token_ids, prompt_length, ExitPolicy.off())
     logits = trace.logits[prompt_length:]
-    return FullDepthPass(token=logits.argmax(dim=-1), nats=_nats(logits, token_ids, prompt_length))
+    return FullDepthPass(
+        token=logits.argmax(dim=-1),
+        nats=_nats(logits, token_ids, prompt_length),
+        outputs=outputs,
+    )
 
 
 def run_with_exits(
@@ -61,7 +71,11 @@ def run_with_exits(
     full: FullDepthPass,
 ) -> PassWithExits:
     """Runs a text with exits, given its full-depth pass."""
-    trace = reference.trace(token_ids, prompt_length, policy)
+    checked = [depth for depth in reference.exit_layers if policy.thresholds_at(depth)[0] < NEVER]
+    first = min(checked, default=0)
+    skipped = first if first in full.outputs else 0
+    with replayed(reference.parts.layers, skipped, full.outputs.get(first)):
+        trace = reference.trace(token_ids, prompt_length, policy)
     logits = trace.logits[prompt_length:]
     token = logits.argmax(dim=-1)
     return PassWithExits(
@@ -71,6 +85,24 @@ def run_with_exits(
         agrees=token == full.token,
         nats=_nats(logits, token_ids, prompt_length),
     )
+
+
+@no_grad()
+def exit_states(
+    reference: Reference, token_ids: Sequence[int], prompt_length: int
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Normed states [N, D] of a text's decode tokens at each exit, and full depth's tokens [N].
+
+    One pass at full depth, so each exit has exact keys and values.
+    """
+    parts = reference.parts
+    depths = [*reference.exit_layers, parts.num_layers]
+    ids = tensor([list(token_ids)], device=reference.device)
+    with capture_hidden(parts.layers, depths) as hidden:
+        reference.model.base_model(input_ids=ids, use_cache=False)
+    decode = {depth: hidden[depth][0, prompt_length:] for depth in depths}
+    token = parts.classify(decode[parts.num_layers]).argmax(dim=-1)
+    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, token
 
 
 def _nats(logits: Tensor, token_ids: Sequence[int], prompt_length: int) -> Tensor:

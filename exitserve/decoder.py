@@ -7,8 +7,8 @@ hooks on the layers give un-normed states at every depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +78,40 @@ def decoder_parts(model: Any) -> DecoderParts:
 
 
 @contextmanager
-def capture_hidden(layers: nn.ModuleList, depths: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """Collects `hidden[l]` [B, T, D] (un-normed, with gradient) for each depth l.
+def replayed(layers: nn.ModuleList, depth: int, output: Any) -> Iterator[None]:
+    """While active, the first `depth` layers do not run; they return `output`, the last one's.
+
+    Hooks on them are called all the same.
+    """
+    replaced = list(layers)[:depth]
+    for layer in replaced:
+        layer.forward = lambda *_args, **_kwargs: output
+    try:
+        yield
+    finally:
+        for layer in replaced:
+            del layer.forward  # the class's own is back
+
+
+def hidden_of(output: Any) -> Tensor:
+    """A decoder layer's output is its hidden state, alone or first in a tuple."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+@contextmanager
+def capture_outputs(
+    layers: nn.ModuleList, depths: Iterable[int], part: Callable[[Any], Any] = lambda output: output
+) -> Iterator[dict[int, Any]]:
+    """Collects what the layers at some depths give, or a `part` of it, by depth.
 
     The dictionary fills during a forward pass made inside the context.
     """
-    captured: dict[int, Tensor] = {}
+    captured: dict[int, Any] = {}
 
-    def hook_for(layer: int) -> Any:
+    def hook_for(depth: int) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            captured[layer] = output[0] if isinstance(output, tuple) else output
+            captured[depth] = part(output)
 
         return hook
 
@@ -97,3 +121,10 @@ def capture_hidden(layers: nn.ModuleList, depths: Iterable[int]) -> Iterator[dic
     finally:
         for handle in handles:
             handle.remove()
+
+
+def capture_hidden(
+    layers: nn.ModuleList, depths: Iterable[int]
+) -> AbstractContextManager[dict[int, Tensor]]:
+    """Collects `hidden[l]` [B, T, D] (un-normed, with gradient), as `capture_outputs` does."""
+    return capture_outputs(layers, depths, hidden_of)

@@ -10,6 +10,7 @@ from exitserve.errors import ExitServeError
 CARD = "README.md"
 BESIDE_WEIGHTS = (
     f"{GATES_FOLDER}/*.safetensors",
+    "draft_head/*.safetensors",
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
     "chat_template.jinja",

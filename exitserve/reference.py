@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from exitserve.check_schedule import CheckSchedule
 from exitserve.costs import break_even_rates
-from exitserve.decoder import DecoderParts, decoder_parts
+from exitserve.decoder import DecoderParts, decoder_parts, hidden_of
 from exitserve.gates import Gates, load_gates
 from exitserve.policy import BY_CONFIDENCE, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
@@ -209,7 +209,7 @@ class Reference:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
         captured: list[Tensor] = []
         handle = self.parts.layers[-1].register_forward_hook(
-            lambda _m, _a, output: captured.append(_hidden_of(output))
+            lambda _m, _a, output: captured.append(hidden_of(output))
         )
         try:
             self.model.base_model(
@@ -257,7 +257,7 @@ class _FrozenRows:
 
     def _after(self, depth: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-            hidden = _hidden_of(output)[0]
+            hidden = hidden_of(output)[0]
             if self.state is not None and self.policy.mode not in EXACT:
                 hidden = torch.where(self.frozen[:, None], self.state, hidden)
             if depth in self.ref.exit_layers:
@@ -319,12 +319,6 @@ class _FrozenRows:
         for row, row_logits in self.exit_logits.items():
             logits[row] = row_logits
         return OracleTrace(logits=logits, depth=self.depth, checks=self.checks)
-
-
-def _hidden_of(output: Any) -> Tensor:
-    """A decoder layer's output is its hidden state, alone or first in a tuple."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
 
 
 def load_reference(

@@ -71,20 +71,13 @@ def read_documents(path: Path | str) -> Documents:
             `.jsonl` is malformed.
     """
     file = Path(path)
-    try:
-        raw = file.read_bytes()
-        content = raw.decode("utf-8-sig")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ExitServeError(f"cannot read the text file '{file}': {reason}.") from error
-    except UnicodeDecodeError as error:
-        raise ExitServeError(f"'{file}' is not UTF-8 text ({error}); convert it.") from error
+    content = read_text(file)
     rows = file.suffix == ".jsonl"
-    content = content.replace("\r\n", "\n")
-    found = _rows_of(content, file) if rows else iter(_BLANK_LINES.split(content))
+    found = texts_of_rows(content, file) if rows else iter(_BLANK_LINES.split(content))
     texts = tuple(text.strip("\n") for text in found if text.strip())
     if not texts:
         raise ExitServeError(f"'{file}' holds no text; give a file that does.")
+    raw = file.read_bytes()
     return Documents(
         name=file.name,
         sha256=hashlib.sha256(raw).hexdigest(),
@@ -94,22 +87,48 @@ def read_documents(path: Path | str) -> Documents:
     )
 
 
-def _rows_of(content: str, file: Path) -> Iterator[str]:
+def read_text(file: Path) -> str:
+    """The text of a file, with "\\n" at the ends of its lines.
+
+    Raises:
+        ExitServeError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ExitServeError(f"cannot read the text file '{file}': {reason}.") from error
+    except UnicodeDecodeError as error:
+        raise ExitServeError(f"'{file}' is not UTF-8 text ({error}); convert it.") from error
+
+
+def json_rows(content: str, file: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a text of JSON lines, each with the place of its line, for messages.
+
+    Raises:
+        ExitServeError: a line is not valid JSON.
+    """
     # Not `splitlines`: JSON strings may contain Unicode's line separators.
     for number, line in enumerate(content.split("\n"), start=1):
+        where = f"line {number} of '{file}'"
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            yield where, json.loads(line)
         except json.JSONDecodeError as error:
-            raise ExitServeError(
-                f"line {number} of '{file}' is not valid JSON: {error}."
-            ) from error
+            raise ExitServeError(f"{where} is not valid JSON: {error}.") from error
+
+
+def texts_of_rows(content: str, file: Path) -> Iterator[str]:
+    """The `text` of each JSON line.
+
+    Raises:
+        ExitServeError: a line has none.
+    """
+    for where, row in json_rows(content, file):
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
-            raise ExitServeError(
-                f'line {number} of \'{file}\' has no text; each line is {{"text": "..."}}.'
-            )
+            raise ExitServeError(f'{where} has no text; each line is {{"text": "..."}}.')
         yield text
 
 

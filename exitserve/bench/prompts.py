@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from exitserve.errors import ExitServeError
-from exitserve.windows import load_tokenizer
+from exitserve.windows import json_rows, load_tokenizer, read_text
 
 BUNDLED = (
     'def read_lines(path):\n    """Return the lines of a text file without newlines."""\n',
@@ -42,33 +41,28 @@ def load_prompts(path: Path | None) -> tuple[Prompt, ...]:
     """
     if path is None:
         return BUNDLED
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExitServeError(
-            f"cannot read prompts from '{path}': {error}; give a UTF-8 text or .jsonl file."
-        ) from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
+    content = read_text(path)
+    prompts: tuple[Prompt, ...]
+    if path.suffix == ".jsonl":
+        prompts = tuple(_from_json(row, where) for where, row in json_rows(content, path))
+    else:
+        prompts = tuple(line for line in content.split("\n") if line.strip())
+    if not prompts:
         raise ExitServeError(f"'{path}' holds no prompts; write one on each line.")
-    if path.suffix != ".jsonl":
-        return tuple(line for _, line in numbered)
-    return tuple(_from_json(line, f"line {number} of '{path}'") for number, line in numbered)
+    return prompts
 
 
-def _from_json(line: str, where: str) -> Prompt:
-    wanted = 'a JSON object such as {"prompt": "def f(x):"} or {"prompt_token_ids": [1, 2]}'
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ExitServeError(f"{where} is not valid JSON ({error}); write {wanted}.") from error
-    if isinstance(record, dict):
-        text, ids = record.get("prompt"), record.get("prompt_token_ids")
+def _from_json(row: Any, where: str) -> Prompt:
+    if isinstance(row, dict):
+        text, ids = row.get("prompt"), row.get("prompt_token_ids")
         if isinstance(text, str) and text:
             return text
         if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
             return tuple(ids)
-    raise ExitServeError(f"{where} has no usable prompt; write {wanted}.")
+    raise ExitServeError(
+        f"{where} has no usable prompt; write a JSON object such as "
+        f'{{"prompt": "def f(x):"}} or {{"prompt_token_ids": [1, 2]}}.'
+    )
 
 
 def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[int, ...]]:

@@ -97,14 +97,15 @@ class PromiseTest:
     """The greatest p-value with which a choice passes."""
     most_tokens: int
     """Decode tokens of the longest piece."""
-    _measured: dict[tuple[Proposal, int], Outcome] = field(default_factory=dict)
+    measured: dict[tuple[Proposal, int], Outcome] = field(default_factory=dict)
+    """What was run so far, by proposal and piece."""
 
     def outcome(self, choice: Choice, piece: int) -> Outcome:
         """The outcome of a choice on a piece."""
         key = choice.proposal, piece
-        if key not in self._measured:
-            self._measured[key] = self.measure(choice, piece)
-        return self._measured[key]
+        if key not in self.measured:
+            self.measured[key] = self.measure(choice, piece)
+        return self.measured[key]
 
     def can_show(self, target: Target) -> bool:
         """Whether there are enough pieces to show the target if every one of them is perfect."""
@@ -112,8 +113,15 @@ class PromiseTest:
         return min(Counter(self.sources).values(), default=0) >= least
 
     def p_value(self, choice: Choice, target: Target) -> float:
-        """P-value of "the risk is above the limit in some source, or that of early ends is"."""
-        found = max(self._p_value(choice, target, one) for one in sorted(set(self.sources)))
+        """P-value of "the risk is above the limit in some source, or that of early ends is".
+
+        Above `delta`, it may be too small: what cannot change the outcome of the test is not run.
+        """
+        found = 0.0
+        for source in sorted(set(self.sources)):
+            found = max(found, self._p_value(choice, target, source))
+            if found > self.delta:
+                return found  # failed, whatever the others say
         return max(found, self._p_of_ends(choice, target)) if choice.ends_early else found
 
     def _p_value(self, choice: Choice, target: Target, source: str) -> float:
@@ -159,9 +167,14 @@ def test_order(choices: Sequence[Choice], target: Target, trial: PromiseTest) ->
     ordered = by_risk(choices, target)
     start = 0
     for index, choice in enumerate(ordered):
-        if _expected(choice, target, trial) >= CONFIDENT * math.log(1.0 / trial.delta):
+        if is_confident(choice, target, trial):
             start = index
     return ordered[start:]
+
+
+def is_confident(choice: Choice, target: Target, trial: PromiseTest) -> bool:
+    """Whether the pieces for selection say that a choice should pass the test of a target."""
+    return _expected(choice, target, trial) >= CONFIDENT * math.log(1.0 / trial.delta)
 
 
 def _expected(choice: Choice, target: Target, trial: PromiseTest) -> float:

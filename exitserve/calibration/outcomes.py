@@ -49,9 +49,11 @@ class Outcome:
     """Those of them that are not full depth's token."""
 
 
-def run_at_full_depth(reference: Reference, piece: Piece) -> FullDepthPass:
-    """Runs a piece at full depth."""
-    return run_full_depth(reference, piece.token_ids, piece.prompt_length)
+def run_at_full_depth(
+    reference: Reference, piece: Piece, keep: Sequence[int] = ()
+) -> FullDepthPass:
+    """Runs a piece at full depth, and keeps what its layers gave at the depths `keep`."""
+    return run_full_depth(reference, piece.token_ids, piece.prompt_length, keep)
 
 
 def measure_outcome(

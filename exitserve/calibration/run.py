@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,27 +24,29 @@ from exitserve.calibration.outcomes import (
 )
 from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.proposals import (
+    BETWEEN,
     LOW_PRICES,
     PRICES,
     Proposal,
     end_thresholds,
-    interpolated,
     propose,
 )
 from exitserve.calibration.risks import Target
 from exitserve.calibration.scores import ExitScores, exit_scores, fit_gates
+from exitserve.calibration.selection import Selection
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.costs import TokenCosts
+from exitserve.decoder import hidden_of
 from exitserve.gates import Gate
 from exitserve.policy import Mode
 from exitserve.progress import StepProgress
 from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
-COMPARED = 50
+COMPARED = 25
 """Pieces of each source on which criteria are compared; the winner is measured on all."""
-TOO_FAR = 0.06
-"""Once a choice is riskier than every target by this much, riskier ones are not measured."""
+MOST_KEPT = 2**30
+"""Bytes of what layers gave at full depth that are kept, so that choices need not repeat them."""
 FULL_DEPTH = OperatingPoint(agreement=None, thresholds={}, eos_thresholds={})
 """What `auto` means where nothing could be promised."""
 
@@ -89,7 +91,7 @@ class CalibrationResult:
     promised: tuple[TargetResult, ...]
     """The target that was asked for first."""
     curves: Mapping[str, Sequence[Choice]]
-    """By criterion, the choices measured when criteria were compared, the safest first."""
+    """By criterion, the choices that were measured, the safest first."""
     scores: Mapping[int, ExitScores]
     """By exit layer, on the pieces for selection at full depth."""
 
@@ -115,6 +117,8 @@ class Calibrator:
     def __init__(self, reference: Reference, job: CalibrationJob, progress: StepProgress) -> None:
         self._reference, self._job, self._progress = reference, job, progress
         self._full: dict[Piece, FullDepthPass] = {}
+        self._kept = 0
+        self._outcomes: dict[tuple[Proposal, Piece], Outcome] = {}
 
     def calibrate(self, parts: PieceSplit) -> CalibrationResult:
         """Fits gates, chooses the criterion, and tests choices for every target."""
@@ -124,19 +128,38 @@ class Calibrator:
         advance = steps.begin("reading every exit", len(parts.select))
         scores = exit_scores(self._reference, parts.select, gates, advance)
         few = _first_of_each(parts.select, COMPARED)
-        criteria = [*map(str, CRITERIA), *(["gate"] if gates else [])]
-        curves: dict[str, list[Choice]] = {}
         prices = PRICES if self._job.target.grows else (*PRICES, *LOW_PRICES)
-        for criterion in criteria:
+        compared: dict[str, Selection] = {}
+        for criterion in [*map(str, CRITERIA), *(["gate"] if gates else [])]:
             found = self._proposed(scores, criterion, prices)
-            advance = steps.begin(f"comparing criteria: {criterion}", len(found) * len(few))
-            curves[criterion] = self._selected(found, scores, gates, few, advance)
-        criterion = min(criteria, key=lambda one: self._cost_at_target(curves[one]))
-        choices = self._refined(curves[criterion], criterion, scores, gates, parts, steps)
-        promised = self._promised(choices, criterion, gates, parts.test, steps)
+            advance = steps.begin(
+                f"comparing criteria: {criterion}", len(found).bit_length() * len(few)
+            )
+            oracle = self._oracle_with(criterion, gates)
+            compared[criterion] = self._selection(found, oracle, scores, few, advance)
+            compared[criterion].find(self._job.target)
+        curves = {name: by_risk(one.choices, self._job.target) for name, one in compared.items()}
+        criterion = min(curves, key=lambda one: self._cost_at_target(curves[one]))
+        oracle = self._oracle_with(criterion, gates)
+        trial = self._trial(oracle, parts.test)
+        found = self._proposed(scores, criterion, prices)
+        most = (len(found) + BETWEEN * len(self._targets)) * len(parts.select)
+        advance = steps.begin(f"measuring choices: {criterion}", most)
+        selection = self._selection(found, oracle, scores, parts.select, advance)
+        for target in self._targets:
+            if trial.can_show(target):
+                selection.refine(target, trial)
         return CalibrationResult(
-            criterion=criterion, gates=gates, promised=promised, curves=curves, scores=scores
+            criterion=criterion,
+            gates=gates,
+            promised=self._promised(selection.choices, trial, steps),
+            curves=curves | {criterion: by_risk(selection.choices, self._job.target)},
+            scores=scores,
         )
+
+    @property
+    def _targets(self) -> tuple[Target, ...]:
+        return (self._job.target, *self._job.others)
 
     def _proposed(
         self, scores: Mapping[int, ExitScores], criterion: str, prices: Sequence[float]
@@ -144,42 +167,43 @@ class Calibrator:
         propagates = self._job.mode == "confidence"
         return propose(scores, criterion, self._job.costs, propagates=propagates, prices=prices)
 
-    def _selected(
+    def _selection(
         self,
-        found: Iterable[Proposal],
+        found: Sequence[Proposal],
+        oracle: Reference,
         scores: Mapping[int, ExitScores],
-        gates: Mapping[int, Gate],
         pieces: Sequence[Piece],
         advance: Callable[[], None],
-    ) -> list[Choice]:
-        """Measures proposals, the safest first, until they are too risky for every target."""
-        choices = []
-        for proposal in found:
+    ) -> Selection:
+        def measure(proposal: Proposal) -> Choice:
             choice = Choice(proposal, self._ends(scores, proposal), ())
             outcomes = []
-            oracle = self._oracle_with(proposal.criterion, gates)
             for piece in pieces:
                 outcomes.append(self._outcome(choice, oracle, piece))
                 advance()
-            choices.append(replace(choice, outcomes=tuple(outcomes)))
-            targets = (self._job.target, *self._job.others)
-            if all(self._is_too_far(choices[-1], target) for target in targets):
-                break
-        return by_risk(choices, self._job.target)
+            return replace(choice, outcomes=tuple(outcomes))
 
-    @staticmethod
-    def _is_too_far(choice: Choice, target: Target) -> bool:
-        risk = mean_risk(choice.outcomes, target)
-        return target.grows and risk > target.limit + TOO_FAR
+        return Selection(found, measure)
 
     def _ends(self, scores: Mapping[int, ExitScores], proposal: Proposal) -> dict[int, float]:
         least = self._job.target.agreement or 0.99
         return end_thresholds(scores, proposal, least, self._job.fewest_ends)
 
     def _outcome(self, choice: Choice, oracle: Reference, piece: Piece) -> Outcome:
+        key = choice.proposal, piece
+        if key not in self._outcomes:
+            full = self._full_depth(piece)
+            self._outcomes[key] = measure_outcome(
+                oracle, piece, full, choice.policy(self._job.mode)
+            )
+        return self._outcomes[key]
+
+    def _full_depth(self, piece: Piece) -> FullDepthPass:
         if piece not in self._full:
-            self._full[piece] = run_at_full_depth(self._reference, piece)
-        return measure_outcome(oracle, piece, self._full[piece], choice.policy(self._job.mode))
+            keep = self._reference.exit_layers if self._kept < MOST_KEPT else ()
+            self._full[piece] = full = run_at_full_depth(self._reference, piece, keep)
+            self._kept += sum(hidden_of(one).nbytes for one in full.outputs.values())
+        return self._full[piece]
 
     def _oracle_with(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
         """The oracle as a server runs it under a criterion."""
@@ -208,49 +232,22 @@ class Calibrator:
             cost += share * (self._cost(curve[last + 1]) - cost)
         return min(1.0, cost)
 
-    def _refined(
-        self,
-        curve: Sequence[Choice],
-        criterion: str,
-        scores: Mapping[int, ExitScores],
-        gates: Mapping[int, Gate],
-        parts: PieceSplit,
-        steps: _StepCounter,
-    ) -> list[Choice]:
-        """Adds choices near each target, and measures all on every piece for selection."""
-        found = {one.proposal for one in curve}
-        for target in (self._job.target, *self._job.others):
-            ordered = by_risk(curve, target)
-            risks = [mean_risk(one.outcomes, target) for one in ordered]
-            if target.grows and risks and risks[0] > target.limit:
-                no_exits = Proposal(criterion, (), 2.0 * PRICES[0])
-                found |= set(interpolated(no_exits, ordered[0].proposal))
-            for one, other, low, high in zip(ordered, ordered[1:], risks, risks[1:], strict=False):
-                if low <= target.limit < high:
-                    found |= set(interpolated(one.proposal, other.proposal))
-        by_price = sorted(found, key=lambda one: one.price, reverse=True)
-        advance = steps.begin(f"measuring choices: {criterion}", len(found) * len(parts.select))
-        return self._selected(by_price, scores, gates, parts.select, advance)
-
-    def _promised(
-        self,
-        choices: Sequence[Choice],
-        criterion: str,
-        gates: Mapping[int, Gate],
-        pieces: Sequence[Piece],
-        steps: _StepCounter,
-    ) -> tuple[TargetResult, ...]:
-        oracle = self._oracle_with(criterion, gates)
-        trial = PromiseTest(
+    def _trial(self, oracle: Reference, pieces: Sequence[Piece]) -> PromiseTest:
+        return PromiseTest(
             measure=lambda choice, index: self._outcome(choice, oracle, pieces[index]),
             sources=[piece.source for piece in pieces],
             delta=self._job.delta,
             most_tokens=self._job.most_tokens,
         )
+
+    def _promised(
+        self, choices: Sequence[Choice], trial: PromiseTest, steps: _StepCounter
+    ) -> tuple[TargetResult, ...]:
         found = []
-        for target in (self._job.target, *self._job.others):
-            tried = steps.begin(f"testing {target.name}", len(choices))
-            keeping = passing_choices(choices, target, trial, tried)
+        for target in self._targets:
+            useful = [one for one in choices if not target.grows or self._cost(one) < 1.0]
+            tried = steps.begin(f"testing {target.name}", len(useful))
+            keeping = passing_choices(useful, target, trial, tried)
             best = self._best(keeping, target)
             point = None if best is None else self._point(best, target, trial)
             found.append(TargetResult(target=target, point=point, kept=len(keeping)))
@@ -259,8 +256,7 @@ class Calibrator:
     def _best(self, keeping: Sequence[Choice], target: Target) -> Choice | None:
         if not target.grows:
             return max(keeping, key=lambda one: summarise(one.outcomes).agreement, default=None)
-        cheaper = [one for one in keeping if self._cost(one) < 1.0]
-        return min(cheaper, key=self._cost, default=None)
+        return min(keeping, key=self._cost, default=None)
 
     def _point(self, best: Choice, target: Target, trial: PromiseTest) -> OperatingPoint:
         """The choice with its promise, and with its means over the test pieces."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exitserve.agreement import exit_states
 from exitserve.calibration.outcomes import Piece
-from exitserve.decoder import capture_hidden
 from exitserve.gates import Gate
 from exitserve.reference import Reference
 from exitserve_kernels.exit_check import CRITERIA, check_logits
@@ -39,19 +39,6 @@ class ExitScores:
 
 
 @torch.no_grad()
-def exit_states(reference: Reference, piece: Piece) -> tuple[dict[int, Tensor], Tensor]:
-    """Normed states [N, D] of a piece's decode tokens at each exit, and full depth's tokens [N]."""
-    parts = reference.parts
-    depths = [*reference.exit_layers, parts.num_layers]
-    ids = torch.tensor([piece.token_ids], device=reference.device)
-    with capture_hidden(parts.layers, depths) as hidden:
-        reference.model.base_model(input_ids=ids, use_cache=False)
-    decode = {depth: hidden[depth][0, piece.prompt_length :] for depth in depths}
-    token = parts.classify(decode[parts.num_layers]).argmax(dim=-1)
-    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, token
-
-
-@torch.no_grad()
 def exit_scores(
     reference: Reference,
     pieces: Iterable[Piece],
@@ -68,7 +55,7 @@ def exit_scores(
     """
     found: dict[int, list[ExitScores]] = {layer: [] for layer in reference.exit_layers}
     for piece in pieces:
-        states, token = exit_states(reference, piece)
+        states, token = exit_states(reference, piece.token_ids, piece.prompt_length)
         for layer, normed in states.items():
             logits = reference.parts.classify_normed(normed)
             never = torch.full((len(logits),), torch.inf, device=logits.device)
@@ -109,7 +96,7 @@ def fit_gates(
     tokens = 0
     for piece in pieces:
         if tokens < GATE_TOKENS:
-            normed, token = exit_states(reference, piece)
+            normed, token = exit_states(reference, piece.token_ids, piece.prompt_length)
             tokens += len(token)
             for layer, rows in normed.items():
                 with torch.no_grad():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exitserve.draft_tokens import load_draft_tokens
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.device.loop import DeviceLoop
 from exitserve.engine.device.requests import DeviceRequests
@@ -27,6 +28,7 @@ from exitserve.engine.layers.loading import FirstLayers
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
 from exitserve.engine.options import RAILS, options_of
+from exitserve.engine.rails.draft_head import DraftHead
 from exitserve.engine.rails.loop import RailsLoop
 from exitserve.engine.rails.requests import RailsRequests
 from exitserve.engine.state import EngineState, state_of
@@ -51,7 +53,8 @@ class MultiExitMixin(FirstLayers):
         if path == RAILS:
             segments = self._make_segments(vllm_config, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
-            self.rails = RailsLoop(self, segments, self._head, most)
+            draft_head = self._draft_head(vllm_config)
+            self.rails = RailsLoop(self, segments, self._head, draft_head, most)
             return
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
@@ -78,6 +81,12 @@ class MultiExitMixin(FirstLayers):
             gates = load_gates(config.model, rules.gates_file, rules.exit_layers, config.revision)
         ends = self._state.eos_token_ids
         return ExitHead(self, compute_logits, ends, rules.criterion, gates)
+
+    def _draft_head(self, vllm_config: Any) -> DraftHead:
+        model: Any = self
+        config = vllm_config.model_config
+        tokens = load_draft_tokens(config.model, config.revision)
+        return DraftHead(model.output_head(), model.logits_processor, tokens)
 
     def _make_segments(self, vllm_config: Any, *, masked: bool) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits."""

@@ -230,6 +230,9 @@ def _publish(out: Path, data: dict[str, Any]) -> None:
         shown.append(terminal_table("tasks", page.SHORT_TASK_HEADERS, rows))
     rows = page.text_rows(data["cases"])
     shown.append(terminal_table(page.title_of(data), page.SHORT_HEADERS, rows))
+    if data["drafting"]:
+        headers, rows = page.drafting_headers(data), page.drafting_rows(data)
+        shown.append(terminal_table(page.DRAFTING_TITLE, headers, rows))
     least = page.minimum_line(data)
     lines = [least] if least else []
     lines += [f"Warning: {note}" for note in (page.warning_of(data), *data["notes"])]

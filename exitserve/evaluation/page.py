@@ -37,6 +37,13 @@ SHORT_HEADERS = (
 """Columns of the terminal table, which fits 80 characters."""
 TASK_HEADERS = ("task", "setting", "score", "retained", "mean depth", "depth speedup")
 SHORT_TASK_HEADERS = ("task", "setting", "score", "retained", "mean\ndepth", "depth\nspeedup")
+DRAFTING_LEGEND = (
+    "Tokens that a step gives, on average, if the layers up to an exit draft k tokens and full "
+    "depth judges them: the accepted drafts, and one more. Every token is drafted, whatever its "
+    "confidence. Right: the share of tokens for which the exit agrees with full depth; `exitserve "
+    "plan` tells which wall speedup that allows."
+)
+DRAFTING_TITLE = "tokens a step, if the first layers drafted (mode verify)"
 DEPTH_HEADERS = ("setting", "depth", "share of tokens", "agreement", "perplexity")
 
 
@@ -91,6 +98,24 @@ def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
+def drafting_headers(data: Mapping[str, Any]) -> list[str]:
+    """Columns of `drafting_rows`."""
+    drafts = (step["drafts"] for step in data["drafting"][0]["steps"])
+    return ["exit layer", "right", *(f"k = {count}" for count in drafts)]
+
+
+def drafting_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """One row for each exit layer: its agreement, and the tokens of a step by drafts made."""
+    return [
+        [
+            str(one["exit_layer"]),
+            _number(one["agreement"], 3),
+            *(_number(step["tokens_per_step"], 2) for step in one["steps"]),
+        ]
+        for one in data["drafting"]
+    ]
+
+
 def title_of(data: Mapping[str, Any]) -> str:
     """Names the model."""
     return f"{data['model']}, quality against depth"
@@ -125,6 +150,9 @@ def markdown(data: Mapping[str, Any]) -> str:
     if by_depth := depth_rows(cases):
         lines += ["## By the depth at which tokens stopped", ""]
         lines += [markdown_table(DEPTH_HEADERS, by_depth), ""]
+    if data["drafting"]:
+        lines += ["## Several tokens a step", "", DRAFTING_LEGEND, ""]
+        lines += [markdown_table(drafting_headers(data), drafting_rows(data)), ""]
     lines += ["## How it was measured", "", *_conditions(data), ""]
     return "\n".join(lines)
 

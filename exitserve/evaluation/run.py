@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
 from exitserve.evaluation.settings import EvalJob, TaskJob
@@ -54,7 +55,7 @@ def evaluate(
     Raises:
         ExitServeError: the server is not the right one, or it or a task fails.
     """
-    steps = len(tasks) * len(job.settings) + len(windows)
+    steps = len(tasks) * len(job.settings) + 2 * len(windows)
     done = 0
 
     def passed(doing: str) -> None:
@@ -82,7 +83,10 @@ def evaluate(
         job.settings,
         lambda: passed("held-out text, every setting"),
     )
-    return _report(job, windows, found, scores)
+    drafting = measure_drafts(
+        reference, windows, job.prompt_tokens, lambda: passed("held-out text, drafts")
+    )
+    return _report(job, windows, found, scores) | {"drafting": drafting}
 
 
 def _report(

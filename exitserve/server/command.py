@@ -237,7 +237,7 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
     for name in ("worker_extension_cls", "scheduler_cls", "worker_cls"):
         if name not in ours:
             continue
-        if getattr(vllm_args, name, None) not in (None, "auto"):
+        if getattr(vllm_args, name, None) not in (None, "", "auto"):
             flag = "--" + name.replace("_", "-")
             raise ExitServeError(f"{flag} is set by exitserve; drop it.")
         setattr(vllm_args, name, ours[name])

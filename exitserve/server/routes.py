@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.completion.api_router import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.exceptions import GenerationError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from exitserve.engine.hooks.rows_processor import RowsProcessor
@@ -39,7 +40,12 @@ from exitserve.server.metrics import (
 )
 from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
 from exitserve.server.shadow_evaluation import ShadowEvaluation
-from exitserve.server.unsupported_features import NO_POOLING, POOLING_ROUTES
+from exitserve.server.unsupported_features import (
+    NO_POOLING,
+    NO_SCALING,
+    POOLING_ROUTES,
+    SCALING_ROUTE,
+)
 from exitserve.server.worker_client import (
     PATIENCE_SECONDS,
     LatestCounts,
@@ -47,6 +53,8 @@ from exitserve.server.worker_client import (
     WorkerClient,
 )
 
+BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
+"""Fields that may leave none of the tokens that a grammar allows."""
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""
 
@@ -146,7 +154,12 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
             num_layers=server.rules.num_layers,
             keep_token_ids=keep_token_ids,
         )
-    response = await handler(request, raw_request)
+    try:
+        response = await handler(request, raw_request)
+    except GenerationError:
+        if (contradiction := _contradiction(request)) is None:
+            raise
+        return contradiction
     streamed = isinstance(response, StreamingResponse)
     if not streamed and not (isinstance(response, JSONResponse) and response.status_code == 200):
         return response  # an error, or the client has disconnected
@@ -162,6 +175,21 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     headers = {name: text for name, text in response.headers.items() if name not in of_body}
     body = await added.response(json.loads(bytes(response.body)))
     return JSONResponse(body, headers=headers)
+
+
+def _contradiction(request: Any) -> JSONResponse | None:
+    """The error of a request whose grammar and other fields left no token; None for others.
+
+    vLLM notices when it has sampled a token that the grammar does not allow, and calls that a fault
+    of the server.
+    """
+    bans = [name for name in BANS if getattr(request, name, None)]
+    if not bans or request.extract_structured_outputs() is None:
+        return None
+    return bad_request(
+        f"the grammar of the answer and {' and '.join(bans)} leave no token; drop one of them.",
+        param=bans[0],
+    )
 
 
 def _has_logprobs(request: Any) -> bool:
@@ -231,6 +259,11 @@ def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool)
 async def reject_pooling() -> JSONResponse:
     """The routes of pooling models, which vLLM does not register for text generation."""
     return bad_request(NO_POOLING, param="model")
+
+
+async def reject_scaling() -> JSONResponse:
+    """The route that would change how many engines there are."""
+    return bad_request(NO_SCALING, param="new_data_parallel_size")
 
 
 async def stats(raw_request: Request) -> JSONResponse:
@@ -310,6 +343,7 @@ class ExitServePlugin:
             )
         for path in POOLING_ROUTES:
             app.post(path, include_in_schema=False)(reject_pooling)
+        app.post(SCALING_ROUTE, include_in_schema=False)(reject_scaling)
         app.get("/exitserve/stats")(stats)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -219,3 +219,11 @@ POOLING_ROUTES = (
     "/v2/rerank",
 )
 """vLLM's routes of pooling models; without ours they would be 404s."""
+
+NO_SCALING = (
+    "this server has one engine and cannot scale: traces and counts are read from one. Start one "
+    "server for each replica behind a load balancer."
+)
+"""The error of `SCALING_ROUTE`."""
+SCALING_ROUTE = "/scale_elastic_ep"
+"""vLLM's route that changes the number of its engines; without ours it would answer 500."""

@@ -6,10 +6,9 @@ which some are drawn. A window's first token is not predicted.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ from transformers import AutoModelForCausalLM
 from exitserve.checkpoint import context_length_of, read_config
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
-from exitserve.windows import load_tokenizer
+from exitserve.windows import load_tokenizer, read_text, texts_of_rows
 
 WINDOW = 256
 """Tokens of a window, or the model's context if that is shorter."""
 MOST_WINDOWS = 200
 _BATCH = 4
-_TABLES = (".jsonl", ".json")
-_TEXT_FIELD = "text"
+_ROWS = (".jsonl", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +77,9 @@ def token_windows(
     return [stream[index * length : (index + 1) * length] for index in order[:most]]
 
 
-def _documents(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExitServeError(f"data file '{path}' cannot be read as text: {error}.") from error
-    if path.suffix not in _TABLES:
-        yield text
-        return
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)[_TEXT_FIELD]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ExitServeError(
-                f"line {number} of '{path}' is not a JSON object with a field {_TEXT_FIELD!r}."
-            ) from error
-        if found:
-            yield str(found)
+def _documents(path: Path) -> Iterable[str]:
+    content = read_text(path)
+    return filter(None, texts_of_rows(content, path)) if path.suffix in _ROWS else (content,)
 
 
 def read_windows(model_dir: Path, files: Sequence[Path]) -> Tensor:

@@ -200,7 +200,7 @@ def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) ->
         (["--requests", "0"], "--requests"),
         (["--dtype", "int8"], "allowed: auto, float32, bfloat16"),
         (["--max-model-len", "0"], "--max-model-len"),
-        (["--prompts", "no/such/file"], "cannot read prompts"),
+        (["--prompts", "no/such/file"], "cannot read the text file"),
         (["--force-exit-layer", "2"], "--fixed-layers"),
         (["--prompt-tokens", "9"], "belongs to --synthetic"),
         (["--mixed", "0.7"], "for example 0.7@6"),
@@ -239,6 +239,12 @@ def test_bad_choices_of_a_model_are_named(arguments: list[str], said: str) -> No
 
 def test_text_prompts_need_a_tokenizer(model: Path) -> None:
     assert "prompt_token_ids" in refused(model)
+
+
+def test_a_line_of_a_file_is_not_a_line_of_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert prompts.load_prompts(path) == ("a\u2028b", "c")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,12 @@ def test_one_bad_source_is_enough_to_fail() -> None:
     text = [outcome(0.0) for _ in range(200)]
     written = [outcome(0.2, source="generated") for _ in range(200)]
     one = candidate(0, [*text[:50], *written[:50]])
-    assert passing_choices([one], TARGET, trial([*text, *written]), lambda: None) == []
+    pieces = [*text, *written]
+    for order in (pieces, pieces[::-1]):
+        tried = trial(order)
+        assert passing_choices([one], TARGET, tried, lambda: None) == []
+        ran = [tried.sources[piece] for _, piece in tried.measured]
+        assert set(ran) == {"generated"}, "what the other source says changes nothing"
 
 
 def test_nothing_is_run_where_nothing_could_be_shown() -> None:

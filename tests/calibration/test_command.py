@@ -6,17 +6,21 @@ import json
 import re
 import shutil
 import sysconfig
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from exitserve.agreement import FullDepthPass
 from exitserve.calibration import options, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint import read_config, read_multi_exit
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
-from exitserve.reference import load_reference
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Reference, load_reference
 from exitserve.windows import load_tokenizer, read_documents, windows_of
 
 WINDOW, PROMPT = 64, 16
@@ -43,6 +47,19 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(calibration_run, "PRICES", (60.0, 12.0, 4.0, 1.5))
     monkeypatch.setattr(proposals, "BETWEEN", 2)
     monkeypatch.setattr(options, "AGREEMENTS", (0.6,))
+
+
+@pytest.fixture
+def passes(monkeypatch) -> Counter[Any]:
+    """How often the oracle ran each piece with the same exits."""
+    counted: Counter[Any] = Counter()
+
+    def measure(reference: Reference, piece: Piece, full: FullDepthPass, policy: ExitPolicy):
+        counted[reference.criterion, reference.gates is None, policy, piece] += 1
+        return measure_outcome(reference, piece, full, policy)
+
+    monkeypatch.setattr(calibration_run, "measure_outcome", measure)
+    return counted
 
 
 @pytest.fixture
@@ -77,7 +94,7 @@ def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> 
 
 @pytest.mark.parametrize("mode", ["confidence", "defer"])
 def test_a_calibrated_model_keeps_its_promise(
-    quick, capsys, model: Path, corpora, mode: str
+    quick, capsys, passes, model: Path, corpora, mode: str
 ) -> None:
     asked = ("--target-agreement", "0.8", "--confidence-level", "0.8", "--mode", mode)
     assert calibrate(model, corpora[0], *asked) == 0
@@ -94,6 +111,7 @@ def test_a_calibrated_model_keeps_its_promise(
     assert found.chosen.found["mean_depth"] < 11.5
     assert found.provenance["data"]["name"] == "calibrate.jsonl"
     assert agreement_afterwards(model, corpora[1], {"exit_threshold": "auto"}) >= 0.8
+    assert set(passes.values()) == {1}, "nothing is measured twice"
     report = json.loads((model / "calibration" / "report.json").read_text())
     assert set(report["curves"]) == {"max_prob", "margin", "entropy", "gate"}
     for name in ("report.md", "pareto.png", "reliability.png"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exitserve.agreement import exit_states
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
-from exitserve.calibration.scores import exit_scores, exit_states, fit_gate, fit_gates
-from exitserve.policy import ExitPolicy
+from exitserve.calibration.scores import exit_scores, fit_gate, fit_gates
+from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 
 
@@ -50,7 +51,7 @@ def test_a_gate_learns_what_can_be_learned() -> None:
 def test_gates_stay_where_the_model_is(reference, pieces) -> None:
     gates = fit_gates(reference, pieces, lambda: None)
     assert set(gates) == {2, 4}
-    states, _ = exit_states(reference, pieces[0])
+    states, _ = exit_states(reference, pieces[0].token_ids, pieces[0].prompt_length)
     assert gates[2].confidence(states[2]).shape == (30,)
     assert gates[2].weight.device == reference.device
     scores = exit_scores(reference, pieces[:1], gates, lambda: None)
@@ -71,3 +72,31 @@ def test_outcomes_of_full_depth_lose_nothing(reference, pieces) -> None:
     )
     assert (fixed.mean_depth, fixed.stays) == (2.0, 0.0)
     assert fixed.agreement < 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("mode", ["confidence", "defer"])
+@pytest.mark.parametrize("first", [2, 4])
+def test_layers_below_the_first_check_need_not_run_again(
+    make_checkpoint, pieces, family: str, mode: Mode, first: int
+) -> None:
+    reference = load_reference(str(make_checkpoint(family)))
+    piece = pieces[0]
+    scores = exit_scores(reference, pieces[:1], {}, lambda: None)
+    levels = {depth: float(scores[depth].confidence["max_prob"].median()) for depth in (2, 4)}
+    policy = ExitPolicy(
+        mode=mode,
+        by_layer=tuple((depth, one, one) for depth, one in levels.items() if depth >= first),
+    )
+    ran: list[int] = []
+    inner = [next(layer.children()) for layer in reference.parts.layers]
+    for depth, module in enumerate(inner, start=1):
+        module.register_forward_hook(lambda *_, depth=depth: ran.append(depth))
+    whole = measure_outcome(reference, piece, run_at_full_depth(reference, piece), policy)
+    kept = run_at_full_depth(reference, piece, keep=reference.exit_layers)
+    ran.clear()
+    found = measure_outcome(reference, piece, kept, policy)
+    assert found == whole and found.depth < len(inner)
+    assert sorted(set(ran)) == [*range(first + 1, len(inner) + 1)]
+    again = run_at_full_depth(reference, piece)
+    assert torch.equal(again.nats, kept.nats), "afterwards all layers run"

@@ -7,6 +7,7 @@ import pytest
 
 NAME = "exit-py"
 CONTEXT = 512
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture
@@ -86,8 +87,7 @@ def test_traces(post, value: object) -> None:
 
 
 def test_chat_is_checked_too(post) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    answer = post("chat/completions", messages=messages, vllm_xargs={"exit_threshold": -1})
+    answer = post("chat/completions", messages=MESSAGES, vllm_xargs={"exit_threshold": -1})
     _says(answer, "exit_threshold")
 
 
@@ -101,7 +101,7 @@ def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
     body = {"model": NAME, "max_tokens": 2, "vllm_xargs": {"exit_trace": value}}
     for route, own in (
         ("/v1/responses", {"input": "x"}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"messages": MESSAGES}),
         ("/invocations", {"prompt": "x"}),
         ("/v1/completions", {"prompt": "x"}),
     ):
@@ -133,6 +133,14 @@ def test_numbers_that_do_not_reach_the_engine(post, stream: bool, field: dict) -
 
 def test_long_numbers_in_texts(post) -> None:
     assert post(prompt="x = " + "9" * 40, seed=2**63 - 1).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("bans", [{"allowed_token_ids": [7]}, {"bad_words": ["y", "ye", "yes"]}])
+def test_a_grammar_of_which_other_fields_leave_nothing(post, route: str, bans: dict) -> None:
+    asked = {"prompt": "x"} if route == "completions" else {"messages": MESSAGES}
+    answer = post(route, structured_outputs={"choice": ["yes"]}, **asked, **bans)
+    _says(answer, "grammar", *bans)
 
 
 def test_a_prompt_longer_than_the_context(post) -> None:

@@ -356,3 +356,16 @@ def random_jobs() -> Callable[..., list[Job]]:
 def oracle() -> Callable[[Any], Reference]:
     """The oracle of a checkpoint."""
     return lambda model: load_reference(str(model))
+
+
+@pytest.fixture(scope="session")
+def make_family(make_checkpoint: Any) -> Callable[..., Path]:
+    """`make_family("GPT2LMHeadModel")`: a tiny checkpoint of an architecture."""
+    families = json.loads((Path(__file__).parent / "families.json").read_text())
+
+    def make(architecture: str, **changes: Any) -> Path:
+        family, own = families[architecture]
+        found: Path = make_checkpoint(family, **own, **changes)
+        return found
+
+    return make

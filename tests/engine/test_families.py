@@ -9,42 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exitserve.engine.hooks.plugin import ARCHITECTURES, ENTRY_POINTS, architectures, register
 
-WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-EXPERTS = {"num_experts_per_tok": 2}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "LlamaForCausalLM": ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
-    "MistralForCausalLM": ("mistral", {"sliding_window": 32}),
-    "Qwen2ForCausalLM": ("qwen2", {"num_key_value_heads": 1}),
-    "Qwen3ForCausalLM": ("qwen3", {"head_dim": 64}),
-    "Phi3ForCausalLM": ("phi3", {"sliding_window": None}),
-    "Gemma2ForCausalLM": (
-        "gemma2",
-        {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32},
-    ),
-    "Gemma3ForCausalLM": (
-        "gemma3_text",
-        {
-            "head_dim": 32,
-            "sliding_window": 32,
-            "query_pre_attn_scalar": 32,
-            "layer_types": WINDOWED,
-        },
-    ),
-    "Olmo2ForCausalLM": ("olmo2", {}),
-    "GPT2LMHeadModel": ("gpt2", {}),
-    "MixtralForCausalLM": ("mixtral", {"num_local_experts": 4, **EXPERTS}),
-    "Qwen3MoeForCausalLM": (
-        "qwen3_moe",
-        {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32, **EXPERTS},
-    ),
-}
+FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "families.json").read_text())
 
 
 def test_the_table_is_complete() -> None:
@@ -53,10 +25,9 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_engine_is_the_oracle(
-    start, oracle, expect, random_jobs, make_checkpoint, architecture: str
+    start, oracle, expect, random_jobs, make_family, architecture: str
 ) -> None:
-    family, changes = FAMILIES[architecture]
-    model = make_checkpoint(family, **changes)
+    model = make_family(architecture)
     jobs = random_jobs(count=10, max_tokens=40, verifying=True)  # past the windows of 32
     reference = oracle(model)
     expected = [expect(reference, one) for one in jobs]

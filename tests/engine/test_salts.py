@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exitserve.policy import ExitPolicy
@@ -14,11 +14,15 @@ POLICIES = st.one_of(
     st.sampled_from([0.25, 0.5]).map(ExitPolicy.confidence),
     st.just(ExitPolicy.confidence(0.5, mode="defer")),
 )
-POLICY_SALTS = ["exit:fixed:3", "exit:confidence:0.5:0.75", "", "|", "|exit:fixed:3"]
+EARLY = ExitPolicy.fixed(3)
+FORGED = str(EARLY.cache_salt())
+POLICY_SALTS = [FORGED, str(ExitPolicy.confidence(0.5).cache_salt()), "", "|", f"|{FORGED}"]
 OWN = st.one_of(st.none(), st.sampled_from(POLICY_SALTS), st.text("exit:fd|3", max_size=14))
 
 
 @given(POLICIES, OWN, POLICIES, OWN)
+@example(ExitPolicy.off(), FORGED, EARLY, None)
+@example(ExitPolicy.off(), f"{FORGED}|mine", EARLY, "mine")
 def test_salts_are_equal_only_for_equal_requests(
     one: ExitPolicy, own: str | None, other: ExitPolicy, its: str | None
 ) -> None:
@@ -48,7 +52,7 @@ def test_a_forged_salt_reads_no_propagated_blocks(start, bundled) -> None:
     early = ask(prompt, exit_layer=3)
     # The blocks of what it generated are in the cache by now.
     text = prompt + [token for token, _ in early]
-    forged = ask(text, "exit:fixed:3", exit_threshold=1.0)
+    forged = ask(text, FORGED, exit_threshold=1.0)
     engine.reset_prefix_cache()
     truth = ask(text, exit_threshold=1.0)
     for (token, logprob), (its, true) in zip(forged, truth, strict=True):

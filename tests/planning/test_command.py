@@ -60,8 +60,12 @@ def test_the_plan_of_a_table(
     printed = " ".join(capsys.readouterr().out.split())
     assert "A check costs 2.4 layers" in printed
     assert "unverified" in printed
-    assert "Batch 1: exits can pay" in printed
-    assert "Batch 32: exits CANNOT pay" in printed
+    assert "Batch 1: exits that skip layers can pay" in printed
+    assert "Batch 32: exits that skip layers CANNOT pay" in printed
+    assert (
+        "Batch 32: serve in mode verify (or defer), drafting 5 tokens a step with the first 2"
+        in printed
+    )
     assert (out / "plan.png").stat().st_size > 10_000
     page = (out / "report.md").read_text(encoding="utf-8")
     assert "CANNOT" in page

@@ -33,6 +33,7 @@ RULES = ExitRules(
     exit_layers=(2, 4),
     default=ExitPolicy.calibrated(POINT, mode="confidence"),
     num_drafts=4,
+    modes=("off", "confidence", "defer", "verify", "fixed"),
     calibration=Calibration(
         target="agreement>=0.9",
         mode="confidence",

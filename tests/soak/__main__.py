@@ -22,6 +22,13 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=600, help="default %(default)s")
     parser.add_argument("--clients", type=int, default=16, help="default %(default)s")
+    parser.add_argument(
+        "--drawn-share",
+        type=float,
+        default=0.5,
+        help="of the requests, whose bodies are drawn from the server's schema "
+        "(default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument(
         "--modes",
@@ -36,6 +43,7 @@ def main() -> int:
         seconds=args.seconds,
         number=args.seed,
         clients=args.clients,
+        drawn_share=args.drawn_share,
         modes=args.modes.split(","),
         pid=args.pid,
     )

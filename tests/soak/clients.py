@@ -21,8 +21,8 @@ from .bodies import COMPLETIONS, MODES, Body
 
 TIMEOUT = 300.0
 """Seconds that an answer may take; the machine is shared by all clients."""
-KINDS = {"drawn": 50, "known": 25, "streamed": 12, "hung up": 8, "full context": 5}
-"""What a client does next, by weight."""
+KINDS = {"known": 25, "streamed": 12, "hung up": 8, "full context": 5}
+"""What a client does next, by weight, if it does not send a drawn body."""
 WORDS = (
     "def",
     "class",
@@ -100,7 +100,9 @@ def known_bodies(
 class Clients:
     """Some clients of one server, and what they found."""
 
-    def __init__(self, url: str, model: str, context: int, number: int) -> None:
+    def __init__(
+        self, url: str, model: str, context: int, number: int, drawn_share: float = 0.5
+    ) -> None:
         """Asks nothing yet.
 
         Args:
@@ -108,10 +110,11 @@ class Clients:
             model: the name under which it serves.
             context: its longest text, in tokens.
             number: seed of what the clients do.
+            drawn_share: of their requests, whose bodies are drawn from the schema.
         """
         self.findings = Findings()
         self._url, self._model, self._context = url, model, context
-        self._chance = random.Random(number)
+        self._chance, self._drawn_share = random.Random(number), drawn_share
 
     async def alone(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
         """The answers to these, one after the other."""
@@ -143,12 +146,18 @@ class Clients:
     async def _client_until(self, end: float) -> None:
         async with self._client() as client:
             while time.monotonic() < end:
-                (kind,) = self._chance.choices(list(KINDS), list(KINDS.values()))
+                kind = self._next_kind()
                 self.findings.requests[kind] += 1
                 try:
                     await self._ask(client, kind)
                 except httpx.HTTPError as error:
                     self.findings.faults.append(f"{kind}: no answer: {error!r}")
+
+    def _next_kind(self) -> str:
+        if self._chance.random() < self._drawn_share:
+            return "drawn"
+        (kind,) = self._chance.choices(list(KINDS), list(KINDS.values()))
+        return kind
 
     async def _ask(self, client: httpx.AsyncClient, kind: str) -> None:
         if kind == "drawn":

@@ -35,6 +35,7 @@ def soak(
     modes: Sequence[str] = ("default", "off", "confidence", "defer"),
     known: int = 32,
     variety: int = 8,
+    drawn_share: float = 0.5,
     pid: int | None = None,
 ) -> dict[str, Any]:
     """Soaks the server at `url`; returns the report, whose `faults` are empty if all held.
@@ -47,6 +48,7 @@ def soak(
         modes: that the server takes, of `bodies.MODES`.
         known: requests whose answers are taken alone and compared.
         variety: see `Bodies`.
+        drawn_share: of the requests, whose bodies are drawn from the server's schema.
         pid: the server's first process, to see what it holds; None for one elsewhere.
     """
     served = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
@@ -56,7 +58,7 @@ def soak(
     bodies = known_bodies(number, known, context, modes)
 
     async def run() -> Findings:
-        crowd = Clients(url, model, context, number)
+        crowd = Clients(url, model, context, number, drawn_share)
         alone = await crowd.alone(bodies)
         warm = settled(url, pid)
         await crowd.together(clients, seconds, bodies, alone, drawn(bodies_drawn))

@@ -247,7 +247,7 @@ def test_a_target_contradicts_other_choices(fields: dict[str, object], message: 
 
 
 def test_verify_may_draft_by_calibrated_thresholds() -> None:
-    rules = replace(CALIBRATED, num_drafts=4)
+    rules = replace(CALIBRATED, num_drafts=4, modes=(*CALIBRATED.modes, "verify"))
     policy = rules.policy_for({"exit_threshold": "auto", "exit_mode": "verify"})
     assert (policy.mode, policy.thresholds_at(3)) == ("verify", (0.9, 0.95))
 

@@ -18,14 +18,14 @@ def test_counts() -> None:
     recorder.count_deferred(1)
     recorder.count_deferred_layers(4)
     recorder.count_flush(layers=2, waiting=3)
-    recorder.count_verified(generated=2, drafts=3)
+    recorder.count_judged(drafts=3, accepted=1)
     recorder.count_layers(6)
     for depth in (2, 2, 2, 6, 6):
         recorder.count_token(depth)
     assert recorder.snapshot() == {
         "num_layers": 6,
         "exit_layers": [2, 4],
-        "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 4},
+        "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 2},
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
         "head_passes": 2,

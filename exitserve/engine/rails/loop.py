@@ -21,6 +21,7 @@ from torch import Tensor
 
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.segments import Segment, Stream
+from exitserve.engine.rails.draft_head import DraftHead
 from exitserve.engine.rails.requests import Judged
 
 
@@ -28,7 +29,12 @@ class RailsLoop:
     """The forward passes of one model."""
 
     def __init__(
-        self, model: Any, segments: Sequence[Segment], head: ExitHead, most_tokens: int
+        self,
+        model: Any,
+        segments: Sequence[Segment],
+        head: ExitHead,
+        draft_head: DraftHead,
+        most_tokens: int,
     ) -> None:
         """Takes a model's parts.
 
@@ -36,9 +42,10 @@ class RailsLoop:
             model: a `MultiExitMixin`.
             segments: its layers, up to the draft layer and beyond it.
             head: the model's.
+            draft_head: the part of it that drafts read.
             most_tokens: of a pass.
         """
-        self._model, self._head = model, head
+        self._model, self._head, self._draft_head = model, head, draft_head
         self._first, self._rest = segments
         self._most_tokens = most_tokens
         self._states: Tensor | None = None
@@ -65,6 +72,10 @@ class RailsLoop:
         hidden = self._model.embed(input_ids, positions, None)
         normed: Tensor = self._model.final_norm(*self._first(positions, hidden, None))
         return normed
+
+    def draft_tokens(self, normed: Tensor) -> Tensor:
+        """[B] the tokens that normed states [B, D] after the draft layer draft."""
+        return self._draft_head.tokens(normed)
 
     def judge(self, judged: Judged | None) -> None:
         """Says which positions the pass that comes samples at, if any token may stand there."""

@@ -57,11 +57,11 @@ class FirstLayers(nn.Module):
         normed: Tensor = target.rails.draft(input_ids, positions)
         return normed
 
-    def compute_logits(self, normed: Tensor) -> Tensor | None:
-        """The target's own head of normed states [B, D]."""
+    def tokens(self, normed: Tensor) -> Tensor:
+        """[B] drafts, from normed states [B, D]."""
         (target,) = self._target
-        logits: Tensor | None = target.full_depth_logits(normed)
-        return logits
+        found: Tensor = target.rails.draft_tokens(normed)
+        return found
 
     def count(self, drafts: int) -> None:
         """Counts what so many drafts read."""
@@ -101,6 +101,10 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
         self.draft_attn_layer_names = self.model.attention_layers
         super().set_attn(*args)
         self.draft_attn_layer_names = set()
+
+    def sample_draft(self, hidden_states: Tensor, *others: Any) -> Tensor:
+        """[B] greedy drafts, for sampled requests too: rejection sampling takes care of those."""
+        return self.model.tokens(hidden_states)
 
     def _configure_decode_metadata_update(self) -> None:
         DraftModelSpeculator._configure_decode_metadata_update(self)

@@ -74,13 +74,6 @@ def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
     assert len(seen) > 2
 
 
-def test_compiled_segments(start, oracle, expect, model, jobs) -> None:
-    """Selects between layers are compiled with them."""
-    harness = start(model, exits=EXITS, enforce_eager=False, enable_prefix_caching=False)
-    reference = oracle(model)
-    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
-
-
 def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> None:
     """Each rank keeps its slice of the logits, and all decide alike."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

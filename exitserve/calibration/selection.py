@@ -1,0 +1,75 @@
+"""Measures choices where they are needed: near a target, of which there are few.
+
+Each measurement is a pass of the oracle over every piece for selection. Risk grows along the
+proposals (up to noise, which costs a little of the best choice and nothing of the promise), so
+halving finds where a target ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from exitserve.calibration.choice import Choice, PromiseTest, is_confident, mean_risk
+from exitserve.calibration.proposals import PRICES, Proposal, interpolated
+from exitserve.calibration.risks import Target
+
+
+class Selection:
+    """The proposals of one criterion, and what those that were needed gave."""
+
+    def __init__(
+        self, proposals: Sequence[Proposal], measure: Callable[[Proposal], Choice]
+    ) -> None:
+        """Measures nothing yet.
+
+        Args:
+            proposals: by falling price of a wrong token.
+            measure: runs a proposal on the pieces for selection.
+        """
+        self._proposals, self._measure = proposals, measure
+        self._measured: dict[Proposal, Choice] = {}
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All that were measured."""
+        return list(self._measured.values())
+
+    def find(self, target: Target) -> int:
+        """Measures choices on both sides of a target.
+
+        Returns:
+            Where the riskiest that keeps it is among proposals by rising risk; -1: none does.
+        """
+        ordered = self._by_rising_risk(target)
+        inside, outside = -1, len(ordered)
+        while outside - inside > 1:
+            middle = (inside + outside) // 2
+            if mean_risk(self._choice(ordered[middle]).outcomes, target) <= target.limit:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    def refine(self, target: Target, trial: PromiseTest) -> None:
+        """Measures the choices among which the best that passes the test of a target should be.
+
+        They lead from one that is expected to pass to the first that does not keep the target.
+        """
+        ordered = self._by_rising_risk(target)
+        safe = self.find(target)
+        while safe >= 0 and not is_confident(self._choice(ordered[safe]), target, trial):
+            safe -= 1
+        ends = ordered[max(0, safe) : safe + 2]
+        if safe < 0 and ends and target.grows:
+            ends.insert(0, Proposal(ends[0].criterion, (), 2.0 * PRICES[0]))  # no exits
+        if len(ends) == 2:
+            for proposal in interpolated(*ends):
+                self._choice(proposal)
+
+    def _choice(self, proposal: Proposal) -> Choice:
+        if proposal not in self._measured:
+            self._measured[proposal] = self._measure(proposal)
+        return self._measured[proposal]
+
+    def _by_rising_risk(self, target: Target) -> list[Proposal]:
+        return list(self._proposals if target.grows else reversed(self._proposals))
