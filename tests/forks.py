@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from exitserve.server.local_server import LocalServer
 
 MODULES = (
@@ -145,6 +147,7 @@ def _run(
 
 def _begin(environment: Mapping[str, str], group: int) -> None:
     os.setpgid(0, group)
+    setproctitle.getproctitle()  # it looks for its place in memory beside the first environment
     os.environ.clear()
     os.environ.update(environment)
     # Processes of its own are forks of the same fork server, which is not started again.

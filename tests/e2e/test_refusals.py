@@ -16,7 +16,7 @@ import pytest
 from ..forks import PythonProcess
 
 SECONDS = 120
-"""Enough to import vLLM three times at once, on two cores; who starts is seen by its processes."""
+"""Enough to start, if nothing refuses; who starts is seen by its processes."""
 
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
@@ -40,7 +40,8 @@ def serve(log: Path, *options: str) -> tuple[int, list[str], float, set[str]]:
                 if other.pid != process.pid and os.getpgid(other.pid) == process.pid:
                     children.add(other.name())
         time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
     return code, log.read_text().splitlines(), time.monotonic() - started, children
 
