@@ -34,7 +34,7 @@ Serve = Callable[..., AbstractContextManager[LocalServer]]
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """`with serve(model, ...)`: our server on one rank, or on two, of one core each.
 
-    The installed command is started by the tests of `test_demo.py` and `test_server_ends.py`.
+    A fork (`tests/forks.py`); the installed command is started in `test_server_ends.py`.
     """
 
     @contextmanager
