@@ -44,11 +44,14 @@ unit: setup
 check: setup
 	$(MAKE) --jobs=2 --output-sync lint unit
 
-# Kernels run in Triton's interpreter, which is chosen before Triton is first imported. Which tests
-# stay together, because they share engines or servers: tests/conftest.py.
+# Kernels run in Triton's interpreter, which is chosen before Triton is first imported: our own, and
+# those of vLLM's runner V2. Which tests stay together, because they share engines or servers:
+# tests/conftest.py.
+RUNNER_V2 := tests/engine/runner_v2
 test: check
-	$(PYTEST) $(addprefix --ignore=,$(UNIT) tests/ops)
+	$(PYTEST) $(addprefix --ignore=,$(UNIT) tests/ops $(RUNNER_V2))
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) $(RUNNER_V2)
 
 # Not part of `test`: what runs in processes of its own (servers, ranks, workers of training) is
 # not seen, and tracing slows the oracle's loops.
@@ -57,8 +60,9 @@ COVER := --cov=exitserve --cov=exitserve_kernels --cov=exitserve_training \
 	-W default::coverage.exceptions.CoverageWarning
 
 coverage: setup
-	$(PYTEST) $(COVER) --ignore=tests/ops --ignore=tests/e2e
+	$(PYTEST) $(COVER) --ignore=tests/ops --ignore=tests/e2e --ignore=$(RUNNER_V2)
 	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append $(RUNNER_V2)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

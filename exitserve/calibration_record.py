@@ -25,6 +25,8 @@ CRITERIA = ("max_prob", "margin", "entropy", "gate")
 learned gate, as the probability that full depth agrees."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
+EXIT_CHECKS = ("paying", "all")
+"""Whether checks that do not pay are left out (`exitserve.check_schedule`)."""
 GATES_FOLDER = "exit_gates"
 """A folder of its own: loaders read every .safetensors beside the weights."""
 
@@ -94,6 +96,11 @@ class Calibration:
     """Full depth of the calibrated model; promises are about agreement with that depth."""
     chosen: OperatingPoint
     """The thresholds of `auto`."""
+    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = "paying"
+    """The one of `EXIT_CHECKS` with which the promise holds; gates decide that themselves."""
+    agreement_at: Thresholds = field(default_factory=dict)
+    """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts
+    made there, as many would be accepted."""
     points: tuple[OperatingPoint, ...] = ()
     """Thresholds for other targets, ascending by `agreement`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -29,7 +29,8 @@ from exitserve.arguments import (
     verify_options,
 )
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
-from exitserve.bench.settings import BenchJob, make_settings
+from exitserve.bench.rivals import KINDS, check_rivals
+from exitserve.bench.settings import BenchJob, Setting, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 from exitserve.hub import local_checkpoint
@@ -89,6 +90,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE@N",
         help="also measure a mix: 0.7@6 has seven in ten requests exit at layer 6 on every token, "
         "the others never; repeat it, or separate by commas, for more",
+    )
+    exits.add_argument(
+        "--rivals",
+        default="",
+        metavar="WHAT,WHAT",
+        help=f"also measure plain vLLM with drafts of its own: {', '.join(KINDS)} (a directory)",
     )
     exits.add_argument("--exit-layers", metavar="N,N", help="replace the checkpoint's exit layers")
     exits.add_argument(
@@ -216,7 +223,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
     modes = modes_of(args.modes)
-    if args.num_drafts is not None and "verify" not in modes:
+    if args.num_drafts is not None and "verify" not in modes and not args.rivals:
         raise ExitServeError("--num-drafts belongs to mode verify; add it to --modes.")
     options: dict[str, Any] = {} if layers is None else {"exit_layers": layers}
     if "verify" in modes:
@@ -226,7 +233,9 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     given = default_thresholds if args.thresholds is None else args.thresholds
     thresholds = thresholds_of(given)
     batch_sizes = batch_sizes_of(args.batch_sizes)
+    rivals = check_rivals(args.rivals, model_dir)
     settings = make_settings(rules, thresholds, fixed, mixed, modes)
+    settings += tuple(Setting(mode="rival", rival=name) for name in rivals)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts, source = _prompts(args, model_dir, count)
     return BenchJob(
@@ -245,6 +254,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
         num_drafts=args.num_drafts,
+        rivals=rivals,
         forced=_forced(args),
     )
 

@@ -11,17 +11,20 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.forced import start_forced_engine
+from exitserve.bench.rivals import drafts_counted, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
     prepare_environment,
+    runs_on_v2,
     start_engine,
     start_plain_engine,
     take_traces,
@@ -57,10 +60,17 @@ class BatchResult:
 class Engines:
     """Plain vLLM and exitserve, side by side. Make it with `running_engines`."""
 
-    def __init__(self, plain: Any, exits: Any, verify: Any = None) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        exits: Any,
+        verify: Any = None,
+        rivals: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._plain = plain
         self._exits = exits
         self._verify = verify
+        self._rivals = rivals
         self._last: Any = None
 
     @property
@@ -117,6 +127,8 @@ class Engines:
             of weights), `drafted`, `accepted`; nothing for plain vLLM.
         """
         engine = self._engine(setting)
+        if setting.mode == "rival":
+            return drafts_counted(engine)
         if engine is self._plain:
             return Counter()
         stats = engine.collective_rpc("exit_stats")[0]
@@ -137,7 +149,9 @@ class Engines:
         return [tuple(depths) for _, depths in ordered]
 
     def _engine(self, setting: Setting) -> Any:
-        if setting.mode == "verify":
+        if setting.mode == "rival":
+            return self._rivals[setting.rival or ""]
+        if setting.mode == "verify" or (setting.mode == "defer" and runs_on_v2()):
             return self._verify
         return self._plain if setting == PLAIN else self._exits
 
@@ -159,16 +173,34 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
     prepare_environment()
     arguments = _arguments(job)
     started: list[Any] = []
+
+    def started_one(engine: Any) -> Any:
+        started.append(engine)
+        return engine
+
+    def ours(*, verify: bool) -> Any:
+        options = job.engine_options(verify=verify)
+        if job.forced is None:
+            return started_one(start_engine(job.model_dir, exits=options, **arguments))
+        forced = start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
+        return started_one(forced)
+
     try:
-        started.append(start_plain_engine(job.model_dir, **arguments))
-        for verify in (False, True) if job.verifies else (False,):
-            options = job.engine_options(verify=verify)
-            if job.forced is None:
-                started.append(start_engine(job.model_dir, exits=options, **arguments))
-            else:
-                forced = start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
-                started.append(forced)
-        yield Engines(*started)
+        plain = started_one(start_plain_engine(job.model_dir, **arguments))
+        drafts = job.verifies or (runs_on_v2() and job.defers)
+        exits, verify = ours(verify=False), ours(verify=True) if drafts else None
+        rivals = {
+            name: started_one(
+                start_plain_engine(
+                    job.model_dir,
+                    speculative_config=speculation_of(name, job.num_drafts),
+                    disable_log_stats=False,  # which counts drafts
+                    **arguments,
+                )
+            )
+            for name in job.rivals
+        }
+        yield Engines(plain, exits, verify, rivals)
     finally:
         for llm in started:
             llm.llm_engine.engine_core.shutdown()

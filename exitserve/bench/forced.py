@@ -3,7 +3,8 @@
 Random weights are never confident, and drafts from a lower layer are never what full depth says.
 To time the modes all the same, an engine may be told how often checks pass and drafts are
 accepted. All work is done as ever; only its outcome is replaced. The engine itself knows nothing
-of this: it is started with another model class (`exitserve.bench.forced_model`).
+of this: it is started with another model class (`exitserve.bench.forced_model`). Where the first
+layers draft (GPUs), vLLM's rejection sampler accepts by lot instead, whatever the mode.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.engine.hooks.plugin import register_model
-from exitserve.engine.launch import start_engine
+from exitserve.engine.launch import prepare_environment, runs_on_v2, start_engine
+from exitserve.engine.options import RAILS_DRAFTS
+from exitserve.policy import EXACT
 
 KEY = "exitserve_forced"
 """Names the shares in vLLM's `additional_config`, and the plugin that registers the class."""
@@ -39,10 +42,19 @@ def start_forced_engine(
     plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
     # Naming a plugin there turns the variable into an allow list, which `start_engine` extends.
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, plugins), KEY]))
-    forced = {
+    forced: dict[str, Any] = {
         "hf_overrides": {"architectures": [LOCATION.rpartition(":")[2]]},
         "additional_config": {KEY: dict(shares)},
     }
+    prepare_environment()
+    if (exits or {}).get("mode") in EXACT and runs_on_v2():
+        drafts = (exits or {}).get("num_drafts") or RAILS_DRAFTS
+        accepted = [shares["acceptance"] ** (count + 1) for count in range(drafts)]
+        forced["speculative_config"] = {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": accepted,
+            "num_speculative_tokens_per_batch_size": None,
+        }
     return start_engine(model_dir, exits=exits, **forced, **llm)
 
 

@@ -168,14 +168,16 @@ def case_of(
     gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, measured.steps, measured.checks)
-    if measured.setting.mode == "verify" and measured.reads is not None:
+    if measured.drafts is not None and measured.reads is not None:
         # A step gives several tokens, so the limit is taken from what the engine counted.
         limit = limit_of_reads(shape, measured.steps, measured.reads.layers, measured.reads.heads)
     wall = spread(ratios)
+    is_rival = measured.setting.mode == "rival"  # whose reads nobody counts
     actual = measured.setting.actual_share(measured.requests)
     return {
         "batch_size": measured.batch_size,
         "mode": measured.setting.mode,
+        "rival": measured.setting.rival,
         "exit_threshold": measured.setting.exit_threshold,
         "exit_layer": measured.setting.exit_layer,
         "exit_share": measured.setting.exit_share,
@@ -191,8 +193,8 @@ def case_of(
         ),
         "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
-        "limit_speedup": round(limit, 4),
-        "efficiency": round(wall["median"] / limit, 4),
+        "limit_speedup": None if is_rival else round(limit, 4),
+        "efficiency": None if is_rival else round(wall["median"] / limit, 4),
         "agreement": None if measured.agreement is None else round(measured.agreement, 4),
         "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
         "drafted": None if measured.drafts is None else measured.drafts[0],
@@ -214,12 +216,13 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
                 f"which is not a mix; raise --requests."
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
-        if wall["min"] > limit * (1.0 + NOISE) and case["mode"] == "verify":
+        above = limit is not None and wall["min"] > limit * (1.0 + NOISE)
+        if above and case["mode"] == "verify":
             notes.append(
                 f"{where}: wall speedup is above the limit, which was taken from the traced pass: "
                 f"it drafted in steps where the timed passes did not."
             )
-        elif wall["min"] > limit * (1.0 + NOISE):
+        elif above:
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
         elif wall["max"] > wall["min"] * UNSTEADY:
             unsteady.append(f"{where} ({wall['min']:.2f} to {wall['max']:.2f})")
@@ -245,4 +248,5 @@ def label_of(case: Mapping[str, Any]) -> str:
         exit_threshold=case["exit_threshold"],
         exit_layer=case["exit_layer"],
         exit_share=case["exit_share"],
+        rival=case.get("rival"),
     ).label

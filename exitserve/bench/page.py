@@ -64,14 +64,18 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"{case['mean_layers_run']:.2f}",
                 f"{case['depth_speedup']:.2f}",
                 f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f})",
-                f"{case['limit_speedup']:.2f}",
-                f"{case['efficiency']:.2f}",
+                _number(case["limit_speedup"]),
+                _number(case["efficiency"]),
                 "-" if agreement is None else f"{agreement:.3f}",
                 "-" if perplexity is None else f"{perplexity:.3f}",
                 f"{case['accepted']} of {case['drafted']}" if case["drafted"] else "-",
             ]
         )
     return rows
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -125,6 +129,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
         *_mixed_lines(cases),
+        *_rival_lines(settings["rivals"]),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
         f"depth, and is neither timed nor counted.",
@@ -150,6 +155,16 @@ def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         f"depth."
         for case in cases
         if case["mode"] == "mixed"
+    ]
+
+
+def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What other kinds of drafts need beside the model."""
+    return [
+        f"- vLLM with {name}: plain vLLM and its own speculative decoding. Beside the model, "
+        f"{memory['weight_bytes'] / 1e6:.1f} MB of weights and {memory['cache_bytes_per_token']:,} "
+        f"bytes of cache for each token. Mode verify needs neither."
+        for name, memory in rivals.items()
     ]
 
 
@@ -213,7 +228,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
         label="depth speedup (layers at full depth / layers run)",
     )
     panel.scatter(
-        [case["limit_speedup"] for case in cases],
+        [case["limit_speedup"] or float("nan") for case in cases],
         rows,
         marker="|",
         s=300,

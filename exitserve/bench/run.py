@@ -25,6 +25,7 @@ from exitserve.bench.measures import (
     steps_of,
     timing_of,
 )
+from exitserve.bench.rivals import extra_memory
 from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
 from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
@@ -83,6 +84,7 @@ def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, 
         "prefix_caching": False,
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch_sizes),
+        "rivals": {name: extra_memory(name) for name in job.rivals},
     }
 
 
@@ -142,9 +144,9 @@ def _traced_pass(
 ) -> None:
     """The untimed pass: records tokens, depths, steps and checks."""
     before = engines.counts(measured.setting)
+    plain = measured.setting.mode in ("plain", "rival")
     for index, batch in enumerate(batches):
         key = f"bench:{measured.batch_size}:{measured.setting.label}:{index}"
-        plain = measured.setting == PLAIN
         result = engines.run_batch(measured.setting, batch, job.max_tokens, None if plain else key)
         if plain:
             depths = [(job.rules.num_layers,) * job.max_tokens] * len(batch)
@@ -162,9 +164,9 @@ def _traced_pass(
     # Subtracting counters drops zeros, which read as 0 all the same.
     counts = engines.counts(measured.setting) - before
     measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
-    if measured.setting.mode == "verify":
+    if measured.setting.mode in ("verify", "rival") or counts["drafted"]:
         measured.drafts = counts["drafted"], counts["accepted"]
-    if measured.setting != PLAIN:
+    if not plain:
         # Each batch began with one prompt pass, which is not a decode step.
         measured.reads = Reads(
             layers=counts["layers"] - len(batches) * job.rules.num_layers,

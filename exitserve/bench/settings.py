@@ -13,7 +13,7 @@ from exitserve.arguments import calibrated_fields, threshold_label, verify_optio
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
-Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"]
+Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival"]
 
 MIX_SEED = 0
 """Of the draw which requests of a mixed setting exit: the same in every pass and run."""
@@ -34,9 +34,14 @@ class Setting:
     """Mixed settings: share of the requests that exit at `exit_layer` on every token; the others
     run at full depth."""
 
+    rival: str | None = None
+    """Plain vLLM with drafts of another kind (`exitserve.bench.rivals`)."""
+
     @property
     def label(self) -> str:
         """For tables and plots."""
+        if self.mode == "rival":
+            return f"vLLM, {(self.rival or '').replace('draft:', 'draft ')}"
         if self.mode in BY_CONFIDENCE:
             return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":
@@ -50,7 +55,7 @@ class Setting:
 
         Requests at full depth say so too, whatever the engine's default is.
         """
-        if self.mode == "plain":
+        if self.mode in ("plain", "rival"):
             return [{}] * count
         off: Fields = {"exit_threshold": 1.0}
         early: Fields = {"exit_layer": self.exit_layer}
@@ -109,6 +114,8 @@ class BenchJob:
     max_model_len: int | None
     num_drafts: int | None = None
     """Tokens that requests of mode "verify" may draft at a time; None for the default."""
+    rivals: tuple[str, ...] = ()
+    """Other kinds of drafts on plain vLLM, see `exitserve.bench.rivals`."""
     forced: Mapping[str, float] | None = None
     """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
@@ -116,6 +123,11 @@ class BenchJob:
     def verifies(self) -> bool:
         """Whether any setting needs an engine started for mode "verify"."""
         return any(setting.mode == "verify" for setting in self.settings)
+
+    @property
+    def defers(self) -> bool:
+        """Whether any setting is of mode "defer", which on GPUs needs that engine too."""
+        return any(setting.mode == "defer" for setting in self.settings)
 
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
         """Exit options of an engine; settings of mode "verify" have an engine of their own."""

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import add_revision, check_context, numbers
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
-from exitserve.calibration_record import CALIBRATED_MODES, GATES_FOLDER, Calibration
+from exitserve.calibration_record import (
+    CALIBRATED_MODES,
+    EXIT_CHECKS,
+    GATES_FOLDER,
+    Calibration,
+)
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -92,6 +97,13 @@ def add_calibrate(subparsers: Any) -> None:
         choices=CALIBRATED_MODES,
         default="confidence",
         help="mode in which the thresholds will be served (default %(default)s)",
+    )
+    parser.add_argument(
+        "--exit-checks",
+        choices=EXIT_CHECKS,
+        default=EXIT_CHECKS[0],
+        help="as the server will have it; all: where the first layers draft, as on GPUs "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--exit-layers",
@@ -197,6 +209,8 @@ def calibrate(
     progress: StepProgress,
 ) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
     """Reads the text and calibrates; returns the checkpoint's record, the report, the result."""
+    from dataclasses import replace
+
     import torch
 
     from exitserve.calibration.bounds import min_pieces
@@ -204,6 +218,7 @@ def calibrate(
     from exitserve.calibration.page import provenance_of, report
     from exitserve.calibration.pieces import check_enough, split_pieces
     from exitserve.calibration.run import Calibrator
+    from exitserve.draft_tokens import most_frequent
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
@@ -230,6 +245,9 @@ def calibrate(
     )
     parts = check(_written(args, reference, prompts, progress))
     found = Calibrator(reference, job, progress).calibrate(parts)
+    every = (piece.token_ids for piece in (*parts.fit, *parts.select, *parts.test))
+    vocabulary = reference.model.config.get_text_config().vocab_size
+    found = replace(found, draft_tokens=most_frequent(every, vocabulary))
     source = provenance_of(documents, parts, args)
     calibration = found.calibration(job, source)
     data = report(str(args.model), block.exit_layers, job, found, calibration)
@@ -254,7 +272,8 @@ def _job(
         mode=args.mode,
         delta=delta,
         costs=_costs(args, config),
-        break_even=break_even_rates(config, block.exit_layers),
+        exit_checks=args.exit_checks,
+        break_even={} if args.exit_checks == "all" else break_even_rates(config, block.exit_layers),
         fewest_ends=min_pieces(end_limit(targets[0]), delta),
         most_tokens=args.window - args.prompt_tokens,
     )
@@ -321,10 +340,13 @@ def _write(
     from dataclasses import replace
 
     from exitserve.checkpoint import write_multi_exit
+    from exitserve.draft_tokens import save_draft_tokens
     from exitserve.gates import save_gates
 
     if target != directory:
         link_files(directory, target, but=("config.json", "calibration", GATES_FOLDER))
     gates = save_gates(target, found.gates) if found.criterion == "gate" else None
+    if found.draft_tokens is not None:
+        save_draft_tokens(target, found.draft_tokens)
     block = replace(block, criterion=found.criterion, gates=gates, calibration=calibration)
     write_multi_exit(target, block, read_config(directory))

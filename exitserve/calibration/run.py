@@ -63,6 +63,8 @@ class CalibrationJob:
     delta: float
     """One less the confidence level."""
     costs: TokenCosts
+    exit_checks: str
+    """The one of `EXIT_CHECKS` with which it will be served."""
     break_even: Mapping[int, float]
     """Success rates for the check schedule, by exit layer, as the server has them."""
     fewest_ends: int
@@ -94,6 +96,8 @@ class CalibrationResult:
     """By criterion, the choices that were measured, the safest first."""
     scores: Mapping[int, ExitScores]
     """By exit layer, on the pieces for selection at full depth."""
+    draft_tokens: list[int] | None = None
+    """The most frequent tokens of the text; None where the vocabulary is small."""
 
     def calibration(self, job: CalibrationJob, provenance: Mapping[str, Any]) -> Calibration:
         """The record for the checkpoint."""
@@ -106,6 +110,11 @@ class CalibrationResult:
             confidence_level=1.0 - job.delta,
             num_layers=job.costs.num_layers,
             chosen=first.point or FULL_DEPTH,
+            exit_checks=job.exit_checks,
+            agreement_at={
+                layer: round(float(found.agrees.double().mean()), 4)
+                for layer, found in self.scores.items()
+            },
             points=tuple(sorted(points, key=lambda one: one.agreement or 0.0)),
             provenance=provenance,
         )

@@ -14,6 +14,8 @@ from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import config_overrides
 from exitserve.policy import EXACT, ExitRules
+from exitserve.step_costs.drafting import Drafting, drafts_by_batch
+from exitserve.step_costs.sources import step_costs
 
 DEFAULT_CPU_CACHE_GIB = "1"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -82,23 +84,58 @@ def engine_options(
     return arguments
 
 
-def rails_options(model_dir: Path | str, drafts: int) -> dict[str, Any]:
+def rails_options(model_dir: Path | str, rules: ExitRules, given: int | None) -> dict[str, Any]:
     """vLLM engine arguments of a model whose first layers draft, beside those of runner V2.
 
     To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
     our worker sees to it that no second model is loaded (`exitserve.engine.hooks.workers`).
+
+    Args:
+        model_dir: the checkpoint.
+        rules: the server's.
+        given: drafts a step, if the user said so; else as many as pay, by the size of the batch.
     """
     from vllm.platforms import current_platform
 
+    speculation: dict[str, Any] = {
+        "method": "draft_model",
+        "model": str(model_dir),
+        "num_speculative_tokens": rules.num_drafts,
+    }
+    if given is None and (by_batch := paying_drafts(read_config(model_dir), rules)):
+        speculation["num_speculative_tokens_per_batch_size"] = by_batch
     worker = "ExitCPUWorker" if current_platform.is_cpu() else "ExitWorker"
     return {
         "worker_cls": f"exitserve.engine.hooks.workers.{worker}",
-        "speculative_config": {
-            "method": "draft_model",
-            "model": str(model_dir),
-            "num_speculative_tokens": drafts,
-        },
+        "speculative_config": speculation,
     }
+
+
+MOST_ROWS = 1024
+"""Of a batch, for which drafts are planned."""
+ASSUMED_ACCEPTANCE = 0.7
+"""Of a draft, where no calibration has counted it."""
+
+
+def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
+    """How many drafts pay on this GPU, by batch size; None where its figures are not known."""
+    import torch
+
+    from exitserve.step_costs.devices import device_called
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    device = device_called(name)
+    if device is None:
+        return None
+    try:
+        costs = step_costs(config, dtype="bfloat16", batch_sizes=(MOST_ROWS,), device=device).costs
+    except ExitServeError:  # of a shape that is not planned, such as a mixture of experts
+        return None
+    (layer,) = rules.exit_layers
+    known = {} if rules.calibration is None else rules.calibration.agreement_at
+    acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
+    way = Drafting(exit_layer=layer, drafts=0, checks=rules.default.mode == "defer")
+    return drafts_by_batch(costs, MOST_ROWS, way, acceptance, rules.num_drafts)
 
 
 def prepare_environment() -> None:
@@ -134,6 +171,13 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
+def runs_on_v2() -> bool:
+    """Whether vLLM runs its runner V2: on GPUs, unless its switch says otherwise."""
+    from vllm.platforms import current_platform
+
+    return os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") != "0"
+
+
 def suit_runner(
     ours: dict[str, Any], model_dir: Path | str, revision: str | None = None
 ) -> dict[str, Any]:
@@ -148,9 +192,7 @@ def suit_runner(
         model_dir: the checkpoint.
         revision: of a hub id.
     """
-    from vllm.platforms import current_platform
-
-    if os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") == "0":
+    if not runs_on_v2():
         return ours
     os.environ[RUNNER] = "1"
     options = ours["additional_config"][KEY]
@@ -164,8 +206,8 @@ def suit_runner(
     }
     suited.pop("speculative_config", None)
     if wanted in EXACT:
-        drafts = check_rules(model_dir, options, revision).num_drafts
-        return suited | rails_options(model_dir, drafts)
+        rules = check_rules(model_dir, options, revision)
+        return suited | rails_options(model_dir, rules, options.get("num_drafts"))
     from exitserve.engine.layers.branches import can_branch_in_graphs
 
     if not can_branch_in_graphs():

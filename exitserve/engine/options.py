@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exitserve.calibration_record import Calibration
+from exitserve.calibration_record import EXIT_CHECKS, Calibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -40,8 +40,6 @@ OPTIONS = (
     "exit_path",
     "num_drafts",
 )
-EXIT_CHECKS = ("paying", "all")
-"""Whether checks that do not pay are left out (`exitserve.check_schedule`)."""
 QUANTISED = ("compressed-tensors",)
 """Quantisation methods that exits were tried with."""
 PROPOSER = "exitserve.engine.hooks.drafting.Drafter"
@@ -89,11 +87,13 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     loop = choose(options, "exit_path", tuple(LOOPS))
     if loop == RAILS:
         exit_layers = exit_layers[:1]
-    every = choose(options, "exit_checks", EXIT_CHECKS) == "all"
+    checks = "all" if loop == RAILS else choose(options, "exit_checks", EXIT_CHECKS)
     rates = break_even_rates(config, exit_layers)
     gated = block.criterion == "gate"
+    found = block.calibration
+    other_checks = found is not None and found.exit_checks != checks and not gated
     calibration, holds = _as_served(
-        block.calibration, exit_layers, num_layers, void=eos is not None or (every and not gated)
+        found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     num_drafts = _num_drafts(options, exit_layers, loop)
     rules = ExitRules(
@@ -103,7 +103,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
         # A gate that says no costs nothing, so there is no check to leave out.
-        break_even={} if every or gated or loop == RAILS else rates,
+        break_even={} if checks == "all" or gated else rates,
         criterion=block.criterion,
         gates_file=block.gates_file,
         calibration=calibration,

@@ -26,9 +26,9 @@ from exitserve.arguments import (
     verify_options,
     words,
 )
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
-from exitserve.engine.options import EXIT_CHECKS
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.settings import EvalJob, TaskJob, make_settings
 

@@ -154,6 +154,7 @@ def case_of(
     return {
         **NOT_TIMED,
         "mode": policy.mode,
+        "rival": None,
         "exit_threshold": quality.setting.exit_threshold,
         "exit_layer": None,
         "exit_share": None,

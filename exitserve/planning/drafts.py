@@ -1,17 +1,4 @@
-"""Predicts wall speedup of several tokens a step (modes "verify" and "defer").
-
-The first e layers draft k tokens one after the other, then all layers judge them and the token
-before them in one pass. Each draft is accepted with probability a, independently of the others:
-
-    tokens(a, k) = 1 + a + ... + a^k                                 of a step, on average
-    step(B)      = k * (e * layer(B) + draft_head(B)) + full(B * (k + 1)) + checks
-    speedup      = tokens * full(B) / step(B)
-
-`full` of more rows costs what it costs of B as long as reading weights takes the time, except that
-attention reads a request's keys and values once for all its tokens. In mode "defer" one more pass
-through the head decides which tokens stand without a judge, and "accepted" means that a draft
-stands or full depth agrees. On a CPU a judged token goes on from the exit layer at which it was
-drafted, so the first e layers run once; on a GPU the judge is a pass of the whole model.
+"""Several tokens a step, planned: the table of the report.
 
 Pure Python. B rows, L layers, k drafts.
 """
@@ -19,101 +6,19 @@ Pure Python. B rows, L layers, k drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from exitserve.draft_tokens import ROWS, WORTH_CUTTING
 from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.sources import MOST_TOKENS
+from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 
-MOST_DRAFTS = MOST_TOKENS - 1
 ACCEPTANCES = (0.7, 0.8, 0.9)
 """Of a draft, for which gains are shown. Training for the draft layer decides it."""
 ASSUMED = 0.8
 """The one that advice goes by."""
 DEPTHS = (1 / 16, 1 / 8, 1 / 4)
 """Shares of the depth at which drafts are planned, where a checkpoint declares no exit layer."""
-SMALL_HEAD = 32_000
-"""Rows of a smaller head for drafts."""
-WORTH_CUTTING = 1.5
-"""A head of fewer times as many rows is drafted with as it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """A way to draft."""
-
-    exit_layer: int
-    """e."""
-    drafts: int
-    """k; 0 is plain decoding."""
-    head_share: float = 1.0
-    """Rows of the draft's head as a share of the vocabulary."""
-    checks: bool = False
-    """Whether tokens may stand without a judge (mode "defer")."""
-    reruns: bool = True
-    """Whether the judge runs the first layers again."""
-
-
-def tokens_of(acceptance: float, drafts: int) -> float:
-    """Mean tokens of a step whose drafts are each accepted with a probability."""
-    return sum(acceptance**count for count in range(drafts + 1))
-
-
-def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
-    """Seconds of a step: its drafts, and the pass that judges them."""
-    if way.drafts == 0:
-        return costs.full(batch)
-    judged = batch * (way.drafts + 1)
-    first = way.exit_layer * costs.layer(batch)
-    drafts = way.drafts * (first + way.head_share * costs.head(batch))
-    layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
-    if not way.reruns:  # of the drafted tokens, only the layers that are left
-        layers -= way.exit_layer * (costs.matrices(judged) - costs.matrices(batch))
-    heads = costs.head(judged) + (costs.head(judged) if way.checks else 0.0)
-    return drafts + layers + heads + costs.rest(batch)
-
-
-def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
-    """Wall speedup over full depth, one token a step."""
-    tokens = tokens_of(acceptance, way.drafts)
-    return tokens * costs.full(batch) / step_seconds(costs, batch, way)
-
-
-def best_drafts(
-    costs: StepCosts, batch: int, way: Drafting, acceptance: float, most: int = MOST_DRAFTS
-) -> int:
-    """The number of drafts with the greatest wall speedup; 0 where drafts cost more than they give.
-
-    Args:
-        costs: of the parts of a step.
-        batch: B.
-        way: all but its number of drafts counts.
-        acceptance: of a draft.
-        most: at most so many.
-    """
-
-    def gain(drafts: int) -> float:
-        return drafting_speedup(costs, batch, replace(way, drafts=drafts), acceptance)
-
-    return max(range(most + 1), key=gain)
-
-
-def drafts_by_batch(
-    costs: StepCosts, largest: int, way: Drafting, acceptance: float, most: int = MOST_DRAFTS
-) -> list[tuple[int, int, int]]:
-    """(first batch size, last, drafts) for all batches up to `largest`, in vLLM's form.
-
-    vLLM takes it as `num_speculative_tokens_per_batch_size`.
-    """
-    found: list[tuple[int, int, int]] = []
-    for batch in range(1, largest + 1):
-        drafts = best_drafts(costs, batch, way, acceptance, most)
-        if found and found[-1][2] == drafts:
-            found[-1] = (found[-1][0], batch, drafts)
-        else:
-            found.append((batch, batch, drafts))
-    return found
 
 
 def drafting_table(
@@ -133,7 +38,7 @@ def drafting_table(
         vocab_size: rows of the whole head.
         reruns: see `Drafting`.
     """
-    heads = [vocab_size, *([SMALL_HEAD] if vocab_size > WORTH_CUTTING * SMALL_HEAD else [])]
+    heads = [vocab_size, *([ROWS] if vocab_size >= WORTH_CUTTING * ROWS else [])]
     table = []
     for mode, batch, layer, drafts, rows, acceptance in product(
         ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from exitserve.arguments import add_revision
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
     check_rules,
@@ -15,7 +16,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import EXIT_CHECKS, KEY
+from exitserve.engine.options import KEY
 from exitserve.errors import ExitServeError, nearest
 from exitserve.first_layers import doubt
 from exitserve.policy import AUTO, MODES, NUM_DRAFTS

@@ -51,6 +51,13 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
+def device_called(name: str) -> str | None:
+    """The table's name of a device that its driver calls `name`; None if it is not there."""
+    words = name.lower().replace("80gb", "80g").replace("40gb", "40g").replace("rtx ", "rtx")
+    found = [key for key in DEVICES if all(part in words for part in key.split("-"))]
+    return max(found, key=len, default=None)  # "l40s" rather than "l4"
+
+
 def roofline(shape: DecoderShape, device: Device, context: int, largest: int) -> StepCosts:
     """The least time that the parts of a step take.
 

@@ -18,12 +18,12 @@ from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 6
-MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed")
+MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival")
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
-    f"--mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} --max-tokens {MAX_TOKENS} "
-    f"--repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
+    f"--mixed 0.5@4 --rivals ngram --batch-sizes 1,2 --requests {REQUESTS} "
+    f"--max-tokens {MAX_TOKENS} --repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
 )
 
 
@@ -64,14 +64,20 @@ def check_case(case: dict[str, Any]) -> None:
     assert case["depth_speedup"] == pytest.approx(NUM_LAYERS * tokens / depth, abs=1e-3)
     wall = case["wall_speedup"]
     assert wall["min"] <= wall["median"] <= wall["max"]
-    assert case["efficiency"] == pytest.approx(wall["median"] / case["limit_speedup"], abs=1e-3)
+    if case["mode"] == "rival":
+        assert case["limit_speedup"] is case["efficiency"] is None
+    else:
+        limit = case["limit_speedup"]
+        assert case["efficiency"] == pytest.approx(wall["median"] / limit, abs=1e-3)
     assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
     assert case["tokens_per_second"] > 0
-    if case["mode"] in {"plain", "off", "verify"}:
+    if case["mode"] in {"plain", "off", "verify", "rival"}:
         assert case["depth_speedup"] == 1.0
-        assert case["limit_speedup"] == 1.0 or case["mode"] == "verify"
+        assert case["limit_speedup"] == 1.0 or case["mode"] in {"verify", "rival"}
         # float32 on both sides: full depth is the greedy choice of full depth.
         assert case["agreement"] == 1.0
+    if case["mode"] == "rival":
+        assert 0 <= case["accepted"] <= case["drafted"]
     if case["mode"] == "verify":
         assert 0 <= case["accepted"] <= case["drafted"] and case["drafted"] > 0
         assert case["mean_layers_run"] >= NUM_LAYERS

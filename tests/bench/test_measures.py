@@ -38,6 +38,7 @@ SHAPE = DecoderShape(
 CASE_KEYS = {
     "batch_size",
     "mode",
+    "rival",
     "exit_threshold",
     "exit_layer",
     "exit_share",

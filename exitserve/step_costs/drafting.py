@@ -1,0 +1,103 @@
+"""Predicts wall speedup of several tokens a step (modes "verify" and "defer").
+
+The first e layers draft k tokens one after the other, then all layers judge them and the token
+before them in one pass. Each draft is accepted with probability a, independently of the others:
+
+    tokens(a, k) = 1 + a + ... + a^k                                 of a step, on average
+    step(B)      = k * (e * layer(B) + draft_head(B)) + full(B * (k + 1)) + checks
+    speedup      = tokens * full(B) / step(B)
+
+`full` of more rows costs what it costs of B as long as reading weights takes the time, except that
+attention reads a request's keys and values once for all its tokens. In mode "defer" one more pass
+through the head decides which tokens stand without a judge, and "accepted" means that a draft
+stands or full depth agrees. On a CPU a judged token goes on from the exit layer at which it was
+drafted, so the first e layers run once; on a GPU the judge is a pass of the whole model.
+
+Pure Python. B rows, L layers, k drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.sources import MOST_TOKENS
+
+MOST_DRAFTS = MOST_TOKENS - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """A way to draft."""
+
+    exit_layer: int
+    """e."""
+    drafts: int
+    """k; 0 is plain decoding."""
+    head_share: float = 1.0
+    """Rows of the draft's head as a share of the vocabulary."""
+    checks: bool = False
+    """Whether tokens may stand without a judge (mode "defer")."""
+    reruns: bool = True
+    """Whether the judge runs the first layers again."""
+
+
+def tokens_of(acceptance: float, drafts: int) -> float:
+    """Mean tokens of a step whose drafts are each accepted with a probability."""
+    return sum(acceptance**count for count in range(drafts + 1))
+
+
+def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
+    """Seconds of a step: its drafts, and the pass that judges them."""
+    if way.drafts == 0:
+        return costs.full(batch)
+    judged = batch * (way.drafts + 1)
+    first = way.exit_layer * costs.layer(batch)
+    drafts = way.drafts * (first + way.head_share * costs.head(batch))
+    layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
+    if not way.reruns:  # of the drafted tokens, only the layers that are left
+        layers -= way.exit_layer * (costs.matrices(judged) - costs.matrices(batch))
+    heads = costs.head(judged) + (costs.head(judged) if way.checks else 0.0)
+    return drafts + layers + heads + costs.rest(batch)
+
+
+def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
+    """Wall speedup over full depth, one token a step."""
+    tokens = tokens_of(acceptance, way.drafts)
+    return tokens * costs.full(batch) / step_seconds(costs, batch, way)
+
+
+def best_drafts(
+    costs: StepCosts, batch: int, way: Drafting, acceptance: float, most: int = MOST_DRAFTS
+) -> int:
+    """The number of drafts with the greatest wall speedup; 0 where drafts cost more than they give.
+
+    Args:
+        costs: of the parts of a step.
+        batch: B.
+        way: all but its number of drafts counts.
+        acceptance: of a draft.
+        most: at most so many.
+    """
+
+    def gain(drafts: int) -> float:
+        return drafting_speedup(costs, batch, replace(way, drafts=drafts), acceptance)
+
+    return max(range(most + 1), key=gain)
+
+
+def drafts_by_batch(
+    costs: StepCosts, largest: int, way: Drafting, acceptance: float, most: int = MOST_DRAFTS
+) -> list[tuple[int, int, int]]:
+    """(first batch size, last, drafts) for all batches up to `largest`, in vLLM's form.
+
+    vLLM takes it as `num_speculative_tokens_per_batch_size`.
+    """
+    found: list[tuple[int, int, int]] = []
+    for batch in range(1, largest + 1):
+        drafts = best_drafts(costs, batch, way, acceptance, most)
+        if found and found[-1][2] == drafts:
+            found[-1] = (found[-1][0], batch, drafts)
+        else:
+            found.append((batch, batch, drafts))
+    return found

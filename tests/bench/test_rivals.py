@@ -1,0 +1,60 @@
+"""Other kinds of drafts: what is refused, and what vLLM is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exitserve.bench.rivals import check_rivals, extra_memory, speculation_of
+from exitserve.errors import ExitServeError
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def checkpoint(place: Path, **changes: int) -> Path:
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(CONFIG | changes))
+    (place / "model.safetensors").write_bytes(b"x" * 1000)
+    return place
+
+
+def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
+    model, draft = checkpoint(tmp_path / "model"), checkpoint(tmp_path / "draft")
+    (rival,) = check_rivals(f"draft:{draft}", model)
+    assert speculation_of(rival, 3) == {
+        "method": "draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+    }
+    # Two layers, keys and values, 2 heads of 16 numbers of 2 bytes.
+    assert extra_memory(rival) == {"weight_bytes": 1000, "cache_bytes_per_token": 256}
+    assert extra_memory("ngram") == {"weight_bytes": 0, "cache_bytes_per_token": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("eagle", "'eagle' is unknown; allowed: ngram, suffix, draft:PATH"),
+        ("draft:", "is unknown"),
+        ("draft:/nowhere", "no such checkpoint directory"),
+        ("ngram,ngram", "names one twice"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ExitServeError, match=words):
+        check_rivals(text, checkpoint(tmp_path / "model"))
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    draft = checkpoint(tmp_path / "draft", vocab_size=500)
+    with pytest.raises(ExitServeError, match="a vocabulary of 500 tokens, the model one of 512"):
+        check_rivals(f"draft:{draft}", checkpoint(tmp_path / "model"))

@@ -1,0 +1,101 @@
+"""Wall speedup of several tokens a step, by bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from exitserve.step_costs.devices import DEVICES, device_called
+from exitserve.step_costs.drafting import (
+    Drafting,
+    best_drafts,
+    drafting_speedup,
+    drafts_by_batch,
+    tokens_of,
+)
+from exitserve.step_costs.sources import step_costs
+
+LLAMA_3_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+}
+SMALL = 32_000 / 128_256
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return step_costs(LLAMA_3_8B, batch_sizes=(512,), device="h200").costs
+
+
+@pytest.mark.parametrize(
+    ("layer", "drafts", "share", "expected"),
+    # By hand: layer 0.0909 ms, head 0.219 ms, step 3.13 ms.
+    [
+        (2, 2, 1.0, (1.74, 1.94, 2.16)),
+        (2, 4, SMALL, (2.13, 2.58, 3.14)),
+        (4, 4, SMALL, (1.81, 2.19, 2.67)),
+        (8, 5, 1.0, (1.17, 1.47, 1.86)),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_where_weights_take_the_time_the_batch_does_not_matter(
+    costs, batch: int, layer: int, drafts: int, share: float, expected: tuple[float, ...]
+) -> None:
+    way = Drafting(exit_layer=layer, drafts=drafts, head_share=share)
+    found = [drafting_speedup(costs, batch, way, one) for one in (0.7, 0.8, 0.9)]
+    assert found == pytest.approx(expected, abs=0.006)
+
+
+def test_large_batches_draft_less_and_none_at_last(costs) -> None:
+    way = Drafting(exit_layer=4, drafts=0)
+    found = drafts_by_batch(costs, 512, way, 0.8)
+    drafts = [one[2] for one in found]
+    assert drafts == sorted(drafts, reverse=True)
+    assert drafts[0] == best_drafts(costs, 1, way, 0.8) == 4
+    assert drafts[-1] == 0, "arithmetic limits it"
+    assert found[0][0] == 1
+    assert all(one[1] + 1 == other[0] for one, other in pairwise(found))
+
+
+def test_no_drafts_are_plain_decoding(costs) -> None:
+    assert drafting_speedup(costs, 8, Drafting(exit_layer=4, drafts=0), 0.9) == 1.0
+    assert tokens_of(0.5, 2) == 1.75
+
+
+def test_a_check_of_all_judged_tokens_costs_a_head(costs) -> None:
+    one = Drafting(exit_layer=4, drafts=4)
+    both = [
+        drafting_speedup(costs, 1, Drafting(exit_layer=4, drafts=4, checks=checks), 0.8)
+        for checks in (False, True)
+    ]
+    assert both[0] == drafting_speedup(costs, 1, one, 0.8)
+    assert 0.9 < both[1] / both[0] < 1.0
+
+
+def test_a_judge_that_goes_on_from_the_draft_layer_costs_less_arithmetic(costs) -> None:
+    ways = [Drafting(exit_layer=8, drafts=4, reruns=reruns) for reruns in (True, False)]
+    again, on = (drafting_speedup(costs, 128, way, 0.8) for way in ways)
+    assert on > again
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Quadro K620", None),
+    ],
+)
+def test_devices_are_found_by_what_their_driver_says(driver: str, name: str | None) -> None:
+    assert device_called(driver) == name
+    assert name is None or name in DEVICES
