@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .forks import fork_instead_of_spawn
+
 # Deadlines measure the machine, not the code.
 settings.register_profile(
     "exitserve", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -30,6 +32,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     own = cores[int(worker.removeprefix("gw")) % len(cores)]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(own))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+fork_instead_of_spawn()
 
 ROOT = Path(__file__).parent.parent
 SLOW_FIRST = ("e2e", "engine", "evaluation", "bench", "train", "calibration")

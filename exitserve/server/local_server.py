@@ -67,12 +67,7 @@ class LocalServer:
             ExitServeError: it exited, or was not healthy in time; the message ends with its log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as output:
-            # A new process group, so that stopping reaches the engine's processes too. Not a new
-            # session: Linux may then keep a client on the same core waiting until it is idle.
-            self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, process_group=0
-            )
+        self._process = self._launch()
         deadline = time.monotonic() + START_SECONDS
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -108,6 +103,14 @@ class LocalServer:
         """The server's process id."""
         assert self._process is not None, "the server is not running"
         return self._process.pid
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as output:
+            # A new process group, so that stopping reaches the engine's processes too. Not a new
+            # session: Linux may then keep a client on the same core waiting until it is idle.
+            return subprocess.Popen(
+                self._command, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            )
 
     def _healthy(self) -> bool:
         try:

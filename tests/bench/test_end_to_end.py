@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from exitserve.bench import engines
 from exitserve.bench.command import add_command
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
@@ -89,6 +90,17 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["actual_exit_share"] == 0.5
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines without workers of their own: none polls while another is timed.
+
+    Those of tests/e2e/test_demo.py have workers.
+    """
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(engines, "SETTLE_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out, prompts = tmp_path / "tiny", tmp_path / "out", tmp_path / "prompts.jsonl"
     save_tiny(model)

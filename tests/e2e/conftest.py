@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +17,8 @@ from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.server.local_server import LocalServer, free_port, stop
 
+from ..forks import ForkedServer, PythonProcess
+
 NAME = "exit-py"
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
 # The worker in the engine's own process, which spares the start of one more. On CPUs vLLM 0.32
@@ -32,13 +32,16 @@ Serve = Callable[..., AbstractContextManager[LocalServer]]
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """`with serve(model, ...)`: our server on one rank, or on two, of one core each."""
+    """`with serve(model, ...)`: our server on one rank, or on two, of one core each.
+
+    A fork (`tests/forks.py`); the installed command is started in `test_server_ends.py`.
+    """
 
     @contextmanager
     def serve(model: Path, *options: object, ranks: int = 1) -> Iterator[LocalServer]:
         log = tmp_path_factory.mktemp("server") / "server.log"
         own = UNI if ranks == 1 else ("--tensor-parallel-size", str(ranks))
-        server = LocalServer(model, *OPTIONS, *own, *map(str, options), log=log)
+        server = ForkedServer(model, *OPTIONS, *own, *map(str, options), log=log)
         with pytest.MonkeyPatch.context() as environment:
             for name, value in WITH_UNI.items() if ranks == 1 else ():
                 environment.setenv(name, value)
@@ -70,13 +73,11 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Plain vLLM on the same checkpoint."""
     port = free_port()
     log = tmp_path_factory.mktemp("plain") / "server.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS, *UNI]
+    arguments = ["--model", str(bundled), "--host", "127.0.0.1", "--port", str(port)]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | WITH_UNI
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, process_group=0
-        )
+    process = PythonProcess(
+        "vllm.entrypoints.openai.api_server", [*arguments, *OPTIONS, *UNI], log, environment
+    )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300
     while not _healthy(url):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import httpx
 import psutil
 import pytest
 
+from ..forks import PythonProcess
+
 SECONDS = 120
-"""Enough to import vLLM three times at once, on two cores; who starts is seen by its processes."""
+"""Enough to start, if nothing refuses; who starts is seen by its processes."""
 
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
@@ -28,38 +29,37 @@ FLAGS = [
 """All of what is refused at start-up: tests/server/test_start_up_refusals.py."""
 
 
-def serve(*options: str) -> tuple[int, list[str], float, set[str]]:
+def serve(log: Path, *options: str) -> tuple[int, list[str], float, set[str]]:
     """Exit code, lines of output, seconds, and the names of the processes it started."""
     started = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "exitserve", "serve", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = PythonProcess("exitserve", ["serve", *options], log, os.environ)
     children: set[str] = set()
-    leader = psutil.Process(process.pid)
     while process.poll() is None and time.monotonic() < started + SECONDS:
-        with suppress(psutil.Error):  # gone meanwhile
-            children |= {child.name() for child in leader.children(recursive=True)}
-        time.sleep(0.2)
-    process.kill()
-    output = process.communicate()[0]
-    return process.returncode, output.splitlines(), time.monotonic() - started, children
+        for other in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):  # gone meanwhile
+                if other.pid != process.pid and os.getpgid(other.pid) == process.pid:
+                    children.add(other.name())
+        time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return code, log.read_text().splitlines(), time.monotonic() - started, children
 
 
 @pytest.fixture(scope="module")
-def refused(bundled: Path) -> Any:
-    """What each line of flags leads to; two at a time, since each imports vLLM."""
-    with ThreadPoolExecutor(2) as pool:
-        commands = [flags for flags, *_ in FLAGS]
-        results = pool.map(lambda flags: serve(str(bundled), *flags.split()), commands)
-        return dict(zip(commands, results, strict=True))
+def refused(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a line of flags leads to."""
+
+    def refused(flags: str) -> tuple[int, list[str], float, set[str]]:
+        log = tmp_path_factory.mktemp("refused") / "server.log"
+        return serve(log, str(bundled), *flags.split())
+
+    return refused
 
 
 @pytest.mark.parametrize(("flags", "feature", "reason"), FLAGS, ids=lambda text: text)
 def test_start_up(refused, flags: str, feature: str, reason: str) -> None:
-    code, output, seconds, children = refused[flags]
+    code, output, seconds, children = refused(flags)
     assert code == 2, output
     assert not any("Traceback" in line for line in output)
     (line,) = [line for line in output if line.startswith("exitserve: ")]

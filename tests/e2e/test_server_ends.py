@@ -1,6 +1,7 @@
 """How a server ends: its engine dies, it is told to stop, or it is killed outright.
 
-One command, started again after each end as a supervisor would, on the same port.
+One command, started again after each end as a supervisor would, on the same port. The last test
+starts the installed one; that of the others is a fork (`tests/forks.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from exitserve.server.local_server import LocalServer
+
+from ..forks import ForkedServer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 # A worker of its own can die alone. (On CPUs, vLLM gives it one in any case.)
@@ -30,22 +35,34 @@ ENDLESS, SHORT = 4000, 300
 
 
 @pytest.fixture(scope="module")
-def server(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+def model(make_checkpoint: Any) -> Path:
+    path: Path = make_checkpoint("llama", max_position_embeddings=2 * ENDLESS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """Not started."""
-    model = make_checkpoint("llama", max_position_embeddings=2 * ENDLESS)
-    one = LocalServer(model, *OPTIONS, log=tmp_path_factory.mktemp("ends") / "server.log")
+    one = ForkedServer(model, *OPTIONS, log=tmp_path_factory.mktemp("ends") / "server.log")
     yield one
     one.stop()
 
 
-def _descendants(pid: int) -> dict[int, str]:
-    """The command lines of all processes below `pid`."""
-    found, border = dict[int, str](), [pid]
-    while border:
-        for task in Path(f"/proc/{border.pop()}/task").glob("*/children"):
-            for child in map(int, task.read_text().split()):
-                found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-                border.append(child)
+@pytest.fixture
+def installed(model: Path, tmp_path: Path) -> Iterator[LocalServer]:
+    """Not started; its processes are children of each other, as a user's are."""
+    one = LocalServer(model, *OPTIONS, log=tmp_path / "server.log")
+    yield one
+    one.stop()
+
+
+def _others(pid: int) -> dict[int, str]:
+    """The command lines of the processes that a server started: the others of its group."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):  # gone meanwhile
+            if process.pid != pid and os.getpgid(process.pid) == pid:
+                found[process.pid] = " ".join(process.cmdline())
     return found
 
 
@@ -112,7 +129,7 @@ class Stream:
 def test_a_server_ends_with_its_engine(server: LocalServer, victim: str) -> None:
     """Its clients get errors, its exit code says so, and the next one serves."""
     server.start()
-    processes = _descendants(server.pid)
+    processes = _others(server.pid)
     (process,) = (pid for pid, command in processes.items() if command.startswith(victim))
     url = f"{server.url}/v1/completions"
     with ThreadPoolExecutor() as pool:
@@ -132,14 +149,14 @@ def test_a_server_ends_with_its_engine(server: LocalServer, victim: str) -> None
     assert _left(processes) == []
 
 
-def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(server: LocalServer) -> None:
+def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(installed: LocalServer) -> None:
     """As a supervisor stops it: asked first, and killed outright once its time is up."""
-    server.start()
-    processes = _descendants(server.pid)
+    installed.start()
+    processes = _others(installed.pid)
     assert any(command.startswith("VLLM::") for command in processes.values())
     with ThreadPoolExecutor() as pool:
-        endless, short = (Stream(server, length, pool) for length in (ENDLESS, SHORT))
-        os.kill(server.pid, signal.SIGTERM)
+        endless, short = (Stream(installed, length, pool) for length in (ENDLESS, SHORT))
+        os.kill(installed.pid, signal.SIGTERM)
         short.ended.result(300)
         *chunks, end = short.events
         choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
@@ -148,6 +165,6 @@ def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(server: LocalSe
         assert sum(len(choice["token_ids"] or ()) for choice in choices) == SHORT
         assert choices[-1]["exit_layers"] is None, "an engine that stops tells no depths"
         assert not endless.ended.done(), "the test shows nothing"
-        os.kill(server.pid, signal.SIGKILL)
+        os.kill(installed.pid, signal.SIGKILL)
         assert _left(processes) == []
         assert isinstance(endless.ended.exception(SOON), httpx.HTTPError)

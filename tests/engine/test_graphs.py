@@ -1,13 +1,11 @@
-"""What a CUDA graph asks of the masked loop, and runner V2 of its adapter, shown without a GPU."""
+"""What a CUDA graph asks of the masked loop, shown without a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,97 +13,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
-from exitserve.check_schedule import CheckSchedule
-from exitserve.engine.compat.runner import watch_ends
-from exitserve.engine.device.requests import DeviceRequests, PassRows
-from exitserve.engine.device.rows import DeviceRows
-from exitserve.engine.hooks.model_state import ExitModelState
+from exitserve.engine.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch, when
-from exitserve.engine.layers.masked_loop import MaskedLoop
-from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
-from exitserve_kernels.exit_check import check_logits
 
-WIDTH, VOCABULARY, LAYERS, MOST = 8, 16, 6, 4
-RULES = ExitRules(num_layers=LAYERS, exit_layers=(2, 4), break_even={2: 0.3})
-CPU = torch.device("cpu")
-
-
-class Layers:
-    """A masked segment of a decoder that carries the stream as a pair."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
-        self.runs = 0
-
-    def __call__(
-        self,
-        positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
-        frozen: Tensor,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        self.runs += 1
-        total = hidden if residual is None else hidden + residual
-        return hidden.tanh().masked_fill(frozen, 0.0), torch.where(frozen, state, total)
-
-
-class Head:
-    """A head whose states are half of the logits."""
-
-    has_gates = False
-
-    def check(self, normed: Tensor, _: int, limits: Tensor, ends: Tensor) -> Any:
-        logits = torch.cat([normed, -normed], dim=-1)
-        last = torch.tensor([1], device=normed.device)
-        return check_logits(logits, limits, end_tokens=last, end_thresholds=ends), logits
-
-
-class Parts:
-    """A pass over toy layers, with a note of what was filled."""
-
-    def __init__(self) -> None:
-        self.filled: list[int] = []
-        self.segments = [Layers(2), Layers(4), Layers(LAYERS)]
-        fill = SimpleNamespace(fill=lambda state, positions, end: self.filled.append(end))
-        parts: Any = (self.segments, lambda hidden, residual: hidden, Head(), fill)
-        self.loop = MaskedLoop(*parts)
-
-    def run(self, rows: DeviceRows, tokens: int = MOST) -> Tensor:
-        """A pass, but for vLLM's own."""
-        rows.start()
-        hidden = torch.randn(tokens, WIDTH)
-        normed = self.loop.run(torch.zeros(tokens, dtype=torch.long), hidden, rows)
-        when(
-            rows.ran_all_layers().any(),
-            lambda: rows.take_last_logits(torch.zeros(len(rows.logits), VOCABULARY)),
-        )
-        return normed
-
-
-def room(rows: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, VOCABULARY, device=device)
-
-
-def requests(rules: ExitRules = RULES, device: torch.device = CPU) -> DeviceRequests:
-    state = EngineState(rules, torch.tensor([1]))
-    return DeviceRequests(state, MOST, room(MOST, device), device)
-
-
-def request_of(name: str, policy: ExitPolicy, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
-    return Request(policy, CheckSchedule({}), prompt_ids=prompt, name=name)
-
-
-def decode(names: list[str], first: int = 5) -> PassRows:
-    """A pass of one token for each request, behind prompts of three tokens."""
-    count = len(names)
-    return PassRows(range(count), names, [first] * count, [1] * count, [3] * count, MOST, MOST)
-
-
-def add(every: DeviceRequests, slot: int, policy: ExitPolicy) -> None:
-    every.add(slot, request_of(str(slot), policy))
+from .toy_pass import (
+    CPU,
+    LAYERS,
+    MOST,
+    RULES,
+    WIDTH,
+    Parts,
+    add,
+    decode,
+    request_of,
+    requests,
+    room,
+)
 
 
 def test_no_number_is_read_on_the_way() -> None:
@@ -294,115 +219,3 @@ def test_branches_outside_graphs_are_the_hosts() -> None:
     with every_branch():
         when(torch.tensor(False), lambda: seen.append("warmed up"))
     assert seen == ["taken", "warmed up"]
-
-
-@pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
-    """The adapter, without the parts of vLLM that need a model."""
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-    def start(self: Any, vllm_config: Any, *others: Any) -> None:
-        self.max_num_reqs, self.device = MOST, CPU
-        self.rope_state = self.prompt_embeds_state = None
-        self.supports_mm_inputs = False
-
-    monkeypatch.setattr(DefaultModelState, "__init__", start)
-    known = EngineState(RULES, torch.tensor([1]))
-    monkeypatch.setattr("exitserve.engine.hooks.model_state.state_of", lambda _: known)
-    every = DeviceRequests(known, MOST, room(MOST, CPU), CPU)
-    model: Any = SimpleNamespace(make_device_requests=lambda most_rows, device: every)
-    made = ExitModelState(None, model, None, CPU)
-    assert known.requests is made._requests
-    return made
-
-
-def batch(names: list[str], computed: list[int], scheduled: list[int], padded: int) -> Any:
-    """An `InputBatch` of runner V2, as far as the adapter reads it."""
-    ends = np.cumsum(scheduled)
-    return SimpleNamespace(
-        req_ids=names,
-        idx_mapping_np=np.arange(len(names)),
-        num_reqs=len(names),
-        num_reqs_after_padding=padded,
-        num_tokens=int(ends[-1]),
-        num_tokens_after_padding=max(padded, int(ends[-1])),
-        num_scheduled_tokens=np.array(scheduled),
-        num_computed_tokens_np=np.array(computed),
-        prefill_len_np=np.array([3] * len(names)),
-        logits_indices=torch.tensor(ends - 1, dtype=torch.int32),
-    )
-
-
-def request(name: str, **fields: Any) -> Any:
-    from vllm import SamplingParams
-
-    params = SamplingParams(extra_args=fields)
-    return SimpleNamespace(
-        req_id=name, prompt_token_ids=[5, 6, 7], prompt_len=3, sampling_params=params
-    )
-
-
-def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
-    state.add_request(0, request("a", exit_layer=2, exit_trace=["t"]))
-    state.add_request(1, request("b"))
-    every = state._requests
-    for computed, scheduled, padded, expected in (
-        ([0, 0], [3, 2], 4, False),  # a prompt, and a part of one: nobody may exit
-        ([3, 2], [1, 1], 4, True),
-        ([4, 3], [1, 1], 2, True),
-    ):
-        given = state.prepare_inputs(batch(["a", "b"], computed, scheduled, padded), None)
-        rows = given["exits"]
-        assert rows is every.rows
-        assert rows.may_differ == bool(rows.any_may_exit) == expected
-        if expected:
-            Parts().run(rows, padded)
-        state.postprocess_state(torch.arange(2), torch.ones(2))
-    every.drain(wait=True)
-    assert every._by_slot[0].depths == [LAYERS, 2, 2]
-    assert every._by_slot[1].depths == [LAYERS, LAYERS]
-    assert every._recorder.take_traces("t") == {"a": {0: LAYERS, 1: 2, 2: 2}}
-
-    # Preempted, it comes back to another slot, and freezes its tokens where it did before.
-    state.remove_request("a")
-    state.add_request(2, request("a", exit_layer=2, exit_trace=["t"]))
-    # Positions 0 to 2 are the prompt; 3 and 4 led to tokens 1 and 2.
-    for first, count, known in ((0, 5, [LAYERS] * 5 + [2, 2]), (3, 1, [LAYERS, LAYERS, 2])):
-        again = batch(["x", "y", "a"], [0, 0, first], [1, 1, count], 3)
-        again.prefill_len_np[2] = 6
-        rows = state.prepare_inputs(again, None)["exits"]
-        assert rows.known_depth.tolist() == known
-
-
-def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitModelState) -> None:
-    """By vLLM's own account of who ends, which calls the adapter for both."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    runner: Any = SimpleNamespace(pooling_runner=None, _remove_request=state.remove_request)
-    runner.finish_requests = lambda output: GPUModelRunner.finish_requests(runner, output)
-    watch_ends(runner, state._requests.forget)
-
-    def step(*, preempted: set[str], finished: set[str]) -> set[str]:
-        runner.finish_requests(
-            SimpleNamespace(finished_req_ids=finished, preempted_req_ids=preempted)
-        )
-        return {one.name for one in state._requests._preempted.requests()}
-
-    for slot, name in enumerate("abc"):
-        state.add_request(slot, request(name))
-    assert step(preempted={"a", "b"}, finished={"c"}) == {"a", "b"}
-    assert step(preempted=set(), finished={"b"}) == {"a"}, "aborted while it was preempted"
-    state.remove_request("a")  # as vLLM does before it adds one
-    state.add_request(0, request("a"))
-    assert step(preempted=set(), finished={"a"}) == set()
-
-
-def test_graphs_are_captured_with_nobody_in_them(state: ExitModelState) -> None:
-    state.add_request(0, request("a", exit_layer=2))
-    rows = state.prepare_dummy_inputs(3, 3)["exits"]
-    assert rows.warms_up
-    assert rows.padding.tolist() == [True] * 3
-    assert not rows.may_differ
-    rows = state.prepare_inputs(batch(["a"], [3], [1], 4), None)["exits"]
-    assert not rows.warms_up
-    assert rows.padding.tolist() == [False, True, True, True]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from ..forks import PythonProcess
 
 pytest.importorskip("lm_eval", reason="tasks are lm-eval's (requirements/cpu.txt)")
 
@@ -17,17 +18,17 @@ ROWS = len((TASKS / "complete_python.jsonl").read_text().splitlines())
 
 def test_eval_end_to_end(bundled: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = [sys.executable, "-m", "exitserve", "eval"]
-    arguments += [str(bundled), "--data", str(TASKS / "complete_python.yaml")]
+    arguments = ["eval", str(bundled), "--data", str(TASKS / "complete_python.yaml")]
     arguments += ["--window", "48", "--prompt-tokens", "8", "--windows", "2", "--out", str(out)]
     arguments += ["--thresholds", "0.3", "--modes", "confidence,verify"]
     arguments += ["--tasks", "complete_python", "--task-path", str(TASKS)]
     arguments += ["--enforce-eager", "--dtype", "float32", "--concurrency", "3"]
 
     # A process of its own, so that the streams are those that a user sees.
-    printed = subprocess.run(arguments, capture_output=True, text=True)
+    printed, errors = tmp_path / "printed", tmp_path / "errors"
+    process = PythonProcess("exitserve", arguments, printed, os.environ, errors)
 
-    assert printed.returncode == 0, printed.stderr
+    assert process.wait() == 0, errors.read_text()
 
     report = json.loads((out / "report.json").read_text())
     assert report["kind"] == "evaluation" and report["schema_version"] == 1
@@ -52,7 +53,7 @@ def test_eval_end_to_end(bundled: Path, tmp_path: Path) -> None:
 
     assert "complete_python" in (out / "report.md").read_text()
     assert (out / "retention.png").stat().st_size > 10_000
-    assert "Minimum retained" in printed.stdout
+    assert "Minimum retained" in printed.read_text()
     # lm-eval's bars are in the log.
-    assert "Requesting API" not in printed.stderr
+    assert "Requesting API" not in errors.read_text()
     assert "Requesting API" in (out / "eval.log").read_text()

@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
+from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import Lora
 from exitserve_training.tokenization import train_bpe
-from exitserve_training.trainer import OBJECTIVES_FILE, MultiExitTraining, with_adapters
+from exitserve_training.trainer import MultiExitTraining, with_adapters
 
 Train = Callable[..., int]
 MakeRecipe = Callable[..., Path]

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from exitserve.checkpoint import MultiExit, read_multi_exit
 from exitserve.report import machine, versions
+from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
@@ -32,7 +33,6 @@ from exitserve_training.models import check_model, load_model
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.parts import ModelParts, model_parts
-from exitserve_training.trainer import OBJECTIVES_FILE
 
 Inputs = dict[str, Tensor]
 

@@ -1,0 +1,163 @@
+"""Processes for tests that need not import torch and vLLM again, which takes ten seconds of a core.
+
+They are forks of a process that has imported both and done nothing else: Python's own fork server
+(`multiprocessing.forkserver`). All else is as if they had been started anew: each has its own
+arguments, environment, output and process group, and can be killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.context
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from exitserve.server.local_server import LocalServer
+
+MODULES = (
+    "exitserve.engine.architectures.decoders",
+    "exitserve.engine.launch",
+    "exitserve.server.routes",
+    "transformers.models.auto.modeling_auto",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What a fork has imported. Importing starts no thread: the threads of libgomp, for one, would be
+missing in a fork.
+"""
+
+
+class PythonProcess:
+    """`python -m MODULE ARGUMENTS`, with what `subprocess.Popen` offers to those who wait."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        errors: Path | None = None,
+    ) -> None:
+        """Starts it, as the leader of a process group.
+
+        Args:
+            module: what to run.
+            arguments: of the module.
+            log: file for its output.
+            environment: all of its environment variables.
+            errors: file for its errors, if they are not to be in `log`.
+        """
+        fork = multiprocessing.get_context("forkserver").Process
+        outputs = (log, errors or log)
+        self._process = fork(target=_run, args=(module, arguments, outputs, dict(environment)))
+        _allow_this_module()
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class ForkedServer(LocalServer):
+    """`exitserve serve MODEL ...` as a fork."""
+
+    def _launch(self) -> Any:
+        _python, _m, module, *arguments = self._command
+        return PythonProcess(module, arguments, self.log, os.environ)
+
+
+def fork_instead_of_spawn() -> None:
+    """From now on, what this process starts with `spawn`, as vLLM does on CPUs, is a fork too."""
+    multiprocessing.forkserver.set_forkserver_preload(list(MODULES))
+    multiprocessing.context.SpawnProcess._Popen = _Popen
+    _allow_this_module()
+
+
+class _Popen(multiprocessing.popen_forkserver.Popen):
+    """Gives the fork this process's environment, output and group, and not the fork server's."""
+
+    def _launch(self, process: Any) -> None:
+        target, process._target = process._target, _call
+        process._args = (dict(os.environ), os.getpgid(0), target, *process._args)
+        self._fds = [1, 2]
+        super()._launch(process)
+
+
+def _call(
+    environment: Mapping[str, str],
+    group: int,
+    target: Callable[..., None],
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    _begin(environment, group)
+    for place, inherited in zip(
+        (1, 2), multiprocessing.forkserver.get_inherited_fds(), strict=False
+    ):
+        os.dup2(inherited, place)
+    target(*arguments, **options)
+
+
+def _run(
+    module: str,
+    arguments: Sequence[str],
+    outputs: tuple[Path, Path],
+    environment: Mapping[str, str],
+) -> None:
+    _begin(environment, group=0)
+    for file in outputs:
+        file.unlink(missing_ok=True)
+    for place, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), place)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def _begin(environment: Mapping[str, str], group: int) -> None:
+    os.setpgid(0, group)
+    setproctitle.getproctitle()  # it looks for its place in memory beside the first environment
+    os.environ.clear()
+    os.environ.update(environment)
+    # Processes of its own are forks of the same fork server, which is not started again.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+    fork_instead_of_spawn()
+    LocalServer._launch = ForkedServer._launch
+
+
+def _allow_this_module() -> None:
+    """Lets a fork import this file, for what it is told to do first."""
+    root = str(Path(__file__).parent.parent)
+    if root not in sys.path:
+        sys.path.append(root)
