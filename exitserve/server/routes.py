@@ -9,6 +9,7 @@ import asyncio
 import json
 import uuid
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -55,6 +56,8 @@ from exitserve.server.worker_client import (
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""
+FAULT = f'data: {{"error": {{"message": "{GenerationError()}"'
+"""How the event begins by which vLLM ends a stream whose tokens it could not generate."""
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""
 
@@ -154,13 +157,16 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
             num_layers=server.rules.num_layers,
             keep_token_ids=keep_token_ids,
         )
+    contradiction = _contradiction(request)
     try:
         response = await handler(request, raw_request)
     except GenerationError:
-        if (contradiction := _contradiction(request)) is None:
+        if contradiction is None:
             raise
         return contradiction
     streamed = isinstance(response, StreamingResponse)
+    if streamed and contradiction is not None:
+        response.body_iterator = _explained(response.body_iterator, contradiction)
     if not streamed and not (isinstance(response, JSONResponse) and response.status_code == 200):
         return response  # an error, or the client has disconnected
     labelled = _has_logprobs(request) and _may_exit(server, request)
@@ -178,7 +184,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
 
 
 def _contradiction(request: Any) -> JSONResponse | None:
-    """The error of a request whose grammar and other fields left no token; None for others.
+    """The error of a request if its grammar and other fields leave no token; None if they cannot.
 
     vLLM notices when it has sampled a token that the grammar does not allow, and calls that a fault
     of the server.
@@ -190,6 +196,13 @@ def _contradiction(request: Any) -> JSONResponse | None:
         f"the grammar of the answer and {' and '.join(bans)} leave no token; drop one of them.",
         param=bans[0],
     )
+
+
+async def _explained(events: Any, contradiction: JSONResponse) -> AsyncIterator[str]:
+    """The events of a stream, with `contradiction` in the place of a fault of the server."""
+    async for event in events:
+        is_fault = event.startswith(FAULT)
+        yield f"data: {bytes(contradiction.body).decode()}\n\n" if is_fault else event
 
 
 def _has_logprobs(request: Any) -> bool:
