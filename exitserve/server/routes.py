@@ -58,6 +58,8 @@ BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""
 FAULT = f'data: {{"error": {{"message": "{GenerationError()}"'
 """How the event begins by which vLLM ends a stream whose tokens it could not generate."""
+MOST_PENALTY = 50
+"""Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""
 
@@ -252,12 +254,17 @@ async def check_fields(raw_request: Request) -> None:
 
 
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
-    """Raises `ExitServeError` for combinations in which exit fields would fail or do nothing."""
+    """Raises `ExitServeError` for combinations that would fail, or in which exits do nothing."""
     if fields.get("exit_trace") and getattr(request, "echo", False):
         # A trace counts token ids, and when vLLM returns these it leaves the echoed text out.
         raise ExitServeError("exit_trace cannot be combined with echo; drop one of them.")
     if not getattr(request, "use_beam_search", False):
         return
+    if not -MOST_PENALTY <= request.length_penalty <= MOST_PENALTY:
+        raise ExitServeError(
+            f"length_penalty must be from {-MOST_PENALTY} to {MOST_PENALTY}, not "
+            f"{shown(request.length_penalty)}."
+        )
     given = ["exit_trace"] if fields.get("exit_trace") else []
     if may_exit:
         choices = ("exit_threshold", "exit_target", "exit_layer", "exit_mode")

@@ -150,6 +150,12 @@ def test_a_grammar_of_which_other_fields_leave_nothing(post, route: str, bans: d
     assert streamed.rstrip().endswith("data: [DONE]")
 
 
+@pytest.mark.parametrize("penalty", ["-3.8e16", "1e17", "-200", "NaN"])
+def test_beams_whose_scores_would_be_no_numbers(post, penalty: str) -> None:
+    body = '"max_tokens": 2, "use_beam_search": true, "n": 2, "length_penalty": ' + penalty
+    _says(post(text=f'{{"model": "{NAME}", "prompt": "x", {body}}}'), "length_penalty")
+
+
 def test_a_prompt_longer_than_the_context(post) -> None:
     _says(post(prompt="x = 1\n" * CONTEXT), str(CONTEXT))
 
