@@ -189,6 +189,13 @@ def _expected(choice: Choice, target: Target, trial: PromiseTest) -> float:
     return min(found)
 
 
+def worth_testing(
+    choices: Iterable[Choice], target: Target, cost: Callable[[Choice], float]
+) -> list[Choice]:
+    """The choices that are cheaper than full depth; all of them where depth is the target."""
+    return [one for one in choices if not target.grows or cost(one) < 1.0]
+
+
 def passing_choices(
     choices: Sequence[Choice],
     target: Target,

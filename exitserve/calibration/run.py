@@ -14,6 +14,7 @@ from exitserve.calibration.choice import (
     mean_risk,
     passing_choices,
     relative_cost,
+    worth_testing,
 )
 from exitserve.calibration.outcomes import (
     Outcome,
@@ -254,7 +255,7 @@ class Calibrator:
     ) -> tuple[TargetResult, ...]:
         found = []
         for target in self._targets:
-            useful = [one for one in choices if not target.grows or self._cost(one) < 1.0]
+            useful = worth_testing(choices, target, self._cost)
             tried = steps.begin(f"testing {target.name}", len(useful))
             keeping = passing_choices(useful, target, trial, tried)
             best = self._best(keeping, target)

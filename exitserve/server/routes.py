@@ -9,6 +9,7 @@ import asyncio
 import json
 import uuid
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -55,6 +56,10 @@ from exitserve.server.worker_client import (
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""
+FAULT = f'data: {{"error": {{"message": "{GenerationError()}"'
+"""How the event begins by which vLLM ends a stream whose tokens it could not generate."""
+MOST_PENALTY = 50
+"""Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""
 
@@ -154,13 +159,16 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
             num_layers=server.rules.num_layers,
             keep_token_ids=keep_token_ids,
         )
+    contradiction = _contradiction(request)
     try:
         response = await handler(request, raw_request)
     except GenerationError:
-        if (contradiction := _contradiction(request)) is None:
+        if contradiction is None:
             raise
         return contradiction
     streamed = isinstance(response, StreamingResponse)
+    if streamed and contradiction is not None:
+        response.body_iterator = _explained(response.body_iterator, contradiction)
     if not streamed and not (isinstance(response, JSONResponse) and response.status_code == 200):
         return response  # an error, or the client has disconnected
     labelled = _has_logprobs(request) and _may_exit(server, request)
@@ -178,7 +186,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
 
 
 def _contradiction(request: Any) -> JSONResponse | None:
-    """The error of a request whose grammar and other fields left no token; None for others.
+    """The error of a request if its grammar and other fields leave no token; None if they cannot.
 
     vLLM notices when it has sampled a token that the grammar does not allow, and calls that a fault
     of the server.
@@ -190,6 +198,13 @@ def _contradiction(request: Any) -> JSONResponse | None:
         f"the grammar of the answer and {' and '.join(bans)} leave no token; drop one of them.",
         param=bans[0],
     )
+
+
+async def _explained(events: Any, contradiction: JSONResponse) -> AsyncIterator[str]:
+    """The events of a stream, with `contradiction` in the place of a fault of the server."""
+    async for event in events:
+        is_fault = event.startswith(FAULT)
+        yield f"data: {bytes(contradiction.body).decode()}\n\n" if is_fault else event
 
 
 def _has_logprobs(request: Any) -> bool:
@@ -239,12 +254,17 @@ async def check_fields(raw_request: Request) -> None:
 
 
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
-    """Raises `ExitServeError` for combinations in which exit fields would fail or do nothing."""
+    """Raises `ExitServeError` for combinations that would fail, or in which exits do nothing."""
     if fields.get("exit_trace") and getattr(request, "echo", False):
         # A trace counts token ids, and when vLLM returns these it leaves the echoed text out.
         raise ExitServeError("exit_trace cannot be combined with echo; drop one of them.")
     if not getattr(request, "use_beam_search", False):
         return
+    if not -MOST_PENALTY <= request.length_penalty <= MOST_PENALTY:
+        raise ExitServeError(
+            f"length_penalty must be from {-MOST_PENALTY} to {MOST_PENALTY}, not "
+            f"{shown(request.length_penalty)}."
+        )
     given = ["exit_trace"] if fields.get("exit_trace") else []
     if may_exit:
         choices = ("exit_threshold", "exit_target", "exit_layer", "exit_mode")

@@ -14,6 +14,7 @@ from exitserve.calibration.choice import (
     mean_risk,
     passing_choices,
     weighted_loss,
+    worth_testing,
 )
 from exitserve.calibration.outcomes import Outcome, Source
 from exitserve.calibration.proposals import Proposal
@@ -151,6 +152,18 @@ def test_nothing_is_run_where_nothing_could_be_shown() -> None:
     assert passing_choices([candidate(0, [outcome(0.0)] * 5)], TARGET, few, lambda: None) == []
     assert passing_choices([], TARGET, PromiseTest(run, [], DELTA, MOST), lambda: None) == []
     assert measured == []
+
+
+def test_what_costs_more_than_full_depth_is_not_tested() -> None:
+    """Exits that hardly anything passes cost their checks."""
+    dear, cheap = candidate(0, [outcome(0.0)]), candidate(1, [outcome(0.05)])
+    prices = {dear.proposal: 1.01, cheap.proposal: 0.9}
+
+    def cost(one: Choice) -> float:
+        return prices[one.proposal]
+
+    assert worth_testing([dear, cheap], TARGET, cost) == [cheap]
+    assert worth_testing([dear, cheap], depth_target(8, 12), cost) == [dear, cheap]
 
 
 def test_the_safest_comes_first_whatever_the_target() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 
@@ -139,8 +141,19 @@ def test_long_numbers_in_texts(post) -> None:
 @pytest.mark.parametrize("bans", [{"allowed_token_ids": [7]}, {"bad_words": ["y", "ye", "yes"]}])
 def test_a_grammar_of_which_other_fields_leave_nothing(post, route: str, bans: dict) -> None:
     asked = {"prompt": "x"} if route == "completions" else {"messages": MESSAGES}
-    answer = post(route, structured_outputs={"choice": ["yes"]}, **asked, **bans)
-    _says(answer, "grammar", *bans)
+    asked |= {"structured_outputs": {"choice": ["yes"]}}
+    _says(post(route, **asked, **bans), "grammar", *bans)
+    streamed = post(route, stream=True, **asked, **bans).text
+    (event,) = [one for one in streamed.splitlines() if "error" in one]
+    error = json.loads(event.removeprefix("data: "))["error"]
+    assert error["code"] == 400 and "grammar" in error["message"]
+    assert streamed.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("penalty", ["-3.8e16", "1e17", "-200", "NaN"])
+def test_beams_whose_scores_would_be_no_numbers(post, penalty: str) -> None:
+    body = '"max_tokens": 2, "use_beam_search": true, "n": 2, "length_penalty": ' + penalty
+    _says(post(text=f'{{"model": "{NAME}", "prompt": "x", {body}}}'), "length_penalty")
 
 
 def test_a_prompt_longer_than_the_context(post) -> None:
