@@ -38,6 +38,11 @@ MODULES = (
 missing in a fork.
 """
 
+FORK = "__fork__"
+"""Name of this file in a fork, which runs it by its path: the checkout's folders stay out of the
+way to packages.
+"""
+
 
 class PythonProcess:
     """`python -m MODULE ARGUMENTS`, with what `subprocess.Popen` offers to those who wait."""
@@ -61,8 +66,8 @@ class PythonProcess:
         """
         fork = multiprocessing.get_context("forkserver").Process
         outputs = (log, errors or log)
-        self._process = fork(target=_run, args=(module, arguments, outputs, dict(environment)))
-        _allow_this_module()
+        work = ("_run", module, arguments, outputs, dict(environment))
+        self._process = fork(target=runpy.run_path, args=(__file__, {"WORK": work}, FORK))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -99,15 +104,15 @@ def fork_instead_of_spawn() -> None:
     """From now on, what this process starts with `spawn`, as vLLM does on CPUs, is a fork too."""
     multiprocessing.forkserver.set_forkserver_preload(list(MODULES))
     multiprocessing.context.SpawnProcess._Popen = _Popen
-    _allow_this_module()
 
 
 class _Popen(multiprocessing.popen_forkserver.Popen):
     """Gives the fork this process's environment, output and group, and not the fork server's."""
 
     def _launch(self, process: Any) -> None:
-        target, process._target = process._target, _call
-        process._args = (dict(os.environ), os.getpgid(0), target, *process._args)
+        work = ("_call", dict(os.environ), os.getpgid(0), process._target, process._kwargs)
+        process._target, process._kwargs = runpy.run_path, {}
+        process._args = (__file__, {"WORK": (*work, *process._args)}, FORK)
         self._fds = [1, 2]
         super()._launch(process)
 
@@ -116,8 +121,8 @@ def _call(
     environment: Mapping[str, str],
     group: int,
     target: Callable[..., None],
+    options: Mapping[str, Any],
     *arguments: Any,
-    **options: Any,
 ) -> None:
     _begin(environment, group)
     for place, inherited in zip(
@@ -156,8 +161,6 @@ def _begin(environment: Mapping[str, str], group: int) -> None:
     LocalServer._launch = ForkedServer._launch
 
 
-def _allow_this_module() -> None:
-    """Lets a fork import this file, for what it is told to do first."""
-    root = str(Path(__file__).parent.parent)
-    if root not in sys.path:
-        sys.path.append(root)
+if __name__ == FORK:
+    name, *given = globals()["WORK"]
+    globals()[name](*given)

@@ -91,16 +91,12 @@ def check_case(case: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines without workers of their own: none polls while another is timed.
-
-    Those of tests/e2e/test_demo.py have workers.
-    """
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rest between engines: what one does while another is timed changes no count."""
     monkeypatch.setattr(engines, "SETTLE_SECONDS", 0)
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("at_once")
 def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out, prompts = tmp_path / "tiny", tmp_path / "out", tmp_path / "prompts.jsonl"
     save_tiny(model)
