@@ -10,8 +10,7 @@ import pytest
 from exitserve.draft_tokens import save_draft_tokens
 
 
-@pytest.mark.parametrize("kind", ["verify", "defer", None])
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize(("kind", "every"), [("verify", 2), ("defer", 0), (None, 0), (None, 2)])
 def test_the_oracles_tokens_and_depths(
     kind, every: int, model, start, random_jobs, asking, expected, drafting
 ) -> None:
