@@ -42,6 +42,7 @@ def start_forced_engine(
     plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
     # Naming a plugin there turns the variable into an allow list, which `start_engine` extends.
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, plugins), KEY]))
+    register()  # vLLM loads plugins once a process, and another engine may have started in this one
     forced: dict[str, Any] = {
         "hf_overrides": {"architectures": [LOCATION.rpartition(":")[2]]},
         "additional_config": {KEY: dict(shares)},

@@ -1,0 +1,44 @@
+"""Random weights whose checks and drafts succeed by lot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exitserve.bench.forced import start_forced_engine
+from exitserve.engine.launch import greedy_params, start_plain_engine
+
+
+def test_beside_plain_vllm_as_often_as_asked_for(
+    make_checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exitserve bench` starts plain vLLM first."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model: Path = make_checkpoint("llama")
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": 64 << 20,
+        "load_format": "dummy",
+    }
+    prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
+    params = greedy_params(60)
+    plain = start_plain_engine(model, **options)
+    exits = {"mode": "verify", "exit_threshold": 0.5, "exit_layers": [2], "exit_checks": "all"}
+    forced = start_forced_engine(
+        model, {"confidence": 0.8, "acceptance": 0.9}, exits=exits, **options
+    )
+    for engine in (plain, forced):
+        found = engine.generate(prompts, params, use_tqdm=False)
+        assert all(len(one.outputs[0].token_ids) == 60 for one in found)
+    stats = forced.collective_rpc("exit_stats")[0]
+    # Eight requests of sixty tokens: a few hundred draws, so two in a hundred are one deviation.
+    assert stats["passed"][2] / stats["checks"][2] == pytest.approx(0.8, abs=0.08)
+    # A rejection ends a step, and the drafts behind it count as drafted.
+    assert 0.7 < stats["accepted_tokens"] / stats["drafted_tokens"] < 0.95
+    for engine in (forced, plain):
+        engine.llm_engine.engine_core.shutdown()
