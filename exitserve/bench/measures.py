@@ -168,7 +168,8 @@ def case_of(
     gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, measured.steps, measured.checks)
-    if measured.drafts is not None and measured.reads is not None:
+    drafts = measured.setting.mode == "verify" or measured.drafts is not None
+    if drafts and measured.reads is not None:
         # A step gives several tokens, so the limit is taken from what the engine counted.
         limit = limit_of_reads(shape, measured.steps, measured.reads.layers, measured.reads.heads)
     wall = spread(ratios)

@@ -340,11 +340,12 @@ def _write(
     from dataclasses import replace
 
     from exitserve.checkpoint import write_multi_exit
-    from exitserve.draft_tokens import save_draft_tokens
+    from exitserve.draft_tokens import FILE, save_draft_tokens
     from exitserve.gates import save_gates
 
     if target != directory:
-        link_files(directory, target, but=("config.json", "calibration", GATES_FOLDER))
+        own = ("config.json", "calibration", GATES_FOLDER, Path(FILE).parent.name)
+        link_files(directory, target, but=own)
     gates = save_gates(target, found.gates) if found.criterion == "gate" else None
     if found.draft_tokens is not None:
         save_draft_tokens(target, found.draft_tokens)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.cli import main
+from exitserve.draft_tokens import load_draft_tokens, save_draft_tokens
 from exitserve.engine.launch import check_rules
 from exitserve.gates import Gate, save_gates
 
@@ -66,7 +67,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         size = read_config(directory)["hidden_size"]
         gates = {k: Gate(torch.ones(size), torch.tensor(0.0)) for k in (3, 6, 9)}
         promised = [SimpleNamespace(point=CALIBRATION.chosen)]
-        return CALIBRATION, {}, SimpleNamespace(criterion="gate", gates=gates, promised=promised)
+        found = SimpleNamespace(
+            criterion="gate", gates=gates, promised=promised, draft_tokens=[2, 5]
+        )
+        return CALIBRATION, {}, found
 
     def show_report(out: Path, data: Any) -> None:
         (out / "report.json").write_text("{}")
@@ -82,6 +86,7 @@ def model(bundled: Path, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(bundled, tmp_path / "model"))
     name = save_gates(copy, {3: Gate(torch.zeros(8), torch.tensor(1.0))})
     write_multi_exit(copy, MultiExit(exit_layers=(3, 6, 9), criterion="gate", gates=name))
+    save_draft_tokens(copy, [1])
     return copy
 
 
@@ -99,6 +104,8 @@ def assert_calibrated(folder: Path) -> None:
     assert block is not None and block.calibration == CALIBRATION
     assert check_rules(folder, {}).default.by_layer == ((3, 0.5, float("inf")),)
     assert len(list((folder / "exit_gates").iterdir())) == 1
+    drafted = load_draft_tokens(folder)
+    assert drafted is not None and drafted.tolist() == [2, 5]
     assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 12
 
 
