@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from exitserve.engine.hooks.worker_extension import ExitWorkerExtension
 from exitserve.engine.rails.speculator import FirstLayersSpeculator
 
 
@@ -28,9 +29,13 @@ class _Drafts:
         self.model_runner.speculator = FirstLayersSpeculator(self.vllm_config, self.device)
 
 
-class ExitWorker(_Drafts, Worker):
+# vLLM gives its worker class the extension as a base, once, and refuses it to a class that has its
+# methods from elsewhere: from vLLM's own worker, if another engine of this process gave it to that.
+
+
+class ExitWorker(_Drafts, Worker, ExitWorkerExtension):
     """vLLM's worker of a GPU."""
 
 
-class ExitCPUWorker(_Drafts, CPUWorker):
+class ExitCPUWorker(_Drafts, CPUWorker, ExitWorkerExtension):
     """vLLM's worker of a CPU, where a Triton for CPUs lets runner V2 run (in tests)."""

@@ -80,3 +80,11 @@ def test_drafts_by_the_size_of_the_batch(
     assert harness.run(jobs, every=4) == expected(model, jobs)
     stats = harness.stats()
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
+def test_beside_an_engine_that_does_not_draft(model, start, random_jobs, asking, drafting) -> None:
+    """Both in one process, started in either order."""
+    skipping = drafting | {"exits": {"exit_layers": [2]}}
+    jobs = asking(random_jobs(2, longest=10, max_tokens=4), "off")
+    first = start(model, **skipping).run(jobs)
+    assert start(model, **drafting).run(jobs) == first
