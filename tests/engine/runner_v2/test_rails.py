@@ -49,7 +49,7 @@ def test_prefix_hits(model, start, job, asking, expected, drafting) -> None:
 def test_a_context_that_is_full(model, start, job, asking, expected, drafting) -> None:
     """Drafts may not go past the longest context, up to which requests generate."""
     harness = start(model, **drafting)
-    jobs = asking([job([5 + i, 9, 40], {}, 128 - 3) for i in range(4)])
+    jobs = asking([job([5 + i, 9, 40], {}, 128 - 3) for i in range(2)])
 
     assert harness.run(jobs) == expected(model, jobs)
 
