@@ -1,9 +1,10 @@
 """The tokens that drafts are chosen from, where the vocabulary is large.
 
 A draft reads the whole LM head for one token. With the rows of the most frequent tokens alone it
-reads a part; the judge reads all, so rare tokens cost a rejected draft and nothing else. In GPT-2's
-vocabulary, the most frequent quarter covers 99 % of the tokens of a text, and the first quarter by
-number 90 %: so they are counted, by `exitserve calibrate`, on the text that it is given.
+reads a part; the judge reads all, so rare tokens cost a rejected draft and nothing else. Of
+WikiText-2's validation split, in GPT-2's vocabulary, the quarter that is most frequent in the test
+split (296,000 tokens) covers 95 %, and the first quarter by number 90 %: so they are counted, by
+`exitserve calibrate`, on the text that it is given.
 
 The file is optional, and lies in a folder of its own: loaders read every .safetensors beside the
 weights.

@@ -12,7 +12,7 @@ from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import config_overrides
+from exitserve.first_layers import config_overrides, cut_config
 from exitserve.policy import EXACT, ExitRules
 from exitserve.step_costs.drafting import Drafting, drafts_by_batch
 from exitserve.step_costs.sources import step_costs
@@ -84,7 +84,13 @@ def engine_options(
     return arguments
 
 
-def rails_options(model_dir: Path | str, rules: ExitRules, given: int | None) -> dict[str, Any]:
+MISREAD = ("eagle-", "eagle3", "dflash", "dspark")
+"""In the name of a draft model, vLLM takes these for another kind of drafts."""
+
+
+def rails_options(
+    model_dir: Path | str, rules: ExitRules, given: int | None, revision: str | None
+) -> dict[str, Any]:
     """vLLM engine arguments of a model whose first layers draft, beside those of runner V2.
 
     To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
@@ -94,15 +100,29 @@ def rails_options(model_dir: Path | str, rules: ExitRules, given: int | None) ->
         model_dir: the checkpoint.
         rules: the server's.
         given: drafts a step, if the user said so; else as many as pay, by the size of the batch.
+        revision: of a hub id.
+
+    Raises:
+        ExitServeError: vLLM would read something else into the checkpoint's name.
     """
     from vllm.platforms import current_platform
+
+    for word in MISREAD:
+        if word in str(model_dir).lower():
+            raise ExitServeError(
+                f"'{model_dir}' has {word!r} in its name, by which vLLM takes it for another kind "
+                f"of draft model; serve it from a folder of another name."
+            )
 
     speculation: dict[str, Any] = {
         "method": "draft_model",
         "model": str(model_dir),
         "num_speculative_tokens": rules.num_drafts,
     }
-    if given is None and (by_batch := paying_drafts(read_config(model_dir), rules)):
+    if revision is not None:
+        speculation["revision"] = revision
+    config = cut_config(read_config(model_dir, revision), rules.num_layers)
+    if given is None and (by_batch := paying_drafts(config, rules)):
         speculation["num_speculative_tokens_per_batch_size"] = by_batch
     worker = "ExitCPUWorker" if current_platform.is_cpu() else "ExitWorker"
     return {
@@ -192,10 +212,15 @@ def suit_runner(
         model_dir: the checkpoint.
         revision: of a hub id.
     """
+    options = ours["additional_config"][KEY]
     if not runs_on_v2():
+        if options.get("mode") == "defer" and "num_drafts" in options:
+            raise ExitServeError(
+                "num_drafts belongs to mode 'defer' on GPUs only: on a CPU nothing is drafted in "
+                "it. Drop --num-drafts, or serve in --mode verify."
+            )
         return ours
     os.environ[RUNNER] = "1"
-    options = ours["additional_config"][KEY]
     wanted = check_rules(model_dir, options, revision).default.mode
     options = {**options, "exit_path": RAILS if wanted in EXACT else "device"}
     suited = {
@@ -207,7 +232,7 @@ def suit_runner(
     suited.pop("speculative_config", None)
     if wanted in EXACT:
         rules = check_rules(model_dir, options, revision)
-        return suited | rails_options(model_dir, rules, options.get("num_drafts"))
+        return suited | rails_options(model_dir, rules, options.get("num_drafts"), revision)
     from exitserve.engine.layers.branches import can_branch_in_graphs
 
     if not can_branch_in_graphs():

@@ -182,10 +182,11 @@ def _as_served(
     """
     if found is None:
         return None, False
-    used = {layer for point in (*found.points, found.chosen) for layer in point.thresholds}
-    # Where keys and values are exact, an exit layer that is left out takes nothing from the others:
-    # fewer tokens exit, and each of them exited before.
-    fits = used <= set(exit_layers) or (found.mode in EXACT and used & set(exit_layers))
+    used = sorted({one for point in (*found.points, found.chosen) for one in point.thresholds})
+    kept = [layer for layer in used if layer in exit_layers]
+    # Where keys and values are exact, the deepest exits may be left out: those below see the same
+    # states, and the same tokens exit there. Without a lower one, others would exit further up.
+    fits = kept == used or (found.mode in EXACT and bool(kept) and kept == used[: len(kept)])
     if void or found.num_layers != num_layers or not fits:
         return found.void(exit_layers), False
     return found, True

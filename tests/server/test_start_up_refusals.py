@@ -44,6 +44,7 @@ FLAGS = [
     ("--port x", "--port", "invalid int value"),
     ("--mode verify", "mode 'verify'", "--exit-threshold T"),
     ("--num-drafts 4", "num_drafts", "--mode verify"),
+    ("--mode defer --exit-threshold 0.5 --num-drafts 4", "num_drafts", "on GPUs only"),
     ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     (
         "--mode verify --exit-threshold 0.5 --logits-processors a:B",

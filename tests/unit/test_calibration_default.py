@@ -63,6 +63,35 @@ def test_the_default(model: dict[str, Any], options: dict[str, Any], mode: str) 
         assert [default.thresholds_at(layer)[0] for layer in (6, 9)] == [0.8, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({"exit_layers": [3, 6]}, "defer"),
+        ({"exit_layers": [6]}, "defer"),
+        # Tokens that stopped at 6 would go on and stop at 9, which nobody measured.
+        ({"exit_layers": [9]}, "off"),
+        ({"exit_layers": [3]}, "off"),
+    ],
+)
+def test_with_exact_keys_and_values_the_deepest_exits_may_be_left_out(
+    options: dict[str, Any], mode: str
+) -> None:
+    default = make_rules(config("defer"), options).default
+    assert default.mode == mode
+    if mode == "defer":
+        assert default.thresholds_at(6)[0] == 0.8
+
+
+def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
+    drafting = {"exit_path": "rails", "exit_layers": [6]}
+    every = config("defer")
+    every["multi_exit"]["calibration"]["exit_checks"] = "all"
+    assert make_rules(every, {}).default.mode == "off"
+    assert make_rules(every, {"exit_checks": "all"}).default.mode == "defer"
+    assert make_rules(every, drafting).default.mode == "defer"
+    assert make_rules(config("defer"), drafting).default.mode == "off"
+
+
 def test_a_threshold_of_ones_own_goes_before_it() -> None:
     assert make_rules(config(), {"exit_threshold": 0.7}).default.thresholds_at(3)[0] == 0.7
 

@@ -112,8 +112,6 @@ class RailsRequests:
         """Takes the positions that a pass samples at; returns them if a token may stand there."""
         self._arrivals.drain(wait=False)
         self._sampled, self._stands = sampled, None
-        self._recorder.count_layers(self._rules.num_layers)
-        self._recorder.final_heads += 1
         if not self._may_stand.intersection(sampled.slots):
             return None
         self._stands = torch.zeros_like(sampled.slot_of, dtype=torch.bool)
@@ -134,6 +132,8 @@ class RailsRequests:
         sampled, self._sampled = self._sampled, None
         if sampled is None:
             return
+        self._recorder.count_layers(self._rules.num_layers)
+        self._recorder.final_heads += 1
         rows = [
             (self._known(slot, name), drafts)
             for slot, name, drafts in zip(sampled.slots, sampled.names, sampled.drafts, strict=True)

@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, K drafts, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
         return self.model.tokens(hidden_states)
 
     def _configure_decode_metadata_update(self) -> None:
+        # Also with one draft, which speculators with a draft prefill make there.
         DraftModelSpeculator._configure_decode_metadata_update(self)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -136,64 +138,15 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
 
     # vLLM's loops begin with column 1 and count the one before: K drafts are K + 1 steps to them.
 
-    def _generate_fused_drafts(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        num_tokens_across_dp: Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
-        super()._generate_fused_drafts(
-            num_reqs,
-            num_tokens_padded,
-            attn_metadata,
-            slot_mappings,
-            num_tokens_across_dp,
-            cudagraph_runtime_mode,
-            num_speculative_steps + 1,
-        )
+    def _generate_fused_drafts(self, *args: Any, **steps: Any) -> None:
+        super()._generate_fused_drafts(*_with_one_more(args, steps))
 
-    def _multi_step_decode(
-        self,
-        num_reqs: int,
-        skip_attn: bool,
-        batch_desc: Any,
-        num_tokens_across_dp: Tensor | None,
-        seq_lens_cpu_upper_bound: Tensor,
-        num_speculative_steps: int,
-    ) -> None:
-        super()._multi_step_decode(
-            num_reqs,
-            skip_attn,
-            batch_desc,
-            num_tokens_across_dp,
-            seq_lens_cpu_upper_bound,
-            num_speculative_steps + 1,
-        )
+    def _multi_step_decode(self, *args: Any, **steps: Any) -> None:
+        super()._multi_step_decode(*_with_one_more(args, steps))
 
-    def _generate_one_of(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        num_tokens_across_dp: Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
+    def _generate_one_of(self, *args: Any, **steps: Any) -> None:
         """One draft of several, for a graph of its own."""
-        self._generate_draft(
-            num_reqs,
-            num_tokens_padded,
-            attn_metadata,
-            slot_mappings,
-            num_tokens_across_dp,
-            cudagraph_runtime_mode,
-            num_speculative_steps + 1,
-        )
+        self._generate_draft(*_with_one_more(args, steps))
 
     @torch.inference_mode()
     def propose(
@@ -232,10 +185,11 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
         self._copy_request_inputs(
             rows, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run
         )
-        if not dummy_run:  # rows inside their prompts draft nothing
+        if not dummy_run:
+            self.model.count(drafts)
+            # Rows inside their prompts draft nothing.
             self.idx_mapping[:rows].masked_fill_(num_sampled == 0, -1)
         self._place(input_batch, num_rejected, last_sampled)
-        self.model.count(drafts)
         graph, across = self._graph_for(rows, dp_sync_state, drafts, eager=is_profile)
         draft = (
             self._fused_multi_step_decode
@@ -291,6 +245,12 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
         if manager is not None:
             graph = manager.specialize_spec_tokens(graph, drafts)
         return graph, None if sync is None else sync.num_tokens_across_dp
+
+
+def _with_one_more(args: tuple[Any, ...], steps: Mapping[str, Any]) -> tuple[Any, ...]:
+    """vLLM's arguments with a step more; their number comes last, or by its name in a capture."""
+    *others, count = [*args, *steps.values()]
+    return (*others, count + 1)
 
 
 class DraftGraphs(SpeculatorCudaGraphManager):
