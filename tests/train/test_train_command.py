@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,19 @@ def test_no_exit_layer_is_the_plain_objective(
 def test_resume_without_a_checkpoint_says_so(make_recipe: MakeRecipe, train: Train) -> None:
     with pytest.raises(ExitServeError, match="start the run without resume first"):
         train(make_recipe(), "resume=true")
+
+
+def test_attention_is_computed_as_the_recipe_says(
+    tmp_path: Path, make_recipe: MakeRecipe, train: Train
+) -> None:
+    losses = {}
+    for name in ("eager", "sdpa"):
+        folder = tmp_path / name
+        recipe = make_recipe(output_dir=str(folder), attn_implementation=name)
+        assert train(recipe) == 0
+        losses[name] = read(folder, "report.json")["last_layer"]["loss"]
+    # The same sums in another order.
+    assert losses["eager"] == pytest.approx(losses["sdpa"], rel=1e-4)
+    if find_spec("flash_attn") is None:
+        with pytest.raises(ExitServeError, match="attn_implementation=flash_attention_2 cannot"):
+            train(make_recipe(attn_implementation="flash_attention_2"))

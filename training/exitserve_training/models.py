@@ -145,6 +145,22 @@ def start_head_from_embeddings(model: PreTrainedModel) -> None:
             head.weight.copy_(embedding.weight)
 
 
+def choose_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Lets all layers compute attention by one of transformers' implementations.
+
+    Raises:
+        ExitServeError: this model or this machine cannot run it.
+    """
+    try:
+        model.set_attn_implementation(implementation)
+    except (ImportError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ExitServeError(
+            f"attn_implementation={implementation} cannot be used here: {reason} Leave it out for "
+            f"what transformers chooses."
+        ) from error
+
+
 def build_config(
     recipe: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,

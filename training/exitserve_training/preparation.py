@@ -41,6 +41,7 @@ from exitserve_training.models import (
     build_model,
     check_fits,
     check_model,
+    choose_attention,
     load_model,
     model_config,
     start_head_from_embeddings,
@@ -264,6 +265,8 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:
         start_head_from_embeddings(model)
+    if recipe.attn_implementation is not None:
+        choose_attention(model, recipe.attn_implementation)
     return model
 
 

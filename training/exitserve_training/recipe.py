@@ -114,6 +114,10 @@ class Recipe(Strict):
     seed: int = Field(default=0, ge=0)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
+    attn_implementation: (
+        Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
+    ) = None
+    """As transformers calls them; null: what it chooses. Checkpoints do not keep it."""
     compile_layers: bool = False
     """`torch.compile` each decoder layer; needs a C compiler, pays on runs of minutes or more."""
     resume: bool = False

@@ -307,7 +307,8 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
         for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, Tensor):
+            # A part of something larger takes no memory of its own.
+            if isinstance(value, Tensor) and value.untyped_storage().nbytes() == value.nbytes:
                 place = value.untyped_storage().data_ptr()
                 self.made.add((value.numel(), value.dtype, place))
         return out

@@ -282,6 +282,8 @@ class _HeadPass:
         self.slice_rows = max(_SLICE_ELEMENTS // len(weight), 1)
         rows = 0 if dtype == self.sum_dtype else min(self.slice_rows, len(self.logits))
         self.scratch = self.weight.new_empty(rows, len(weight), dtype=self.sum_dtype)
+        # On a CPU torch makes a copy, in memory fresh from the system, of what has another dtype.
+        self.copies = dtype != self.sum_dtype and self.device.type == "cpu"
 
     def run(
         self, states: Tensor, labels: Tensor, scale: Tensor, *, wants_states: bool
@@ -303,7 +305,7 @@ class _HeadPass:
             if not self.differentiate:
                 return losses, None
             if self.weight_grad is not None:
-                _add_product(self.weight_grad, logits, features)
+                self._add_product(self.weight_grad, logits, features)
             if self.bias_grad is not None:
                 self.bias_grad += logits.sum(0, dtype=self.sum_dtype)
             if not by:
@@ -329,6 +331,7 @@ class _HeadPass:
                 torch.mul(bounded, self.soft_cap, out=values)
                 part = values
             # softmax = exp(a - max) / sum: no exponential overflows, however large the logits.
+            part = values.copy_(part) if self.copies else part
             torch.sub(part, part.amax(-1, keepdim=True).to(self.sum_dtype), out=values)
             own = values.gather(-1, target)
             total = values.exp_().sum(-1, keepdim=True)
@@ -339,19 +342,26 @@ class _HeadPass:
                 values.scatter_(-1, target, total * torch.expm1(-found))
                 if bounded is not None:
                     values *= 1.0 - bounded.square_()
-                torch.mul(values, scale[rows, None] / total, out=logits[rows])
+                written = values if self.copies else logits[rows]
+                torch.mul(values, scale[rows, None] / total, out=written)
+                if self.copies:
+                    logits[rows] = written
         return losses
 
-
-def _add_product(total: Tensor, outer: Tensor, features: Tensor) -> None:
-    """total [V, D] += outer^T [V, n] features [n, D]."""
-    if total.dtype == features.dtype:
-        total.addmm_(outer.t(), features)
-        return
-    # The product of a chunk has the dtype of its factors. In blocks, it is never whole.
-    for start in range(0, len(total), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        total[block] += torch.mm(outer[:, block].t(), features)
+    def _add_product(self, total: Tensor, outer: Tensor, features: Tensor) -> None:
+        """total [V, D] += outer^T [V, n] features [n, D]."""
+        if total.dtype == features.dtype:
+            total.addmm_(outer.t(), features)
+            return
+        # The product of a chunk has the dtype of its factors. In blocks, it is never whole.
+        for start in range(0, len(total), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            product = torch.mm(outer[:, block].t(), features)
+            if self.copies and product.numel() <= self.scratch.numel():
+                # The softmax is done with its room.
+                room = self.scratch.view(-1)[: product.numel()]
+                product = room.view_as(product).copy_(product)
+            total[block] += product
 
 
 def _pieces(count: int, most: int) -> Iterator[slice]:
