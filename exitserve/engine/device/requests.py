@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.device.rows import DeviceRows, HostRow, Slots
-from exitserve.engine.requests import PreemptedRequests, Request
+from exitserve.engine.requests import Request, RequestSlots
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
@@ -58,8 +58,7 @@ class DeviceRequests:
         self._rules, self._recorder = state.rules, state.recorder
         self._slots = Slots(state.rules, most_rows, device)
         self.rows = self.make_rows(self._slots, most_rows, logits)
-        self._by_slot: dict[int, Request] = {}
-        self._preempted = PreemptedRequests()
+        self._running = RequestSlots()
         self._due: list[tuple[Request, int, int]] = []
         self._arrivals = Arrivals()
         self._plain_passes = 0
@@ -72,28 +71,25 @@ class DeviceRequests:
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        if (earlier := self._preempted.take(request.name)) is not None:
+        request, is_back = self._running.add(slot, request)
+        if is_back:
             self.drain(wait=True)  # its tokens are computed again, each to its own depth
-            request = earlier
         if request.policy.mode in EXACT:  # refused at the front door
             request.policy = ExitPolicy.off()
-        self._by_slot[slot] = request
         if self._may_exit(request):
             self._slots.start(slot, request.policy, request.device_state)
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        for slot, request in self._by_slot.items():
-            if request.name == name:
-                del self._by_slot[slot]
-                if self._may_exit(request):
-                    request.device_state = self._slots.kept(slot)
-                self._preempted.keep(request)
-                return
+        if (left := self._running.remove(name)) is None:
+            return
+        slot, request = left
+        if self._may_exit(request):
+            request.device_state = self._slots.kept(slot)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
-        self._preempted.forget(names)
+        self._running.forget(names)
 
     def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""
@@ -114,8 +110,8 @@ class DeviceRequests:
         for row, slot in enumerate(batch.slots):
             first, length = batch.computed[row], batch.scheduled[row]
             begins, start = start, start + length  # of the row's tokens in the pass
-            request = self._by_slot.get(slot)
-            if request is None or request.name != batch.names[row]:
+            request = self._running.get(slot, batch.names[row])
+            if request is None:
                 continue
             generated = first + length - request.prompt_length
             samples = first + length >= batch.known[row]

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from exitserve.engine.requests import PreemptedRequests, Request
+from exitserve.engine.requests import Request, RequestSlots
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals, upload
 from exitserve.policy import NEVER
@@ -77,8 +77,7 @@ class RailsRequests:
         """Thresholds of each slot, for any token and for ends of sequence."""
         self._may_stand: set[int] = set()
         """Slots whose requests have thresholds."""
-        self._by_slot: dict[int, Request] = {}
-        self._preempted = PreemptedRequests()
+        self._running = RequestSlots()
         self._sampled: Sampled | None = None
         self._stands: Tensor | None = None
         self._arrivals = Arrivals()
@@ -86,9 +85,7 @@ class RailsRequests:
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        if (earlier := self._preempted.take(request.name)) is not None:
-            request = earlier
-        self._by_slot[slot] = request
+        request, _ = self._running.add(slot, request)
         if request.policy.mode == "defer":
             self._may_stand.add(slot)
             upload(request.policy.thresholds_at(self._layer), self._limits[slot])
@@ -98,15 +95,11 @@ class RailsRequests:
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        for slot, request in self._by_slot.items():
-            if request.name == name:
-                del self._by_slot[slot]
-                self._preempted.keep(request)
-                return
+        self._running.remove(name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
-        self._preempted.forget(names)
+        self._running.forget(names)
 
     def begin(self, sampled: Sampled) -> Judged | None:
         """Takes the positions that a pass samples at; returns them if a token may stand there."""
@@ -135,7 +128,7 @@ class RailsRequests:
         self._recorder.count_layers(self._rules.num_layers)
         self._recorder.final_heads += 1
         rows = [
-            (self._known(slot, name), drafts)
+            (self._running.get(slot, name), drafts)
             for slot, name, drafts in zip(sampled.slots, sampled.names, sampled.drafts, strict=True)
         ]
         self._arrivals.ask(self._found(sampled, num_sampled), partial(self._take, rows))
@@ -156,11 +149,6 @@ class RailsRequests:
         index = position - sampled.prompt_lengths[slots]
         parts = (index[:, None], num_sampled[: len(slots), None], tokens, stands)
         return torch.cat([part.long() for part in parts], dim=1)
-
-    def _known(self, slot: int, name: str) -> Request | None:
-        """The request in a slot; None in warm-ups."""
-        request = self._by_slot.get(slot)
-        return request if request is not None and request.name == name else None
 
     def _take(
         self, rows: Sequence[tuple[Request | None, int]], found: Sequence[Sequence[int]]
