@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -283,6 +283,44 @@ def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
     from vllm import LLM
 
     return LLM(model=str(model_dir), **llm)
+
+
+def continuations(
+    model_dir: Path | str,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    temperature: float,
+    seed: int,
+) -> list[list[int]]:
+    """What plain vLLM generates after each prompt of token ids: `tokens` of them, also past an end
+    of sequence. Sampled with a seed of each one's own; greedy at temperature 0."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    prepare_environment()
+    from vllm import SamplingParams
+
+    engine = start_plain_engine(
+        model_dir,
+        max_model_len=max(map(len, prompts)) + tokens,
+        enable_prefix_caching=False,
+    )
+    try:
+        outputs = engine.generate(
+            [{"prompt_token_ids": list(ids)} for ids in prompts],
+            [
+                SamplingParams(
+                    max_tokens=tokens,
+                    temperature=temperature,
+                    seed=seed + number if temperature else None,
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                for number in range(len(prompts))
+            ],
+        )
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:

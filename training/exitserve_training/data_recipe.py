@@ -32,10 +32,21 @@ class TokenizerRecipe(Strict):
         return self
 
 
+class OwnText(Strict):
+    """Train on continuations that the model writes itself, as vLLM serves it."""
+
+    sequences: int = Field(ge=1)
+    """The most to write, each of `data.sequence_length` tokens."""
+    prompt_tokens: int = Field(default=64, ge=1)
+    """Of each sequence: its beginning, which is the data's."""
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
 _ONLY_FOR = {
     "loss_on": ("chat",),
     "python_source": ("text",),
     "from_run": ("text",),
+    "own_text": ("text",),
     "exclude": ("text",),
     "max_file_bytes": ("text",),
     "max_package_bytes": ("text",),
@@ -52,7 +63,7 @@ _ONLY_FOR = {
 }
 """Keys of `data` that some formats only can use."""
 
-_WITH_FROM_RUN = {"from_run", "format", "sequence_length"}
+_WITH_FROM_RUN = {"from_run", "format", "sequence_length", "own_text"}
 """Keys of `data` that may stand beside `from_run`."""
 
 
@@ -104,6 +115,8 @@ class DataRecipe(Strict):
     """The most sequences to evaluate on."""
     sequence_length: int = Field(default=512, ge=2)
     """Tokens per packed sequence."""
+    own_text: OwnText | None = None
+    """Train on what `model` writes itself, in place of what it continues."""
 
     @model_validator(mode="after")
     def _some_source(self) -> DataRecipe:
@@ -112,6 +125,11 @@ class DataRecipe(Strict):
         elif not (self.files or self.dataset or self.python_source):
             raise ValueError(
                 "data needs one of data.files, data.dataset, data.python_source, data.from_run"
+            )
+        if self.own_text is not None and self.own_text.prompt_tokens >= self.sequence_length:
+            raise ValueError(
+                f"data.own_text.prompt_tokens {self.own_text.prompt_tokens} leaves nothing to "
+                f"write of data.sequence_length={self.sequence_length}; give fewer"
             )
         for key in sorted(self.model_fields_set):
             formats = _ONLY_FOR.get(key, ())

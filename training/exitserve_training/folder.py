@@ -120,11 +120,30 @@ def empty_folder(recipe: Recipe) -> Path:
     return folder
 
 
+def _as_recorded(given: Any, recorded: Any, chosen: Any) -> Any:
+    """Keys of a recipe without those at their default that its record lacks: they came since.
+
+    Args:
+        given: a key's value, or the whole recipe.
+        recorded: the same in the record.
+        chosen: the same without defaults.
+    """
+    if not (isinstance(given, dict) and isinstance(recorded, dict)):
+        return given
+    chosen = chosen if isinstance(chosen, dict) else {}
+    return {
+        key: _as_recorded(value, recorded.get(key), chosen.get(key))
+        for key, value in given.items()
+        if key in recorded or key in chosen
+    }
+
+
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
     """A resumed run keeps its model, data and optimizer; its length and objectives may change."""
     earlier = read_training_run(folder).get("recipe", {})
     given = recipe.model_dump(mode="json")
-    pairs = {key: (earlier[key], given[key]) for key in _KEPT if key in earlier}
+    known = _as_recorded(given, earlier, recipe.model_dump(mode="json", exclude_defaults=True))
+    pairs = {key: (earlier.get(key), known[key]) for key in _KEPT if key in known}
     was, now = earlier.get("training", {}), given["training"]
     pairs |= {f"training.{key}": (was.get(key), now.get(key)) for key in _KEPT_BY_OPTIMIZERS}
     for key, (old, new) in pairs.items():

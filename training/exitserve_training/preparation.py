@@ -112,6 +112,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
         for key in ("exit_aware", "sample_texts"):
             if getattr(recipe, key):
                 raise ExitServeError(f"recipe key {key!r} is for causal models; leave it out.")
+        if recipe.data.own_text is not None:
+            raise ExitServeError("recipe key 'data.own_text' is for causal models; leave it out.")
     elif "mask_share" in recipe.model_fields_set:
         raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
     return TrainingSetup(config, task, exits)
@@ -133,7 +135,7 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
         check_output_dir(recipe)
     folder = Path(recipe.output_dir) / "data"
     source = recipe.tokenizer.model_dump_json() if recipe.tokenizer else str(recipe.model)
-    key = fingerprint(recipe.data.model_dump_json(), source, str(recipe.seed))
+    key = fingerprint(recipe.data.model_dump_json(exclude_defaults=True), source, str(recipe.seed))
     data = load_packed(folder, key) if recipe.resume or not is_first else None
     if data is None:
         data, processor = _read(recipe, setup)
@@ -173,7 +175,7 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
             raise ExitServeError(
                 "data.from_run needs a model with its tokenizer, or tokenizer.path."
             )
-        return packed_by_run(recipe.data.from_run, tokenizer, length), tokenizer
+        return _written(recipe, packed_by_run(recipe.data.from_run, tokenizer, length)), tokenizer
     split = load_split(recipe.data, recipe.seed)
     is_masked = setup.task == "hidden token"
     if tokenizer is None:
@@ -183,7 +185,19 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
             "this tokenizer has no mask token, which a masked language model needs; set "
             "tokenizer.path to that of a masked model."
         )
-    return pack_split(split, tokenizer, length, recipe.data.validation_blocks), tokenizer
+    packed = pack_split(split, tokenizer, length, recipe.data.validation_blocks)
+    return _written(recipe, packed), tokenizer
+
+
+def _written(recipe: Recipe, packed: datasets.DatasetDict) -> datasets.DatasetDict:
+    """The data, or what the model writes after their beginnings."""
+    if recipe.data.own_text is None:
+        return packed
+    # Only here, because it loads vLLM.
+    from exitserve_training.own_text import with_own_text
+
+    assert recipe.model is not None
+    return with_own_text(packed, recipe.model, recipe.data.own_text, recipe.seed)
 
 
 def _trained_tokenizer(recipe: Recipe, texts: Sequence[str], task: Task) -> PreTrainedTokenizerBase:

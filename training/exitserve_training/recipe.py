@@ -156,6 +156,8 @@ class Recipe(Strict):
 
     def _check_model_only(self) -> None:
         """Raises `ValueError` for what is done to a trained model, where there is none."""
+        if self.data.own_text is not None and self.model is None:
+            raise ValueError("data.own_text is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
             raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
         if self.grow_to_layers is not None and self.config is not None:
