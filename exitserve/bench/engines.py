@@ -19,7 +19,7 @@ from typing import Any
 
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.forced import start_forced_engine
-from exitserve.bench.rivals import drafts_counted, speculation_of
+from exitserve.bench.rivals import DraftCounts, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
@@ -71,6 +71,7 @@ class Engines:
         self._exits = exits
         self._verify = verify
         self._rivals = rivals
+        self._drafts = {name: DraftCounts(engine) for name, engine in rivals.items()}
         self._last: Any = None
 
     @property
@@ -128,7 +129,7 @@ class Engines:
         """
         engine = self._engine(setting)
         if setting.mode == "rival":
-            return drafts_counted(engine)
+            return self._drafts[setting.rival or ""].counted.copy()
         if engine is self._plain:
             return Counter()
         stats = engine.collective_rpc("exit_stats")[0]

@@ -66,7 +66,8 @@ def speculation_of(rival: str, drafts: int | None) -> dict[str, Any]:
             "prompt_lookup_max": LONGEST_NGRAM,
         }
     if rival == "suffix":
-        return {"method": "suffix"}
+        # Repeats send the same prompts; drafts from earlier answers would be right every time.
+        return {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     return {
         "method": "draft_model",
         "model": rival.partition(":")[2],
@@ -88,14 +89,23 @@ def extra_memory(rival: str) -> dict[str, int]:
     }
 
 
-def drafts_counted(engine: Any) -> Counter[str]:
-    """What vLLM counted since the engine's start: `drafted`, `accepted`."""
-    names = {
-        "vllm:spec_decode_num_draft_tokens": "drafted",
-        "vllm:spec_decode_num_accepted_tokens": "accepted",
-    }
-    found = Counter[str]()
-    for metric in engine.get_metrics():
-        if metric.name in names:
-            found[names[metric.name]] += int(metric.value)
-    return found
+class DraftCounts:
+    """What an engine drafted, from the statistics of each of its steps.
+
+    vLLM's own counters are those of the process: of several engines, the newest one's.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Listens to a `vllm.LLM` that keeps statistics, beside vLLM's own listeners."""
+        self.counted = Counter[str]()
+        engine.llm_engine.logger_manager.stat_loggers.append(self)
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        """Takes the statistics of a step."""
+        step = scheduler_stats.spec_decoding_stats if scheduler_stats else None
+        if step is not None:
+            self.counted["drafted"] += step.num_draft_tokens
+            self.counted["accepted"] += step.num_accepted_tokens
+
+    def log(self) -> None:
+        """Prints nothing; vLLM asks all listeners to."""

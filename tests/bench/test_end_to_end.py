@@ -18,11 +18,11 @@ from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 6
-MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival")
+MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival", "rival")
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
-    f"--mixed 0.5@4 --rivals ngram --batch-sizes 1,2 --requests {REQUESTS} "
+    f"--mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} "
     f"--max-tokens {MAX_TOKENS} --repeats 2 --dtype float32 --enforce-eager --max-model-len 128"
 )
 
@@ -78,6 +78,7 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["agreement"] == 1.0
     if case["mode"] == "rival":
         assert 0 <= case["accepted"] <= case["drafted"]
+        assert case["rival"] == "ngram" or case["accepted"] > 0
     if case["mode"] == "verify":
         assert 0 <= case["accepted"] <= case["drafted"] and case["drafted"] > 0
         assert case["mean_layers_run"] >= NUM_LAYERS
@@ -102,7 +103,9 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     save_tiny(model)
     lines = [{"prompt_token_ids": [5, 9, 17]}, {"prompt_token_ids": list(range(20, 60))}]
     prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    arguments = (str(model), "--prompts", str(prompts), "--out", str(out), *ARGUMENTS.split())
+    # The model as its own draft model is always right.
+    work = ("--rivals", f"draft:{model},ngram", "--prompts", str(prompts), "--out", str(out))
+    arguments = (str(model), *work, *ARGUMENTS.split())
 
     assert bench(*arguments) == 0
 
