@@ -294,7 +294,7 @@ def continuations(
     seed: int,
 ) -> list[list[int]]:
     """What plain vLLM generates after each prompt of token ids: `tokens` of them, also past an end
-    of sequence. Sampled with a seed of each one's own; greedy at temperature 0."""
+    of sequence; greedy at temperature 0, else drawn by the engine's `seed`."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     prepare_environment()
     from vllm import SamplingParams
@@ -303,20 +303,15 @@ def continuations(
         model_dir,
         max_model_len=max(map(len, prompts)) + tokens,
         enable_prefix_caching=False,
+        seed=seed,
+    )
+    params = SamplingParams(
+        max_tokens=tokens, temperature=temperature, ignore_eos=True, detokenize=False
     )
     try:
         outputs = engine.generate(
             [{"prompt_token_ids": list(ids)} for ids in prompts],
-            [
-                SamplingParams(
-                    max_tokens=tokens,
-                    temperature=temperature,
-                    seed=seed + number if temperature else None,
-                    ignore_eos=True,
-                    detokenize=False,
-                )
-                for number in range(len(prompts))
-            ],
+            params,
         )
     finally:
         engine.llm_engine.engine_core.shutdown()

@@ -61,12 +61,12 @@ class MultiExitMixin(FirstLayers):
         self._segments = self._make_segments(vllm_config, masked=on_device)
         model: Any = self
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
-        propagation = Propagation(
+        self.propagation = Propagation(
             lambda: [model.layer_kv(layer) for layer in layers],
             self._state.rules.exit_layers,
             longest,
         )
-        parts = (self, self._segments, self._head, propagation)
+        parts = (self, self._segments, self._head, self.propagation)
         if not on_device:
             self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
             return

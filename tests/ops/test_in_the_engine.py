@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
@@ -127,6 +128,7 @@ def test_frozen_rows_fill_paged_caches(
     """Gemma 3: key norms, two rotary embeddings, and layers whose blocks differ."""
     from transformers import AutoModelForCausalLM
     from vllm.forward_context import override_forward_context
+    from vllm.v1.worker.utils import clear_layer_kv_caches
 
     from exitserve.engine.layers.propagation import Propagation
     from exitserve_kernels.dispatch import chosen
@@ -147,8 +149,21 @@ def test_frozen_rows_fill_paged_caches(
     names = {one.layer_name: slots[kind] for one, kind in zip(attentions, KINDS, strict=True)}
     context: Any = SimpleNamespace(slot_mapping=names)
     with torch.no_grad(), override_forward_context(context):
-        Propagation(lambda: layers, (2, 4), 100).fill(states, positions, 2)
-    assert chosen()["propagate_kv"] == "triton"
+        propagation = Propagation(lambda: layers, (2, 4), 100)
+        propagation.fill(states, positions, 2)
+        assert chosen()["propagate_kv"] == "triton"
+        first = [attention.kv_cache.clone() for attention in attentions]
+        # As vLLM does on a GPU once it knows what graphs need, and again for the real caches.
+        for is_told in (True, False):
+            bound = [StorageWeakRef(one.kv_cache.untyped_storage()) for one in attentions]
+            if is_told:
+                clear_layer_kv_caches([*attentions, *propagation.modules()])
+                assert all(one.expired() for one in bound), "memory that vLLM let go is held"
+            for attention, filled in zip(attentions, first, strict=True):
+                attention.kv_cache = torch.zeros_like(filled)
+            propagation.fill(states, positions, 2)
+            for attention, filled in zip(attentions, first, strict=True):
+                assert torch.equal(attention.kv_cache, filled), "the caches that were bound before"
     # Sums of 128 products in another order; e5m2 has two bits, and the interpreter cuts.
     close = {"rtol": 1e-4 if kind == torch.float32 else 0.26, "atol": 1e-5}
     for index, (attention, one) in enumerate(zip(attentions, KINDS, strict=True)):

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from exitserve.engine.compat.caches import layer_caches, layer_slots
 from exitserve.engine.compat.weights import packed_linear
@@ -21,8 +22,9 @@ from exitserve.engine.layers.key_values import LayerKV, Norm, rotation_table
 from exitserve_kernels.propagate_kv import KeyNorm, KVStore, Rotary, fill, normalised
 
 
-class Propagation:
-    """Fills the cache above an exit."""
+class Propagation(nn.Module):
+    """Fills the cache above an exit. A module without parameters, so that vLLM finds what it has
+    bound (`_BoundCaches`)."""
 
     def __init__(
         self, read_layers: Callable[[], Sequence[LayerKV]], exit_layers: Sequence[int], longest: int
@@ -34,10 +36,11 @@ class Propagation:
             exit_layers: the model's.
             longest: positions are below this.
         """
+        super().__init__()
         self._read_layers, self._exit_layers, self._longest = read_layers, exit_layers, longest
         self._input_norm: Norm | None = None
         self._spans: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._above: dict[int, _Above] = {}
+        self._above = nn.ModuleDict()
 
     def load(self, like: Tensor) -> None:
         """Reads the K/V weights of the layers above the first exit; does nothing if it has.
@@ -57,10 +60,9 @@ class Propagation:
         tables = {
             id(layer.rotary): rotation_table(layer, self._longest, like) for layer in layers[first:]
         }
-        self._above = {
-            depth: _Above(layers[depth:], [tables[id(layer.rotary)] for layer in layers[depth:]])
-            for depth in self._exit_layers
-        }
+        for depth in self._exit_layers:
+            own = [tables[id(layer.rotary)] for layer in layers[depth:]]
+            self._above[str(depth)] = _Above(layers[depth:], own)
 
     def fill(
         self, state: Tensor, positions: Tensor, depth: int, tokens: Tensor | None = None
@@ -79,7 +81,8 @@ class Propagation:
             state = normalised(state, norm.epsilon, centred=norm.centred)
         parts = [project(state) for start, project in self._spans.items() if start >= depth]
         projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        self._above[depth].fill(projected, positions, tokens)
+        above: Any = self._above[str(depth)]
+        above.fill(projected, positions, tokens)
 
 
 def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -89,28 +92,50 @@ def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], T
     return packed_linear(torch.cat(weights), bias if bias.any() else None)
 
 
-class _Above:
+class _BoundCaches(nn.Module):
+    """Where keys and values of some layers go, as long as vLLM leaves their caches bound.
+
+    On a GPU vLLM first binds small caches, captures graphs to see what they need, and lets all of
+    it go: it clears `kv_cache` of every module of the model (`clear_layer_kv_caches` in
+    `vllm/v1/worker/utils.py`), so that nothing of ours holds the memory either.
+    """
+
+    def __init__(self, attentions: Sequence[Any]) -> None:
+        super().__init__()
+        self._attentions = list(attentions)
+        self._addresses: list[int] = []
+        self.kv_cache: KVStore | list[Any] = []
+
+    def stores(self) -> KVStore:
+        """The caches that are bound now; a graph that is captured finds them looked up before."""
+        addresses = [one.kv_cache.data_ptr() for one in self._attentions]
+        if isinstance(self.kv_cache, list) or addresses != self._addresses:
+            self.kv_cache, self._addresses = layer_caches(self._attentions), addresses
+        return self.kv_cache
+
+
+class _Above(nn.Module):
     """The layers above one exit: what becomes of their projected keys and values."""
 
     def __init__(self, layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> None:
+        super().__init__()
         self._attentions = [layer.attention for layer in layers]
+        self._caches = _BoundCaches(self._attentions)
         norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
         self._key_norm: KeyNorm | None = None
         if norms:
             assert not norms[0].centred, "key norms are root-mean-square norms"
             self._key_norm = KeyNorm(torch.stack([one.gain for one in norms]), norms[0].epsilon)
         self._rotary = _rotary(layers, tables)
-        self._caches: KVStore | None = None
 
     def fill(self, projected: Tensor, positions: Tensor, tokens: Tensor | None) -> None:
         """Writes `projected` [N, S * 2 * H * P] into the cache; see `Propagation.fill`."""
-        if self._caches is None:  # caches are bound after the model's first passes
-            self._caches = layer_caches(self._attentions)
+        caches = self._caches.stores()
         fill(
-            projected.view(projected.shape[0], self._caches.layers, 2, -1),
+            projected.view(projected.shape[0], caches.layers, 2, -1),
             positions,
             layer_slots(self._attentions, tokens),
-            self._caches,
+            caches,
             key_norm=self._key_norm,
             rotary=self._rotary,
         )
