@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.platforms import current_platform
 
 from exitserve.engine.options import PROPOSER, QUANTISED, RAILS, options_of
@@ -68,6 +69,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "one graph for prompts (cudagraph_mode FULL)": _graphs(vllm_config) == "FULL",
+        # They hold the whole pass, with breaks at attention, which lies inside our branches.
+        "breakable graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 sets)": (
+            envs.VLLM_USE_BREAKABLE_CUDAGRAPH and vllm_config.use_v2_model_runner and not drafts
+        ),
         "CUDA graphs on runner V1 (VLLM_USE_V2_MODEL_RUNNER=0 without --enforce-eager)": (
             current_platform.is_cuda()
             and not vllm_config.use_v2_model_runner

@@ -74,6 +74,12 @@ def test_a_request_alone_reads_what_its_depths_say(start, model, jobs) -> None:
     assert len(seen) > 2
 
 
+def test_graphs_that_break_inside_a_branch_are_refused(start, model, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(ValueError, match=r"does not support breakable graphs .*drop it"):
+        start(model, exits=EXITS, max_model_len=96)
+
+
 def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> None:
     """Each rank keeps its slice of the logits, and all decide alike."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
