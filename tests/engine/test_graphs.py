@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,3 +220,45 @@ def test_branches_outside_graphs_are_the_hosts() -> None:
     with every_branch():
         when(torch.tensor(False), lambda: seen.append("warmed up"))
     assert seen == ["taken", "warmed up"]
+
+
+class StreamsOfACapture:
+    """What CUDA and a graph that is captured do to the current stream, and nothing else."""
+
+    def __init__(self) -> None:
+        self.current = "graph"
+
+    def begin_capture_to_if_node(self, flag: Any) -> None:
+        self.current += f", if {flag.name}"
+
+    def end_capture_to_conditional_node(self) -> None:
+        self.current = self.current.rpartition(",")[0]
+
+
+def test_collectives_of_a_branch_go_to_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sends them to the stream that it tracks, which is the one that was set last."""
+    from vllm.utils import torch_utils
+
+    graph = StreamsOfACapture()
+    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: None)
+    monkeypatch.setattr(torch_utils._current_stream_tls, "value", "graph", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: graph.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    capturing = staticmethod(lambda: graph)
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "get_currently_capturing_graph", capturing, raising=False
+    )
+    outer, inner = (SimpleNamespace(name=name, is_cuda=True) for name in ("a", "b"))
+    used = []
+
+    def collective() -> None:
+        used.append(torch_utils.current_stream())
+
+    def body() -> None:
+        collective()
+        when(inner, collective)
+        collective()
+
+    when(outer, body)
+    collective()
+    assert used == ["graph, if a", "graph, if a, if b", "graph, if a", "graph"]

@@ -26,11 +26,16 @@ def when(flag: Tensor, body: Callable[[], None]) -> None:
     """
     if flag.is_cuda and torch.cuda.is_current_stream_capturing():
         graph: Any = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+        around = torch.cuda.current_stream()
         graph.begin_capture_to_if_node(flag)
         try:
+            # The body is captured on a stream of its own. vLLM's collectives go to the one that was
+            # set last (`current_stream` in `vllm/utils/torch_utils.py`).
+            torch.cuda.set_stream(torch.cuda.current_stream())
             body()
         finally:
             graph.end_capture_to_conditional_node()
+            torch.cuda.set_stream(around)
     elif _EVERY.get() or bool(flag):
         body()
 
