@@ -44,7 +44,13 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
     return made
 
 
-def batch(names: list[str], computed: list[int], scheduled: list[int], padded: int) -> Any:
+def batch(
+    names: list[str],
+    computed: list[int],
+    scheduled: list[int],
+    padded: int,
+    padded_tokens: int | None = None,
+) -> Any:
     """An `InputBatch` of runner V2, as far as the adapter reads it."""
     ends = np.cumsum(scheduled)
     return SimpleNamespace(
@@ -53,7 +59,7 @@ def batch(names: list[str], computed: list[int], scheduled: list[int], padded: i
         num_reqs=len(names),
         num_reqs_after_padding=padded,
         num_tokens=int(ends[-1]),
-        num_tokens_after_padding=max(padded, int(ends[-1])),
+        num_tokens_after_padding=padded_tokens or max(padded, int(ends[-1])),
         num_scheduled_tokens=np.array(scheduled),
         num_computed_tokens_np=np.array(computed),
         prefill_len_np=np.array([3] * len(names)),
@@ -100,6 +106,32 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
         again.prefill_len_np[2] = 6
         rows = state.prepare_inputs(again, None)["exits"]
         assert rows.known_depth.tolist() == known
+
+
+def paddings(rows: int) -> list[tuple[int, int]]:
+    """Rows and tokens that graphs of `rows` rows of one token may have."""
+    whole = [(padded, padded) for padded in range(rows, MOST + 1)]
+    by_tokens = [(rows, tokens) for tokens in range(rows, 2 * MOST + 1)]
+    return list(dict.fromkeys([*whole, *by_tokens]))
+
+
+@pytest.mark.parametrize("rows", range(1, MOST + 1))
+def test_padding_changes_nothing(state: ExitModelState, rows: int) -> None:
+    """Graphs of whole passes pad rows and tokens alike, piecewise ones tokens alone."""
+    names = [str(slot) for slot in range(rows)]
+    layers = [(2, 4, None)[slot % 3] for slot in range(rows)]
+    for slot, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        state.add_request(slot, request(name, **({"exit_layer": layer} if layer else {})))
+    for padded, tokens in paddings(rows):
+        given = batch(names, [4] * rows, [1] * rows, padded, tokens)
+        exits = state.prepare_inputs(given, None)["exits"]
+        parts = Parts()
+        normed = parts.run(exits, tokens)
+        assert normed.shape[0] == tokens
+        assert exits.depth[:rows].tolist() == [layer or LAYERS for layer in layers]
+        assert not exits.depth[rows:].any()
+        assert sum(one.runs for one in parts.segments) == (3 if rows > 2 else rows)
+        state.postprocess_state(torch.arange(rows), torch.ones(rows))
 
 
 def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitModelState) -> None:

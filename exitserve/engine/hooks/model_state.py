@@ -56,7 +56,9 @@ class ExitModelState(_FollowedRequests):
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """Fills in the rows of a pass; called for warm-ups too, whose requests are not known."""
-        one_each = int(input_batch.num_scheduled_tokens.max()) == 1
+        rows, tokens = input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
+        # Piecewise graphs are chosen by tokens: padding then adds tokens that belong to no row.
+        one_each = int(input_batch.num_scheduled_tokens.max()) == 1 and rows == tokens
         self._requests.begin(
             PassRows(
                 slots=input_batch.idx_mapping_np.tolist(),
@@ -64,8 +66,8 @@ class ExitModelState(_FollowedRequests):
                 computed=input_batch.num_computed_tokens_np.tolist(),
                 scheduled=input_batch.num_scheduled_tokens.tolist(),
                 known=input_batch.prefill_len_np.tolist(),
-                padded=input_batch.num_reqs_after_padding if one_each else input_batch.num_reqs,
-                padded_tokens=input_batch.num_tokens_after_padding,
+                padded=rows if one_each else input_batch.num_reqs,
+                padded_tokens=tokens,
             ),
             None if one_each else input_batch.logits_indices,
         )
