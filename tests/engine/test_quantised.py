@@ -6,6 +6,9 @@ oracle's tokens are not promised; that the machinery adds up, and full depth is 
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
@@ -54,3 +57,14 @@ def test_compacted_rows_are_the_masked_ones(start, quantised, jobs) -> None:
         for one, other in zip(ours, theirs, strict=True)
     ]
     assert sum(same) / len(same) > 0.9
+
+
+def test_fixed_scales_of_activations_are_refused(start, quantised, tmp_path) -> None:
+    fixed = tmp_path / "fixed"
+    shutil.copytree(quantised, fixed)
+    config = json.loads((fixed / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    (fixed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="does not support activations quantised by scales"):
+        start(fixed, dtype="bfloat16", enable_prefix_caching=False)

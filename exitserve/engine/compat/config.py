@@ -50,6 +50,14 @@ def _graphs(vllm_config: Any) -> str | None:
     return None if mode is None else str(mode.name)
 
 
+def _has_fixed_activation_scales(vllm_config: Any) -> bool:
+    """Whether a compressed-tensors checkpoint brings the scales of activations along."""
+    scheme = getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}
+    groups = (scheme.get("config_groups") or {}).values()
+    inputs = [group.get("input_activations") for group in groups]
+    return any(one is not None and not one.get("dynamic") for one in inputs)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
@@ -64,6 +72,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
         ),
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": (
             scheme not in ("none", *QUANTISED) and not drafts
+        ),
+        # What projects identity matrices to read keys' and values' weights would round them.
+        "activations quantised by scales that were fixed beforehand": (
+            _has_fixed_activation_scales(vllm_config) and not drafts
         ),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
