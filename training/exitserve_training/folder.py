@@ -143,7 +143,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
     earlier = read_training_run(folder).get("recipe", {})
     given = recipe.model_dump(mode="json")
     known = _as_recorded(given, earlier, recipe.model_dump(mode="json", exclude_defaults=True))
-    pairs = {key: (earlier.get(key), known[key]) for key in _KEPT if key in known}
+    pairs = {key: (earlier.get(key), known[key]) for key in _KEPT if earlier and key in known}
     was, now = earlier.get("training", {}), given["training"]
     pairs |= {f"training.{key}": (was.get(key), now.get(key)) for key in _KEPT_BY_OPTIMIZERS}
     for key, (old, new) in pairs.items():

@@ -73,7 +73,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": (
             scheme not in ("none", *QUANTISED) and not drafts
         ),
-        # What projects identity matrices to read keys' and values' weights would round them.
+        # Weights of keys and values are read by projecting identity matrices, and these would be
+        # rounded.
         "activations quantised by scales that were fixed beforehand": (
             _has_fixed_activation_scales(vllm_config) and not drafts
         ),
