@@ -309,10 +309,7 @@ def continuations(
         max_tokens=tokens, temperature=temperature, ignore_eos=True, detokenize=False
     )
     try:
-        outputs = engine.generate(
-            [{"prompt_token_ids": list(ids)} for ids in prompts],
-            params,
-        )
+        outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
     finally:
         engine.llm_engine.engine_core.shutdown()
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -42,6 +42,7 @@ OPTIONS = (
 )
 QUANTISED = ("compressed-tensors",)
 """Quantisation methods that exits were tried with."""
+FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
 PROPOSER = "exitserve.engine.hooks.drafting.Drafter"
 """How vLLM's configuration names what drafts in mode "verify"."""
 MOST_DRAFTS = 64
@@ -58,6 +59,17 @@ LOOPS: dict[str, tuple[Mode, ...]] = {
 "rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
 RAILS_DRAFTS = 4
 """Tokens drafted in a row on the rails, by default."""
+
+
+def has_fixed_activation_scales(quantisation: Any) -> bool:
+    """Whether a checkpoint's `quantization_config` (compressed-tensors) brings scales along.
+
+    Weights of keys and values are read by projecting identity matrices, and these scales would
+    round them.
+    """
+    groups = quantisation.get("config_groups") if isinstance(quantisation, Mapping) else None
+    inputs = [group.get("input_activations") for group in (groups or {}).values()]
+    return any(one is not None and not one.get("dynamic") for one in inputs)
 
 
 def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRules:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exitserve.checkpoint import BLOCK
-from exitserve.engine.options import QUANTISED
+from exitserve.engine.options import FIXED_SCALES, QUANTISED, has_fixed_activation_scales
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import COUNTS
 from exitserve.policy import ExitRules
@@ -176,6 +176,12 @@ def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
             f"weights quantised by {method!r} (in the checkpoint's config.json) are not supported: "
             f"exits were tested with {', '.join(QUANTISED)} only. "
             f"To go on, use the unquantised checkpoint, or {PLAIN}."
+        )
+    if has_fixed_activation_scales(quantised):
+        raise ExitServeError(
+            f"{FIXED_SCALES} (input_activations without dynamic in the checkpoint's config.json) "
+            f"are not supported: keys and values of skipped layers would be rounded. "
+            f"To go on, use a checkpoint with dynamic scales, or {PLAIN}."
         )
 
 

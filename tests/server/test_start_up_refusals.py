@@ -159,6 +159,10 @@ def test_a_quantised_checkpoint(serve, checkpoint) -> None:
     quantised = checkpoint(quantization_config={"quant_method": "awq", "bits": 4})
     code, _, error = serve(model=quantised)
     assert code == 2 and "'awq'" in error and "compressed-tensors" in error
+    group = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": False}}
+    fixed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    code, _, error = serve(model=checkpoint(quantization_config=fixed))
+    assert code == 2 and "scales that were fixed beforehand" in error and "dynamic" in error
 
 
 def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> None:

@@ -67,6 +67,15 @@ def test_sequences_are_continued_by_the_model(
         assert (logits.amax(-1) - chosen).max() < 0.05
 
 
+def test_sequences_longer_than_the_context_are_refused_before_anything_starts(
+    make_checkpoint: Callable[..., Path], make_recipe: MakeRecipe, text_file: Path, train: Train
+) -> None:
+    data = {"files": [str(text_file)], "sequence_length": 300, "own_text": OWN}
+    model = str(make_checkpoint("llama"))
+    with pytest.raises(ExitServeError, match="longer than the model's context of 256 tokens"):
+        train(make_recipe(model=model, config=None, tokenizer=None, data=data, exit_layers=[1]))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

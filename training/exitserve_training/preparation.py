@@ -175,7 +175,8 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
             raise ExitServeError(
                 "data.from_run needs a model with its tokenizer, or tokenizer.path."
             )
-        return _written(recipe, packed_by_run(recipe.data.from_run, tokenizer, length)), tokenizer
+        packed = packed_by_run(recipe.data.from_run, tokenizer, length)
+        return _written(recipe, setup, tokenizer, packed), tokenizer
     split = load_split(recipe.data, recipe.seed)
     is_masked = setup.task == "hidden token"
     if tokenizer is None:
@@ -186,13 +187,19 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
             "tokenizer.path to that of a masked model."
         )
     packed = pack_split(split, tokenizer, length, recipe.data.validation_blocks)
-    return _written(recipe, packed), tokenizer
+    return _written(recipe, setup, tokenizer, packed), tokenizer
 
 
-def _written(recipe: Recipe, packed: datasets.DatasetDict) -> datasets.DatasetDict:
+def _written(
+    recipe: Recipe,
+    setup: TrainingSetup,
+    tokenizer: PreTrainedTokenizerBase,
+    packed: datasets.DatasetDict,
+) -> datasets.DatasetDict:
     """The data, or what the model writes after their beginnings."""
     if recipe.data.own_text is None:
         return packed
+    check_fits(setup.config, tokenizer, recipe.data.sequence_length)
     # Only here, because it loads vLLM.
     from exitserve_training.own_text import with_own_text
 

@@ -9,7 +9,14 @@ from torch import Tensor
 from vllm import envs
 from vllm.platforms import current_platform
 
-from exitserve.engine.options import PROPOSER, QUANTISED, RAILS, options_of
+from exitserve.engine.options import (
+    FIXED_SCALES,
+    PROPOSER,
+    QUANTISED,
+    RAILS,
+    has_fixed_activation_scales,
+    options_of,
+)
 
 SUPPORTED_VLLM = "0.32"
 
@@ -50,19 +57,12 @@ def _graphs(vllm_config: Any) -> str | None:
     return None if mode is None else str(mode.name)
 
 
-def _has_fixed_activation_scales(vllm_config: Any) -> bool:
-    """Whether a compressed-tensors checkpoint brings the scales of activations along."""
-    scheme = getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}
-    groups = (scheme.get("config_groups") or {}).values()
-    inputs = [group.get("input_activations") for group in groups]
-    return any(one is not None and not one.get("dynamic") for one in inputs)
-
-
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
     speculation = getattr(vllm_config.speculative_config, "model", None)
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
+    declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     # Drafts and their judge are passes of vLLM's own layers, whatever these are made of.
     drafts = options_of(vllm_config).get("exit_path") == RAILS
     refusals = {
@@ -73,11 +73,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": (
             scheme not in ("none", *QUANTISED) and not drafts
         ),
-        # Weights of keys and values are read by projecting identity matrices, and these would be
-        # rounded.
-        "activations quantised by scales that were fixed beforehand": (
-            _has_fixed_activation_scales(vllm_config) and not drafts
-        ),
+        FIXED_SCALES: has_fixed_activation_scales(declared) and not drafts,
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,

@@ -23,8 +23,7 @@ from exitserve_kernels.propagate_kv import KeyNorm, KVStore, Rotary, fill, norma
 
 
 class Propagation(nn.Module):
-    """Fills the cache above an exit. A module without parameters, so that vLLM finds what it has
-    bound (`_BoundCaches`)."""
+    """Fills the cache above an exit. A module, so that vLLM finds the caches in it (`_Above`)."""
 
     def __init__(
         self, read_layers: Callable[[], Sequence[LayerKV]], exit_layers: Sequence[int], longest: int
@@ -92,35 +91,19 @@ def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], T
     return packed_linear(torch.cat(weights), bias if bias.any() else None)
 
 
-class _BoundCaches(nn.Module):
-    """Where keys and values of some layers go, as long as vLLM leaves their caches bound.
+class _Above(nn.Module):
+    """The layers above one exit: what becomes of their projected keys and values.
 
     On a GPU vLLM first binds small caches, captures graphs to see what they need, and lets all of
     it go: it clears `kv_cache` of every module of the model (`clear_layer_kv_caches` in
     `vllm/v1/worker/utils.py`), so that nothing of ours holds the memory either.
     """
 
-    def __init__(self, attentions: Sequence[Any]) -> None:
-        super().__init__()
-        self._attentions = list(attentions)
-        self._addresses: list[int] = []
-        self.kv_cache: KVStore | list[Any] = []
-
-    def stores(self) -> KVStore:
-        """The caches that are bound now; a graph that is captured finds them looked up before."""
-        addresses = [one.kv_cache.data_ptr() for one in self._attentions]
-        if isinstance(self.kv_cache, list) or addresses != self._addresses:
-            self.kv_cache, self._addresses = layer_caches(self._attentions), addresses
-        return self.kv_cache
-
-
-class _Above(nn.Module):
-    """The layers above one exit: what becomes of their projected keys and values."""
-
     def __init__(self, layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> None:
         super().__init__()
         self._attentions = [layer.attention for layer in layers]
-        self._caches = _BoundCaches(self._attentions)
+        self._addresses: list[int] = []
+        self.kv_cache: KVStore | list[Any] = []
         norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
         self._key_norm: KeyNorm | None = None
         if norms:
@@ -130,7 +113,7 @@ class _Above(nn.Module):
 
     def fill(self, projected: Tensor, positions: Tensor, tokens: Tensor | None) -> None:
         """Writes `projected` [N, S * 2 * H * P] into the cache; see `Propagation.fill`."""
-        caches = self._caches.stores()
+        caches = self._bound_caches()
         fill(
             projected.view(projected.shape[0], caches.layers, 2, -1),
             positions,
@@ -139,6 +122,13 @@ class _Above(nn.Module):
             key_norm=self._key_norm,
             rotary=self._rotary,
         )
+
+    def _bound_caches(self) -> KVStore:
+        """Looked up when other caches are bound, which is before a graph is captured."""
+        addresses = [one.kv_cache.data_ptr() for one in self._attentions]
+        if isinstance(self.kv_cache, list) or addresses != self._addresses:
+            self.kv_cache, self._addresses = layer_caches(self._attentions), addresses
+        return self.kv_cache
 
 
 def _rotary(layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> Rotary | None:

@@ -331,7 +331,8 @@ class _HeadPass:
                 torch.mul(bounded, self.soft_cap, out=values)
                 part = values
             # softmax = exp(a - max) / sum: no exponential overflows, however large the logits.
-            part = values.copy_(part) if self.copies else part
+            if self.copies and part is not values:
+                part = values.copy_(part)
             torch.sub(part, part.amax(-1, keepdim=True).to(self.sum_dtype), out=values)
             own = values.gather(-1, target)
             total = values.exp_().sum(-1, keepdim=True)
