@@ -168,12 +168,12 @@ def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False
     from vllm import envs
     from vllm.model_executor.models import registry
 
-    from exitserve.engine.launch import start_engine, start_plain_engine
+    from exitserve.engine.launch import EXECUTOR, start_engine, start_plain_engine
 
     start = start_plain_engine if plain else start_engine
     chosen = {**USUAL, **options}
     if needs_processes(model, options):
-        chosen["distributed_executor_backend"] = "mp"
+        chosen["distributed_executor_backend"] = "mp" if plain else EXECUTOR
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # VLLM_CPU_KVCACHE_SPACE counts whole GiB, and a start writes zeros to all of them.
@@ -208,12 +208,13 @@ def end(engine: Any, *, last: bool) -> None:
 
 
 def needs_processes(model: Path | str, options: Mapping[str, Any]) -> bool:
-    """Ranks are processes, and compiled code binds what a process holds once.
+    """Ranks and named executors are processes, and compiled code binds what a process holds once.
 
     OLMo 2 runs on vLLM's Transformers backend, which puts layers of vLLM's into Hugging Face's
     module: in this process, the oracle of a later test could not be built.
     """
-    several = options.get("tensor_parallel_size", 1) > 1
+    several = "distributed_executor_backend" in options
+    several = several or options.get("tensor_parallel_size", 1) > 1
     replaces = '"olmo2"' in (Path(model) / "config.json").read_text()
     return several or not options.get("enforce_eager", True) or replaces
 

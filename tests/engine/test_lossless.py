@@ -60,6 +60,7 @@ def test_tokens_are_those_of_plain_vllm(start, start_plain, bundled, prompts) ->
     options = {"enable_prefix_caching": False, "max_model_len": 512}
     exits = {"mode": "verify", "exit_threshold": 0.3, "exit_checks": "all"}
     expected = answers(start_plain(bundled, **options), prompts)
+    assert all(expected), "of a grammar that does not compile, there is no answer"
     harness = start(bundled, exits=exits, disable_log_stats=False, **options)
     verifying = harness.engine
     assert answers(verifying, prompts) == expected, "batch 16"

@@ -13,8 +13,6 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 def request_ids(model_runner: Any) -> Callable[[], list[str]]:
@@ -37,28 +35,32 @@ def watch_rows(model_runner: Any, processor: Any) -> None:
 
 
 def repair_sampling_with_drafts() -> None:
-    """Mends what vLLM does to sampled requests beside drafts.
+    """On a CPU, lets requests whose drafts are judged have their own temperature.
 
-    On a CPU, lets requests whose drafts are judged have their own temperature. vLLM 0.32 spreads a
-    request's temperature, top-k and top-p over its drafts by a kernel whose CPU version
-    (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted copy of its
-    output unless that is of 64-bit integers: all three are then whatever lay in memory, and
+    vLLM 0.32 spreads a request's temperature, top-k and top-p over its drafts by a kernel whose CPU
+    version (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted copy
+    of its output unless that is of 64-bit integers: all three are then whatever lay in memory, and
     samples follow another distribution. vLLM's registry takes a better one.
-
-    And lets passes without drafts apply top-k (`_apply_top_k_top_p`).
     """
     if current_platform.is_cpu() and not HAS_TRITON:
         register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
-    module: Any = rejection_sampler
-    module.apply_top_k_top_p = _apply_top_k_top_p
 
 
-def _apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-    """vLLM's, also for a pass without drafts, whose logits [0, V] its top-k stumbles over.
+def judge_drafts_only(model_runner: Any) -> None:
+    """Lets passes without drafts sample as an engine does that never has any.
 
-    On a CPU it takes the maximum of all k, and of none there is none: the engine would end.
+    vLLM would judge their no drafts, which takes time, and on a CPU fails where a request has a
+    top-k: it takes the maximum of all k, and of none there is none.
     """
-    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+    judge, sampler = model_runner.rejection_sampler, model_runner.sampler
+    judge_drafts = judge.forward
+
+    def forward(drafts: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
+        if any(drafts.num_draft_tokens):
+            return judge_drafts(drafts, draft_probs, logits, sampling)
+        return sampler(logits, sampling)  # [B, V]
+
+    judge.forward = forward
 
 
 def _expand(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
+    judge_drafts_only,
     living_requests,
     request_ids,
     watch_ends,
@@ -25,6 +27,9 @@ class ExitWorkerExtension:
 
     vllm_config: Any
     model_runner: Any
+    execute_model: Callable[[Any], Any]
+    sample_tokens: Callable[[Any], Any]
+    take_draft_token_ids: Callable[[], Any]
 
     def exit_attach(self) -> None:
         """Tells our batch the names of vLLM's requests; called once, after start-up."""
@@ -38,10 +43,22 @@ class ExitWorkerExtension:
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
         if state.rules.num_drafts:
+            judge_drafts_only(self.model_runner)
             watch_rows(
                 self.model_runner,
                 RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
             )
+
+    def exit_step(self, scheduler_output: Any) -> tuple[Any, Any]:
+        """One step in one call (`exitserve.engine.hooks.executor`).
+
+        Returns:
+            vLLM's `ModelRunnerOutput`, and its `DraftTokenIds` or None.
+        """
+        output = self.execute_model(scheduler_output)
+        if output is None:  # vLLM's word for: sample now
+            output = self.sample_tokens(None)
+        return output, self.take_draft_token_ids()
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start, and the tokens that wait now."""
