@@ -64,10 +64,10 @@ class Parts:
         parts: Any = (self.segments, lambda hidden, residual: hidden, Head(), fill)
         self.loop = MaskedLoop(*parts)
 
-    def run(self, rows: DeviceRows, tokens: int = MOST) -> Tensor:
+    def run(self, rows: DeviceRows, tokens: int = MOST, hidden: Tensor | None = None) -> Tensor:
         """A pass, but for vLLM's own."""
         rows.start()
-        hidden = torch.randn(tokens, WIDTH)
+        hidden = torch.randn(tokens, WIDTH) if hidden is None else hidden
         normed = self.loop.run(torch.zeros(tokens, dtype=torch.long), hidden, rows)
         when(
             rows.ran_all_layers().any(),

@@ -24,7 +24,7 @@ def when(flag: Tensor, body: Callable[[], None]) -> None:
         flag: [] bool.
         body: writes into tensors that were there before; others that it makes are lost.
     """
-    if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(flag):
         graph: Any = torch.cuda.CUDAGraph.get_currently_capturing_graph()
         around = torch.cuda.current_stream()
         graph.begin_capture_to_if_node(flag)
@@ -38,6 +38,11 @@ def when(flag: Tensor, body: Callable[[], None]) -> None:
             torch.cuda.set_stream(around)
     elif _EVERY.get() or bool(flag):
         body()
+
+
+def is_captured(flag: Tensor) -> bool:
+    """Whether a graph is being captured on the flag's device."""
+    return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""CUDA graphs without a GPU: what is captured is a list of operations on tensors of the CPU.
+
+A capture runs every operation once, to have its results, and then undoes what was written to
+tensors that were there before: a real one runs nothing. A replay runs the operations again, without
+the Python around them, on the same tensors. So it shows what a GPU would: numbers that Python read
+or made, tensors that have moved since, and results of branches that were not taken, which hold NaN.
+
+What stays invisible: memory that a graph's pool gives out twice, streams, and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+ONLY_ALLOCATE = ("aten::empty", "aten::new_empty")
+
+
+def tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class Operation:
+    """What a graph runs: a function on tensors, and those that it makes, by their place among all
+    that it returns."""
+
+    work: Callable[[], Any]
+    made: dict[int, Tensor]
+
+    def again(self) -> None:
+        found = tensors(self.work())
+        for index, made in self.made.items():
+            made.copy_(found[index])
+
+
+@dataclass
+class Branch:
+    """An IF node."""
+
+    flag: Tensor
+    body: list[Operation | Branch] = field(default_factory=list)
+
+    def again(self) -> None:
+        if bool(self.flag):
+            run(self.body)
+
+
+def run(log: list[Operation | Branch]) -> None:
+    for one in log:
+        one.again()
+
+
+class RecordedGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    captures: ClassVar[RecordedGraph | None] = None
+    """The one that is being captured."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self._open: list[list[Operation | Branch]] = [[]]
+        self._made: dict[int, Tensor] = {}
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    @staticmethod
+    def get_currently_capturing_graph() -> RecordedGraph | None:
+        return RecordedGraph.captures
+
+    def begin_capture_to_if_node(self, flag: Tensor) -> None:
+        branch = Branch(flag)
+        self._open[-1].append(branch)
+        self._open.append(branch.body)
+
+    def end_capture_to_conditional_node(self) -> None:
+        self._open.pop()
+
+    def add(self, work: Callable[[], Any], made: dict[int, Tensor]) -> None:
+        self._open[-1].append(Operation(work, made))
+
+    def make(self, *fresh: Tensor) -> None:
+        self._made |= {place(one): one for one in fresh}
+
+    def about_to_write(self, *written: Tensor) -> None:
+        for one in written:
+            storage = one.untyped_storage()
+            if place(one) not in self._made and place(one) not in self._before:
+                self._before[place(one)] = (storage, storage.clone())
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before.clear()
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        assert len(self._open) == 1, "a branch was left open"
+        for one in self._made.values():
+            if one.is_floating_point():
+                one.fill_(float("nan"))
+            elif one.dtype != torch.bool:
+                one.fill_(torch.iinfo(one.dtype).max)
+            else:
+                one.random_(0, 2)
+        self.replays += 1
+        run(self._open[0])
+
+
+class Recorder(TorchDispatchMode):
+    """Writes operations down while they run."""
+
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READS, "a number is read while a graph is captured"
+        kwargs = kwargs or {}
+        given = tensors(args, kwargs)
+        # Not every operation of vLLM's says what it writes; one that returns nothing must write.
+        writes = func._schema.is_mutable or not func._schema.returns
+        if writes:
+            self._graph.about_to_write(*given)
+        found = func(*args, **kwargs)
+        known = {place(one) for one in given if one.numel()}
+        fresh = {at: one for at, one in enumerate(tensors(found)) if place(one) not in known}
+        made = {at: one for at, one in fresh.items() if one.numel()}
+        self._graph.make(*made.values())
+        if writes or (fresh and not func._schema.name.startswith(ONLY_ALLOCATE)):
+            self._graph.add(lambda: func(*args, **kwargs), made)
+        return found
+
+
+@contextmanager
+def capture(graph: RecordedGraph, *_: Any, **__: Any) -> Iterator[None]:
+    """Stands in for `torch.cuda.graph`."""
+    RecordedGraph.captures = graph
+    try:
+        with Recorder(graph):
+            yield
+    finally:
+        RecordedGraph.captures = None
+        with torch.inference_mode():
+            graph.undo()
+
+
+def launched(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels in Triton's interpreter, which torch does not see."""
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        def work() -> None:
+            with _disable_current_modes():
+                call(executor, *args, **kwargs)
+
+        if (graph := RecordedGraph.captures) is not None:
+            with _disable_current_modes():
+                graph.about_to_write(*tensors(args, kwargs))
+            graph.add(work, {})
+        work()
+
+    return launch
+
+
+def record_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Puts recorded graphs in the place of CUDA's."""
+    from exitserve.engine.layers import branches
+
+    stream = SimpleNamespace()
+    patch.setattr(branches, "is_captured", lambda _: RecordedGraph.captures is not None)
+    patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    patch.setattr(torch.cuda, "graph", capture)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    patch.setattr(torch.cuda, "set_stream", lambda _: None)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_graphs(monkeypatch)

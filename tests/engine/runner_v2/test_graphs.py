@@ -1,0 +1,147 @@
+"""Runner V2 with CUDA graphs that are recorded: profiled, torn down, captured, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from ..recording import RecordedGraph, launched, record_graphs
+
+SIZES = [1, 2, 4, 8, 16, 32]
+COMPILATION = {"cudagraph_capture_sizes": SIZES}
+"""Engines that are told so capture graphs, and no test without graphs shares them."""
+EXITS = {"exit_checks": "paying"}
+OPTIONS = {"enable_prefix_caching": False, "max_num_seqs": 8, "max_model_len": 128}
+
+
+class LastPass:
+    """What attention reads in a replay: on a GPU its kernels find it where it lay in the capture,
+    the CPU's takes metadata that is made anew for each pass."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+        from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+        self.kept: dict[str, Any] = {}
+        for of in (cudagraph_utils, model_runner, speculator):
+            self._keep(patch, of, "build_slot_mappings_by_layer", "slot_mapping")
+        self._keep(patch, DefaultModelState, "prepare_attn", "attn_metadata")
+        self._keep(patch, DraftModelSpeculator, "_build_attn_metadata", "attn_metadata")
+
+    def _keep(self, patch: pytest.MonkeyPatch, of: Any, name: str, field: str) -> None:
+        function = getattr(of, name)
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            self.kept[field] = found = function(*args, **kwargs)
+            return found
+
+        patch.setattr(of, name, kept)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[list[RecordedGraph]]:
+    """Lets engines on this runner capture decodes, as on a GPU; all graphs that were captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield let_capture(patch)
+
+
+def let_capture(patch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    import torch
+    from triton.runtime.interpreter import GridExecutor
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.forward_context import set_forward_context
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    record_graphs(patch)
+    patch.setattr(GridExecutor, "__call__", launched(GridExecutor.__call__))
+    patch.setattr(model_runner, "lock_workspace", lambda: None)
+    patch.setattr(cudagraph_utils, "graph_capture", lambda **_: nullcontext())
+    patch.setattr(cudagraph_utils, "capture_pool", lambda *_: nullcontext())
+    patch.setattr(CpuPlatform, "graph_pool_handle", lambda _: (0, 0), raising=False)
+
+    def chosen(config: Any, *_: Any, **__: Any) -> CUDAGraphMode:
+        config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, SIZES[-1]
+        return config.cudagraph_mode
+
+    patch.setattr(CompilationConfig, "resolve_cudagraph_mode_and_sizes", chosen)
+    determine, warm_up = CPUWorker.determine_available_memory, CPUWorker.compile_or_warm_up_model
+
+    def determine_available_memory(worker: Any) -> int:
+        runner = worker.model_runner
+        chosen(runner.compilation_config)
+        runner.profile_run()
+        runner.profile_cudagraph_memory()
+        return determine(worker)
+
+    def compile_or_warm_up_model(worker: Any) -> Any:
+        worker.model_runner.capture_model()
+        return warm_up(worker)
+
+    patch.setattr(CPUWorker, "determine_available_memory", determine_available_memory)
+    patch.setattr(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
+    last, found = LastPass(patch), list[RecordedGraph]()
+    run_fullgraph = cudagraph_utils.CudaGraphManager.run_fullgraph
+
+    def in_context(manager: Any, desc: Any) -> Any:
+        context = {"num_tokens": desc.num_tokens, **last.kept}
+        with set_forward_context(vllm_config=manager.vllm_config, **context):
+            return run_fullgraph(manager, desc)
+
+    patch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", in_context)
+
+    class Listed(RecordedGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            found.append(self)
+
+    patch.setattr(torch.cuda, "CUDAGraph", Listed)
+    return found
+
+
+def test_exits_that_the_device_decides(
+    graphs, start, oracle, expect, make_checkpoint, random_jobs
+) -> None:
+    """Rows come, go and exit; the last are fewer than the graph's."""
+    model = make_checkpoint("llama")
+    every = random_jobs(count=8, max_tokens=16)
+    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    expected = [expect(oracle(model), one) for one in jobs]
+    harness = start(model, exits=EXITS, compilation_config=COMPILATION, **OPTIONS)
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=3) == expected
+    depths = {depth for _, found in expected for depth in found}
+    assert depths == {2, 4, 6} and sum(one.replays for one in graphs) > 30
+
+
+def test_requests_that_come_back(
+    graphs, start, oracle, expect, make_checkpoint, random_jobs, few_blocks
+) -> None:
+    """Tokens of a preempted request are computed again outside of graphs, and go on in them."""
+    model = make_checkpoint("llama")
+    every = random_jobs(count=12, longest=60, max_tokens=50)
+    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    harness = start(model, exits=EXITS, compilation_config=COMPILATION, **few_blocks)
+    assert harness.run(jobs) == [expect(oracle(model), one) for one in jobs]
+    assert harness.counter("vllm:num_preemptions") > 0
+
+
+def test_drafts_and_their_judge(
+    graphs, start, expected, model, asking, random_jobs, drafting
+) -> None:
+    jobs = asking(random_jobs(count=8, max_tokens=16))
+    told = expected(model, jobs)
+    before = len(graphs)
+    harness = start(model, compilation_config=COMPILATION, disable_log_stats=False, **drafting)
+    assert harness.run(jobs) == told
+    assert harness.run(jobs, every=3) == told
+    assert harness.counter("vllm:spec_decode_num_accepted_tokens") > 0
+    replayed = [one for one in graphs[before:] if one.replays]
+    assert len(replayed) >= 4, "graphs of drafts, and graphs of their judge"
