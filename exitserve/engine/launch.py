@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,10 @@ from exitserve.step_costs.drafting import Drafting, drafts_by_batch
 from exitserve.step_costs.sources import step_costs
 
 DEFAULT_CPU_CACHE_GIB = "1"
+EXPERIMENTAL = (
+    "exitserve: on GPUs this is experimental: all that is known of it was shown without one. "
+    "docs/gpu.md says what, and how to check it on yours."
+)
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""
 
@@ -233,6 +238,10 @@ def suit_runner(
             )
         return ours | executor_option()
     os.environ[RUNNER] = "1"
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        print(EXPERIMENTAL, file=sys.stderr)
     wanted = check_rules(model_dir, options, revision).default.mode
     options = {**options, "exit_path": RAILS if wanted in EXACT else "device"}
     suited = {

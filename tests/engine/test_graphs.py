@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
+from exitserve.engine.device import loop
 from exitserve.engine.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch, when
+from exitserve.engine.layers.masked_loop import Room
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 
@@ -25,6 +29,7 @@ from .toy_pass import (
     MOST,
     RULES,
     WIDTH,
+    Layers,
     Parts,
     add,
     decode,
@@ -189,6 +194,31 @@ def test_the_pass_ends_where_its_last_row_does() -> None:
         assert parts.filled == filled
         depths = every.rows.depth.tolist()
         assert depths == [*([2, 4, LAYERS][: len(names)]), *([0] * (MOST - len(names)))]
+
+
+@pytest.mark.parametrize("tokens", [MOST, 3 * MOST])
+def test_memory_is_planned_with_the_room_of_a_loop(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """vLLM measures the warm-up of the most tokens, which may be more than a graph's."""
+    monkeypatch.setattr(loop, "_fresh_context", nullcontext)
+    held = []
+
+    class Watched(Layers):
+        def __call__(self, *args: Any) -> Any:
+            rooms = [one for one in gc.get_objects() if isinstance(one, Room)]
+            held.append(sum(len(one.state) for one in rooms))
+            return super().__call__(*args)
+
+    segments: Any = [Watched(2), Watched(LAYERS)]
+    unused: Any = None
+    propagation: Any = SimpleNamespace(load=lambda hidden: None)
+    device_loop = loop.DeviceLoop(unused, segments, unused, propagation, MOST)
+    given = torch.randn(tokens, WIDTH)
+    gc.collect()
+    own = torch.zeros(tokens, dtype=torch.long)
+    device_loop.run(None, own, lambda: given, lambda: given)
+    assert held == [MOST if tokens == MOST else MOST + tokens] * 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

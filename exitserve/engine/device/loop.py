@@ -95,15 +95,17 @@ class DeviceLoop:
         return normed
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
-        """Loads what propagation needs, makes room, and compiles the segments."""
+        """Loads what propagation needs, makes room, and compiles the segments.
+
+        vLLM plans its memory by the largest of these passes, so they hold what a loop would.
+        """
         self._propagation.load(hidden)
-        if self._room is None:
-            self._room = Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
-        frozen = hidden.new_zeros((hidden.shape[0], 1), dtype=torch.bool)
+        room = self._room_for(hidden)
+        frozen, state = room.frozen[: len(hidden)].zero_(), room.state[: len(hidden)]
         stream: tuple[Tensor, Tensor | None] = (hidden, None)
         with _fresh_context():
             for segment in self._segments:
-                stream = segment(positions, *stream, frozen, torch.zeros_like(hidden))
+                stream = segment(positions, *stream, frozen, state)
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
         rows.start()
@@ -114,13 +116,18 @@ class DeviceLoop:
             self._propagation,
             without_reading_for,
         )
-        fits = len(hidden) <= self._most_tokens
-        normed = loop.run(positions, hidden, rows, self._room if fits else None)
+        normed = loop.run(positions, hidden, rows, self._room_for(hidden))
         when(
             rows.ran_all_layers().any(),
             lambda: rows.take_last_logits(self._head.own_logits(normed[rows.places])),
         )
         return normed
+
+    def _room_for(self, hidden: Tensor) -> Room:
+        """For a pass of tokens [T, D]: always the same where a graph may hold it."""
+        if self._room is None:
+            self._room = Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
+        return self._room if len(hidden) <= self._most_tokens else Room(hidden)
 
     def take_logits(self, count: int) -> Tensor | None:
         """The logits [B, V] of the first rows of the last pass, once; None if it left none."""
