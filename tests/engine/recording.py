@@ -158,19 +158,25 @@ def capture(graph: RecordedGraph, *_: Any, **__: Any) -> Iterator[None]:
             graph.undo()
 
 
+def record(work: Callable[[], Any], *written: Tensor) -> None:
+    """Does what torch does not see; a graph that is being captured takes it along."""
+
+    def unseen() -> None:
+        with _disable_current_modes():
+            work()
+
+    if (graph := RecordedGraph.captures) is not None:
+        with _disable_current_modes():
+            graph.about_to_write(*written)
+        graph.add(unseen, {})
+    unseen()
+
+
 def launched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels in Triton's interpreter, which torch does not see."""
+    """Kernels in Triton's interpreter."""
 
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        def work() -> None:
-            with _disable_current_modes():
-                call(executor, *args, **kwargs)
-
-        if (graph := RecordedGraph.captures) is not None:
-            with _disable_current_modes():
-                graph.about_to_write(*tensors(args, kwargs))
-            graph.add(work, {})
-        work()
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        record(lambda: call(executor, *args, **kwargs), *tensors(args, kwargs))
 
     return launch
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from ..recording import RecordedGraph, launched, record_graphs
+from ..recording import RecordedGraph, launched, record, record_graphs
 
 SIZES = [1, 2, 4, 8, 16, 32]
 COMPILATION = {"cudagraph_capture_sizes": SIZES}
@@ -21,13 +21,16 @@ class LastPass:
     """What attention reads in a replay: on a GPU its kernels find it where it lay in the capture,
     the CPU's takes metadata that is made anew for each pass."""
 
+    current: ClassVar[LastPass]
+    kept: dict[str, Any]
+
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         from vllm.v1.worker.gpu import cudagraph_utils, model_runner
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
         from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 
-        self.kept: dict[str, Any] = {}
+        LastPass.current, self.kept = self, {}
         for of in (cudagraph_utils, model_runner, speculator):
             self._keep(patch, of, "build_slot_mappings_by_layer", "slot_mapping")
         self._keep(patch, DefaultModelState, "prepare_attn", "attn_metadata")
@@ -41,6 +44,44 @@ class LastPass:
             return found
 
         patch.setattr(of, name, kept)
+
+
+def update_metadata_in_graphs(patch: pytest.MonkeyPatch, last: LastPass) -> None:
+    """Lets the CPU's attention go on to the next draft inside a graph, as FlashAttention does."""
+    from vllm import _custom_ops as ops
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    def update(builder: Any, metadata: Any) -> None:
+        slots = last.kept["slot_mapping"]
+
+        def work() -> None:
+            metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(metadata.seq_lens),
+                num_heads=builder.num_heads,
+                num_kv_heads=builder.num_kv_heads,
+                head_dim=builder.head_dim,
+                seq_lens=metadata.seq_lens,
+                dtype=builder.dtype,
+                query_start_loc=metadata.query_start_loc,
+                causal=metadata.causal,
+                sliding_window_size=builder.window_size,
+                isa=builder.isa,
+                enable_kv_split=False,
+                dynamic_causal=None,
+                kv_cache_dtype=builder.kv_cache_dtype,
+            )
+            if is_forward_context_available():  # in a replay, which begins with the last pass's
+                context = get_forward_context()
+                context.attn_metadata = dict.fromkeys(context.attn_metadata, metadata)
+                context.slot_mapping = slots
+
+        record(work)
+
+    patch.setattr(CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True)
+    patch.setattr(
+        CPUAttentionMetadataBuilder, "update_draft_decode_metadata", update, raising=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +174,39 @@ def test_requests_that_come_back(
     assert harness.counter("vllm:num_preemptions") > 0
 
 
+ACCEPTED: set[int] = set()
+
+
+@pytest.mark.parametrize("length", [128, 120])
 def test_drafts_and_their_judge(
-    graphs, start, expected, model, asking, random_jobs, drafting
+    graphs, start, expected, model, asking, random_jobs, drafting, monkeypatch, length: int
 ) -> None:
-    jobs = asking(random_jobs(count=8, max_tokens=16))
+    """Each draft in a graph of its own, and all drafts of a step in one."""
+    fused = length == 120  # which also keeps the engines apart
+    if fused:
+        update_metadata_in_graphs(monkeypatch, LastPass.current)
+    drafting = {**drafting, "max_model_len": length}
+    jobs = asking(random_jobs(count=6, max_tokens=12))
     told = expected(model, jobs)
     before = len(graphs)
     harness = start(model, compilation_config=COMPILATION, disable_log_stats=False, **drafting)
+    core = harness.engine.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    assert runner.speculator.supports_decode_metadata_update == fused
+
+    def accepted() -> int:
+        return harness.counter("vllm:spec_decode_num_accepted_tokens")
+
     assert harness.run(jobs) == told
+    in_graphs = accepted()
     assert harness.run(jobs, every=3) == told
-    assert harness.counter("vllm:spec_decode_num_accepted_tokens") > 0
     replayed = [one for one in graphs[before:] if one.replays]
     assert len(replayed) >= 4, "graphs of drafts, and graphs of their judge"
+    replays, arrived = sum(one.replays for one in replayed), accepted()
+    for manager in (runner.cudagraph_manager, runner.speculator.decode_cudagraph_manager):
+        monkeypatch.setattr(manager, "_graphs_captured", False)
+    assert harness.run(jobs) == told
+    assert sum(one.replays for one in replayed) == replays, "without graphs"
+    assert accepted() - arrived == in_graphs > 0, "a judge hides drafts that are wrong"
+    ACCEPTED.add(in_graphs)
+    assert len(ACCEPTED) == 1, "however drafts are captured"
