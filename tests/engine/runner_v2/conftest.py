@@ -89,3 +89,19 @@ def expected(expect: Any) -> Callable[..., list[Any]]:
         return [expect(reference, one) for one in asked]
 
     return expected
+
+
+@pytest.fixture(autouse=True)
+def masks_are_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter stores under a mask of bits only; vLLM's grammars make one of 0 and 1."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+
+    def create_masked_store(builder: Any, places: Any, values: Any, mask: Any, *others: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(builder, places, values, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
