@@ -93,7 +93,7 @@ def expected(expect: Any) -> Callable[..., list[Any]]:
 
 @pytest.fixture(autouse=True)
 def masks_are_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter stores under a mask of bits only; vLLM's grammars make one of 0 and 1."""
+    """Triton's interpreter stores under a mask of bits only; grammars make one of 0 and 1."""
     if not INTERPRETED:
         return
     from triton.runtime.interpreter import InterpreterBuilder
