@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from exitserve.engine.launch import prepare_environment
+from exitserve.engine.launch import engine_options, prepare_environment, suit_runner
 from exitserve.errors import ExitServeError
 
 
@@ -29,6 +29,19 @@ def test_what_is_set_stays(monkeypatch) -> None:
     prepare_environment()
     assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
     assert os.environ["VLLM_PLUGINS"] == "mine,exitserve"
+
+
+def test_a_gpu_is_told_to_be_experimental(monkeypatch, capsys, make_checkpoint) -> None:
+    from vllm.platforms import current_platform
+
+    model = make_checkpoint("llama")
+    options = engine_options(model, {})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    suit_runner(options, model)
+    assert "experimental" not in capsys.readouterr().err, "on a CPU"
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    suit_runner(options, model)
+    assert "experimental" in capsys.readouterr().err
 
 
 def test_kernels_that_cannot_run_here_are_refused_before_anything_starts(monkeypatch) -> None:
