@@ -23,7 +23,7 @@ from rich.progress import track
 from exitserve.calibration.outcomes import Piece
 from exitserve.calibration.pieces import independent_windows
 from exitserve.calibration.proposals import Proposal, propose
-from exitserve.calibration.scores import ExitScores, exit_scores, fit_gates
+from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.costs import TokenCosts
 from exitserve.reference import load_reference
 from exitserve.report import machine, markdown_table, prepare_out_dir, versions, write_json
@@ -68,17 +68,16 @@ def curves_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     every = windows_of(documents, load_tokenizer(args.model), args.window, sys.maxsize, SEED)
     windows = independent_windows(every, args.windows, SEED, running=documents.running)
     pieces = [Piece(window.token_ids, args.prompt_tokens, "text") for window in windows]
-    fit, choose, judge = (pieces[part::3] for part in range(3))
-    gates = fit_gates(reference, list(track(fit, "fitting gates")), lambda: None)
+    choose, judge = (pieces[part::2] for part in range(2))
     found = [
-        exit_scores(reference, track(part, doing), gates, lambda: None)
+        all_scores([read_exits(reference, piece, {}) for piece in track(part, doing)])
         for part, doing in ((choose, "choosing"), (judge, "judging"))
     ]
     depth = TokenCosts(
         num_layers=reference.parts.num_layers, layer=1.0, fill=0.0, check=0.0, head=0.0
     )
     curves = {}
-    for criterion in (*map(str, CRITERIA), "gate"):
+    for criterion in map(str, CRITERIA):
         chosen = propose(found[0], criterion, depth, propagates=False, prices=PRICES)
         curves[criterion] = [judged(found[1], one, depth.num_layers) for one in chosen]
     return curves

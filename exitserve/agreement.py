@@ -58,7 +58,7 @@ def run_full_depth(
     logits = trace.logits[prompt_length:]
     return FullDepthPass(
         token=logits.argmax(dim=-1),
-        nats=_nats(logits, token_ids, prompt_length),
+        nats=following_nats(logits, token_ids, prompt_length),
         outputs=outputs,
     )
 
@@ -83,7 +83,7 @@ def run_with_exits(
         checks=trace.checks[prompt_length:],
         token=token,
         agrees=token == full.token,
-        nats=_nats(logits, token_ids, prompt_length),
+        nats=following_nats(logits, token_ids, prompt_length),
     )
 
 
@@ -91,7 +91,7 @@ def run_with_exits(
 def exit_states(
     reference: Reference, token_ids: Sequence[int], prompt_length: int
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Normed states [N, D] of a text's decode tokens at each exit, and full depth's tokens [N].
+    """Normed states [N, D] of a text's decode tokens at each exit, and those of full depth [N, D].
 
     One pass at full depth, so each exit has exact keys and values.
     """
@@ -101,11 +101,11 @@ def exit_states(
     with capture_hidden(parts.layers, depths) as hidden:
         reference.model.base_model(input_ids=ids, use_cache=False)
     decode = {depth: hidden[depth][0, prompt_length:] for depth in depths}
-    token = parts.classify(decode[parts.num_layers]).argmax(dim=-1)
-    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, token
+    final = parts.norm(decode[parts.num_layers])
+    return {layer: parts.norm(decode[layer]) for layer in reference.exit_layers}, final
 
 
-def _nats(logits: Tensor, token_ids: Sequence[int], prompt_length: int) -> Tensor:
+def following_nats(logits: Tensor, token_ids: Sequence[int], prompt_length: int) -> Tensor:
     """[N - 1] negative log-likelihood of the following tokens under decode logits [N, V]."""
     following = tensor(token_ids[prompt_length + 1 :], device=logits.device)
-    return cross_entropy(logits[:-1], following, reduction="none")
+    return cross_entropy(logits[:-1].float(), following, reduction="none")

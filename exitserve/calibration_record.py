@@ -20,14 +20,13 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-CRITERIA = ("max_prob", "margin", "entropy", "gate")
-"""How confidence is computed: from logits in three ways (`exitserve_kernels.exit_check`), or by a
-learned gate, as the probability that full depth agrees."""
+CRITERIA = ("max_prob", "margin", "entropy")
+"""How confidence is computed from logits (`exitserve_kernels.exit_check`)."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
 EXIT_CHECKS = ("paying", "all")
-"""Whether checks that do not pay are left out (`exitserve.check_schedule`)."""
-GATES_FOLDER = "exit_gates"
+"""Whether the checkpoint's screens (`exitserve.screens`) leave out checks that will hardly pay."""
+SCREENS_FOLDER = "exit_screens"
 """A folder of its own: loaders read every .safetensors beside the weights."""
 
 
@@ -97,7 +96,7 @@ class Calibration:
     chosen: OperatingPoint
     """The thresholds of `auto`."""
     exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = "paying"
-    """The one of `EXIT_CHECKS` with which the promise holds; gates decide that themselves."""
+    """The one of `EXIT_CHECKS` with which the promise holds; without screens, both mean "all"."""
     agreement_at: Thresholds = field(default_factory=dict)
     """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts
     made there, as many would be accepted."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from exitserve.calibration_record import (
-    GATES_FOLDER,
+    SCREENS_FOLDER,
     Calibration,
     Criterion,
     Layer,
@@ -50,8 +50,8 @@ class MultiExit:
     """How the exits were trained, for readers."""
     criterion: Criterion = "max_prob"
     """How confidence is computed, which thresholds depend on; one of `CRITERIA`."""
-    gates: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    """The gates' name, see `gates_file`; None also where the name was not yet written."""
+    screens: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """The screens' name, see `screens_file`; None where every check is made."""
     calibration: Calibration | None = None
     """Calibrated thresholds; None where the checkpoint was not calibrated."""
 
@@ -79,15 +79,13 @@ class MultiExit:
         return self
 
     @property
-    def gates_file(self) -> str | None:
-        """The file of its gates, in the checkpoint; None where confidence is none of gates'.
+    def screens_file(self) -> str | None:
+        """The file of its screens, in the checkpoint; None where it has none.
 
-        It is named by its contents, so that gates and thresholds change together: at the moment
-        when a new config.json, which names them, is there. Earlier releases gave it no name.
+        It is named by its contents, so that screens and thresholds change together: at the moment
+        when a new config.json, which names them, is there.
         """
-        if self.criterion != "gate":
-            return None
-        return f"{GATES_FOLDER}/{self.gates or 'gates'}.safetensors"
+        return None if self.screens is None else f"{SCREENS_FOLDER}/{self.screens}.safetensors"
 
     def first(self, num_layers: int) -> MultiExit | None:
         """The block for the first `num_layers` layers; None if no exit is left."""
@@ -243,8 +241,8 @@ def write_multi_exit(
 ) -> None:
     """Puts the block into the checkpoint's `config.json`, replacing an earlier one.
 
-    Gates that it names must be there. Those that it does not are removed afterwards, so at every
-    moment the checkpoint has the gates that its `config.json` names.
+    Screens that it names must be there. Those that it does not are removed afterwards, so at every
+    moment the checkpoint has the screens that its `config.json` names.
 
     Args:
         model_dir: the checkpoint.
@@ -255,6 +253,6 @@ def write_multi_exit(
     known = read_config(directory) if config is None else config
     text = json.dumps({**known, BLOCK: block.to_json()}, indent=2) + "\n"
     replace_file(directory / "config.json", text.encode())
-    for path in (directory / GATES_FOLDER).glob("*.safetensors*"):  # and unfinished ones
-        if block.gates_file != f"{GATES_FOLDER}/{path.name}":
+    for path in (directory / SCREENS_FOLDER).glob("*.safetensors*"):  # and unfinished ones
+        if block.screens_file != f"{SCREENS_FOLDER}/{path.name}":
             path.unlink()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exitserve.calibration_record import GATES_FOLDER
+from exitserve.calibration_record import SCREENS_FOLDER
 from exitserve.errors import ExitServeError
 
 CARD = "README.md"
 BESIDE_WEIGHTS = (
-    f"{GATES_FOLDER}/*.safetensors",
+    f"{SCREENS_FOLDER}/*.safetensors",
     "draft_head/*.safetensors",
     "added_tokens.json",
     "additional_chat_templates/*.jinja",

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.check_schedule import CheckSchedule
 from exitserve.errors import ExitServeError, nearest, shown
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
@@ -153,21 +152,18 @@ class ExitRules:
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
     break_even: Mapping[int, float] = field(default_factory=dict)
-    """Success rate from which a check pays, by exit layer; if empty, every check is made."""
+    """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"
     """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
-    gates_file: str | None = None
-    """The file of the gates, where they are the criterion (`MultiExit.gates_file`)."""
+    screens_file: str | None = None
+    """The file of the screens that leave out checks (`MultiExit.screens_file`); None: every check
+    is made."""
     calibration: Calibration | None = None
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
-
-    def schedule_for(self, policy: ExitPolicy) -> CheckSchedule:
-        """A new request's check schedule. A fixed exit always passes, so it always pays."""
-        return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
     def policy_for(
         self, fields: Mapping[str, Any] | None, *, structured: bool = False

@@ -1,4 +1,4 @@
-"""The oracle: frozen-row early exit over a plain Hugging Face decoder, in float32.
+"""The oracle: frozen-row early exit over a plain Hugging Face decoder, in float32 by default.
 
 The one semantic (docs/architecture.md): for each decode-phase token, layer by layer, the row is
 computed normally while active. At an exit layer, if its confidence passes its threshold, its
@@ -29,11 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitserve.check_schedule import CheckSchedule
 from exitserve.costs import break_even_rates
 from exitserve.decoder import DecoderParts, decoder_parts, hidden_of
-from exitserve.gates import Gates, load_gates
-from exitserve.policy import BY_CONFIDENCE, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
+from exitserve.policy import EXACT, NEVER, NUM_DRAFTS, ExitPolicy
+from exitserve.screens import Screens, load_screens
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
 
@@ -75,23 +74,24 @@ class Reference:
         model: Any,
         exit_layers: Sequence[int],
         eos_token_ids: Iterable[int] = (),
-        break_even: Mapping[int, float] | None = None,
         criterion: Criterion = "max_prob",
-        gates: Gates | None = None,
+        screens: Screens | None = None,
+        break_even: Mapping[int, float] | None = None,
     ) -> None:
-        """Wraps `model` (float32, evaluation mode) with checks after `exit_layers`.
+        """Wraps `model` (in evaluation mode) with checks after `exit_layers`.
 
         Args:
             model: a causal LM.
             exit_layers: ascending, each below the depth of the model.
             eos_token_ids: ends of sequence, which have a threshold of their own.
-            break_even: success rates from which a check pays, for the check schedule
-                (`exitserve.check_schedule`); None makes every check.
-            criterion: how confidence is computed, where there are no gates.
-            gates: by exit layer; they give the confidence instead.
+            criterion: how confidence is computed.
+            screens: by exit layer, what leaves out checks that will hardly pay
+                (`exitserve.screens`); elsewhere every check is made.
+            break_even: by exit layer, the chance to pass from which a check pays.
         """
-        self.criterion, self.gates = criterion, gates
+        self.criterion = criterion
         self.break_even = dict(break_even or {})
+        self.screens = {k: one for k, one in (screens or {}).items() if k in self.break_even}
         self.model = model.eval()
         self.parts: DecoderParts = decoder_parts(model)
         self.exit_layers = tuple(exit_layers)
@@ -105,7 +105,7 @@ class Reference:
     ) -> OracleTrace:
         """One teacher-forced pass over `input_ids`, its first `prompt_length` at full depth."""
         decode = torch.arange(len(input_ids), device=self.device) >= prompt_length
-        rows = _FrozenRows(self, policy, decode, self._schedule(policy))
+        rows = _FrozenRows(self, policy, decode)
         with rows.hooked():
             hidden = self._run_layers(input_ids, cache=None)
         return rows.finish(hidden)
@@ -132,12 +132,12 @@ class Reference:
             return self._decode_drafting(prompt_ids, max_tokens, policy, ignore_eos, num_drafts)
         from transformers import DynamicCache
 
-        cache, schedule = DynamicCache(), self._schedule(policy)
+        cache = DynamicCache()
         step, token_ids, depths = list(prompt_ids), list[int](), list[int]()
         while len(token_ids) < max_tokens:
             # Only the prompt pass has no generated token behind it.
             decode = torch.full((len(step),), bool(token_ids), device=self.device)
-            rows = _FrozenRows(self, policy, decode, schedule)
+            rows = _FrozenRows(self, policy, decode)
             with rows.hooked():
                 hidden = self._run_layers(step, cache=cache)
             found = rows.finish(hidden)
@@ -157,13 +157,12 @@ class Reference:
         num_drafts: int,
     ) -> Generation:
         """Full depth's greedy tokens, drafted several at a time."""
-        schedule = self._schedule(policy)
         ends = [] if ignore_eos else self.eos_token_ids.tolist()
         text, drafted, accepted = list(prompt_ids), 0, 0
         while (left := max_tokens - (len(text) - len(prompt_ids))) > 0:
             drafts = []
             if len(text) > len(prompt_ids):
-                drafts = self._draft(text, min(num_drafts, left - 1), ends, policy, schedule)
+                drafts = self._draft(text, min(num_drafts, left - 1), ends, policy)
             truth = self.trace([*text, *drafts], len(text), ExitPolicy.off()).token.tolist()
             truth = truth[len(text) - 1 :]
             agreeing = 0
@@ -183,7 +182,6 @@ class Reference:
         most: int,
         ends: Sequence[int],
         policy: ExitPolicy,
-        schedule: CheckSchedule,
     ) -> list[int]:
         """Drafts the tokens after `text`, up to the first that passes no check.
 
@@ -193,7 +191,7 @@ class Reference:
         while len(drafts) < most:
             so_far = [*text, *drafts]
             last = torch.arange(len(so_far), device=self.device) == len(so_far) - 1
-            rows = _FrozenRows(self, policy, last, schedule)
+            rows = _FrozenRows(self, policy, last)
             with rows.hooked():
                 self._run_layers(so_far, cache=None)
             logits = rows.exit_logits.get(len(so_far) - 1)
@@ -201,9 +199,6 @@ class Reference:
                 break
             drafts.append(token)
         return drafts
-
-    def _schedule(self, policy: ExitPolicy) -> CheckSchedule:
-        return CheckSchedule(self.break_even if policy.mode in BY_CONFIDENCE else {})
 
     def _run_layers(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
@@ -225,12 +220,9 @@ class Reference:
 class _FrozenRows:
     """Freezes rows during one forward pass, by hooks around each decoder layer."""
 
-    def __init__(
-        self, reference: Reference, policy: ExitPolicy, decode: Tensor, schedule: CheckSchedule
-    ) -> None:
+    def __init__(self, reference: Reference, policy: ExitPolicy, decode: Tensor) -> None:
         self.ref = reference
         self.policy = policy
-        self.schedule = schedule
         self.decode = decode
         self.frozen = torch.zeros_like(decode)
         self.depth = torch.full_like(decode, reference.parts.num_layers, dtype=torch.long)
@@ -273,11 +265,10 @@ class _FrozenRows:
             return
         like = hidden.new_empty(rows.numel(), dtype=torch.float32)
         limits = [torch.full_like(like, one) for one in (threshold, eos_threshold)]
-        if self.ref.gates:
-            normed = self.ref.parts.norm(hidden[rows])
-            limits = self.ref.gates[depth].decided(normed, *limits)
-            passes = limits[0] < NEVER
-            rows, limits = rows[passes], [one[passes] for one in limits]
+        if screen := self.ref.screens.get(depth):
+            least = screen.least_score(threshold, self.ref.break_even[depth])
+            opens = screen.score(self.ref.parts.norm(hidden[rows])) > least
+            rows, limits = rows[opens], [one[opens] for one in limits]
             if not rows.numel():
                 return
         logits = self.ref.parts.classify(hidden[rows])
@@ -288,30 +279,13 @@ class _FrozenRows:
             end_tokens=self.ref.eos_token_ids,
             end_thresholds=limits[1],
         ).exits
-        checked = self._scheduled(depth, exits)
-        self.checks[rows] += checked
-        exits &= checked
+        self.checks[rows] += 1
         for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
             self.exit_logits[row] = row_logits
         self.frozen[rows[exits]] = True
         self.depth[rows[exits]] = depth
         # Rows frozen earlier hold their state in `hidden` already; active rows are not read.
         self.state = hidden
-
-    def _scheduled(self, depth: int, would_exit: Tensor) -> Tensor:
-        """Which rows [N] the schedule checks at `depth`, in the order of their positions.
-
-        Only earlier checks of the same layer count, and those are in this pass or an earlier one.
-        So one pass makes the same checks as token-by-token decoding.
-        """
-        checked = torch.zeros_like(would_exit)
-        for index, passes in enumerate(would_exit.tolist()):
-            if self.schedule.is_waiting(depth):
-                self.schedule.skip(depth)
-            else:
-                checked[index] = True
-                self.schedule.record(depth, passes)
-        return checked
 
     def finish(self, hidden: Tensor) -> OracleTrace:
         """The result: full-depth logits of active rows, the check's logits of frozen ones."""
@@ -328,33 +302,35 @@ def load_reference(
     exit_checks: str = "paying",
     criterion: str | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
 ) -> Reference:
-    """Loads a checkpoint in float32 with the exits and end-of-sequence ids it declares.
+    """Loads a checkpoint with the exits and end-of-sequence ids it declares.
 
     Args:
         model_dir: the checkpoint.
         exit_layers: instead of those the checkpoint declares.
-        exit_checks: the server's option; "paying" leaves out checks that do not pay.
+        exit_checks: the server's option; "paying" leaves out checks by the checkpoint's screens.
         criterion: instead of the checkpoint's.
         device: where it runs.
+        dtype: of weights and states; "bfloat16" rounds nearly as a server does.
     """
     from transformers import AutoModelForCausalLM
 
     from exitserve.checkpoint import MultiExit, read_multi_exit
 
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     model = model.to(device)
     block = read_multi_exit(model_dir) or MultiExit(exit_layers=())
     layers = block.exit_layers if exit_layers is None else exit_layers
     ends = eos_ids(model)
-    kind = block.criterion if criterion is None else criterion
-    if kind == "gate":
-        assert block.gates_file is not None, "only a checkpoint's own criterion has gates"
-        found = load_gates(model_dir, block.gates_file, layers).items()
-        gates = {layer: gate.to(model.device) for layer, gate in found}
-        return Reference(model, layers, ends, gates=gates)
-    rates = break_even_rates(model.config.to_dict(), layers) if exit_checks == "paying" else {}
-    return Reference(model, layers, ends, rates, criterion_of(kind))
+    kind = criterion_of(block.criterion if criterion is None else criterion)
+    if block.screens_file is None or exit_checks == "all" or kind != block.criterion:
+        return Reference(model, layers, ends, kind)
+    found = load_screens(model_dir, block.screens_file, layers).items()
+    screens = {layer: screen.to(model.device) for layer, screen in found}
+    return Reference(
+        model, layers, ends, kind, screens, break_even_rates(model.config.to_dict(), layers)
+    )
 
 
 def eos_ids(model: Any) -> list[int]:

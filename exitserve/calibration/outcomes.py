@@ -66,18 +66,19 @@ def measure_outcome(
     return Outcome(
         source=piece.source,
         tokens=len(found.depth),
-        agreement=_mean(found.agrees),
-        depth=_mean(found.depth),
-        checks=_mean(found.checks),
-        stays=_mean(stays),
-        nats=_mean(found.nats),
-        full_nats=_mean(full.nats),
+        agreement=mean(found.agrees),
+        depth=mean(found.depth),
+        checks=mean(found.checks),
+        stays=mean(stays),
+        nats=mean(found.nats),
+        full_nats=mean(full.nats),
         ends=int(early.sum()),
         wrong_ends=int((early & ~found.agrees).sum()),
     )
 
 
-def _mean(values: Tensor) -> float:
+def mean(values: Tensor) -> float:
+    """Their mean."""
     return float(values.double().mean())
 
 
@@ -100,17 +101,17 @@ def summarise(outcomes: Iterable[Outcome]) -> Summary:
     every = list(outcomes)
     tokens = sum(one.tokens for one in every)
 
-    def mean(values: Sequence[float]) -> float:
+    def weighted_mean(values: Sequence[float]) -> float:
         weighted = zip(values, every, strict=True)
         return sum(value * one.tokens for value, one in weighted) / tokens
 
     return Summary(
         pieces=len(every),
         tokens=tokens,
-        agreement=mean([one.agreement for one in every]),
-        mean_depth=mean([one.depth for one in every]),
-        checks=mean([one.checks for one in every]),
-        stays=mean([one.stays for one in every]),
-        perplexity=math.exp(mean([one.nats for one in every])),
-        full_perplexity=math.exp(mean([one.full_nats for one in every])),
+        agreement=weighted_mean([one.agreement for one in every]),
+        mean_depth=weighted_mean([one.depth for one in every]),
+        checks=weighted_mean([one.checks for one in every]),
+        stays=weighted_mean([one.stays for one in every]),
+        perplexity=math.exp(weighted_mean([one.nats for one in every])),
+        full_perplexity=math.exp(weighted_mean([one.full_nats for one in every])),
     )

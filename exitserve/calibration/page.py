@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exitserve.calibration.bounds import min_pieces
 from exitserve.calibration.choice import Choice, relative_cost
 from exitserve.calibration.outcomes import summarise
 from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
+from exitserve.calibration.screening import screening
 from exitserve.calibration_record import Calibration
 from exitserve.report import (
     machine,
@@ -57,6 +59,7 @@ def report(
                 "target": one.target.name,
                 "kept": one.point is not None,
                 "choices_kept": one.kept,
+                "pieces_needed": min_pieces(one.target.limit, job.delta, one.target.perfect),
                 **(_NO_POINT if one.point is None else one.point.to_json()),
             }
             for one in found.promised
@@ -68,6 +71,7 @@ def report(
             str(layer): reliability(scores, found.criterion)
             for layer, scores in found.scores.items()
         },
+        "screening": screening(found.scores, found.screens, found.criterion, job.break_even),
     }
 
 
@@ -86,6 +90,7 @@ def provenance_of(
         "window_tokens": args.window,
         "prompt_tokens": args.prompt_tokens,
         "temperature": args.temperature,
+        "dtype": args.dtype,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
     }
@@ -174,13 +179,16 @@ def choices(data: Mapping[str, Any]) -> list[str]:
 def warnings(data: Mapping[str, Any]) -> list[str]:
     """What a reader must know before relying on the promises."""
     lines = []
-    first = data["promised"][0]
+    first, chosen = data["promised"][0], data["calibration"]["target"]
     if not first["kept"]:
+        instead = "full depth"
+        if chosen != first["target"]:
+            instead = f"{chosen}, the strictest that could"
         lines.append(
             f"no thresholds that cost less than full depth could be shown to keep "
-            f"{first['target']} on this text, so `auto` means full depth. pareto.png shows what "
-            f"this model gives; --mode defer or an easier target allows more, on text that no "
-            f"calibration has used yet."
+            f"{first['target']} on this text, so `auto` means {instead}. {_too_little(data)}"
+            f"pareto.png shows what this model gives; --mode defer or an easier target allows "
+            f"more, on text that no calibration has used yet."
         )
     missing = [one["target"] for one in data["promised"][1:] if not one["kept"]]
     if missing:
@@ -189,6 +197,19 @@ def warnings(data: Mapping[str, Any]) -> list[str]:
             f"get those of a stricter target, or full depth."
         )
     return lines
+
+
+def _too_little(data: Mapping[str, Any]) -> str:
+    """How much text the first target needs, where that was not given; else nothing."""
+    needed = data["promised"][0]["pieces_needed"]
+    tested = data["calibration"]["provenance"]["windows"]["test"].values()
+    given = min((count for count in tested if count), default=0)
+    if given >= needed:
+        return ""
+    return (
+        f"Its test needs {needed} windows of each kind even if all are perfect (about three times "
+        f"as many if they are not), and had {given}. "
+    )
 
 
 def markdown(data: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from exitserve.windows import Window
 
 FEWEST_TOKENS = 8
 """Shorter continuations are dropped."""
-BATCH = 32
+BATCH = 128
 """Continuations generated together."""
 
 
@@ -30,7 +30,7 @@ class PieceSplit:
     """Pieces by their use; no piece is in two of the parts."""
 
     fit: list[Piece]
-    """For fitting gates."""
+    """For fitting screens."""
     select: list[Piece]
     """For proposing choices, and for their order."""
     test: list[Piece]
@@ -66,7 +66,7 @@ def split_pieces(pieces: Sequence[Piece]) -> PieceSplit:
         parts.fit.extend(own[:first])
         parts.select.extend(own[first : first + second])
         parts.test.extend(own[first + second :])
-    # Gates are fitted to the first tokens only, which should come from all sources.
+    # Screens are fitted to the first tokens only, which should come from all sources.
     random.Random(len(parts.fit)).shuffle(parts.fit)
     return parts
 

@@ -22,6 +22,8 @@ from exitserve.policy import NEVER
 
 PRICES = tuple(1000.0 * 0.5**step for step in range(13))
 """Price of a token that differs from full depth's, in full-depth tokens; the safest first."""
+FINE_PRICES = tuple(1000.0 * 0.8**step for step in range(38))
+"""Where a choice costs no pass of the oracle."""
 LOW_PRICES = tuple(0.15 * 0.6**step for step in range(6))
 """Added for targets of depth, where errors count for little."""
 BETWEEN = 5
@@ -49,6 +51,7 @@ def propose(
     costs: TokenCosts,
     *,
     propagates: bool,
+    screened: bool = False,
     prices: Sequence[float] = PRICES,
 ) -> list[Proposal]:
     """The best thresholds for each price, the safest first, without repeats.
@@ -58,11 +61,14 @@ def propose(
         criterion: whose confidence is compared with thresholds.
         costs: of the parts of a token.
         propagates: whether keys and values of layers not run are paid for.
+        screened: whether screens spare checks: then those that pass are what is paid for, nearly.
         prices: of a wrong token, descending.
     """
     found: dict[tuple[tuple[int, float], ...], Proposal] = {}
     for price in prices:
-        thresholds = _ThresholdSearch(scores, criterion, costs, price, propagates).best_thresholds()
+        thresholds = _ThresholdSearch(
+            scores, criterion, costs, price, propagates, screened
+        ).best_thresholds()
         if thresholds:
             found.setdefault(thresholds, Proposal(criterion, thresholds, price))
     return list(found.values())
@@ -121,6 +127,7 @@ class _ThresholdSearch:
         costs: TokenCosts,
         price: float,
         propagates: bool,
+        screened: bool,
     ) -> None:
         self._layers = sorted(scores)
         self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]
@@ -129,7 +136,7 @@ class _ThresholdSearch:
         full = costs.of(costs.num_layers, 0.0, 1.0, propagates=propagates)
         bare = [costs.of(layer, 0.0, 0.0, propagates=propagates) for layer in self._layers]
         self._check = costs.of(0, 1.0, 0.0) - costs.of(0, 0.0, 0.0)
-        self._gated = criterion == "gate"
+        self._screened = screened
         self._stay = full
         self._leave = [
             cost + price * (~scores[layer].agrees).double()
@@ -159,7 +166,7 @@ class _ThresholdSearch:
             leaves = self._leaves(later)
             cost = torch.where(leaves, self._leave[later], cost)
             if self._thresholds[later] < NEVER:
-                cost = cost + self._check * (leaves if self._gated else 1.0)
+                cost = cost + self._check * (leaves if self._screened else 1.0)
         return cost
 
     def _best(self, index: int) -> float:
@@ -171,11 +178,11 @@ class _ThresholdSearch:
         if able.sum() < FEWEST:
             return NEVER
         gain = self._leave[index][able] - self._after(index)[able]
-        if self._gated:
+        if self._screened:
             gain = gain + self._check
         confidence, order = self._confidence[index][able].sort(descending=True)
         total = gain[order].cumsum(dim=0)
-        if not self._gated:
+        if not self._screened:
             total = total + self._check * arrives.sum()
         # A threshold cannot separate tokens of equal confidence.
         cut = torch.ones_like(total, dtype=torch.bool)

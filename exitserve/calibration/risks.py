@@ -35,6 +35,11 @@ class Target:
     grows: bool = True
     """Whether the risk grows as more tokens exit; for a target of depth it falls."""
 
+    def is_weaker_than(self, other: Target) -> bool:
+        """Whether both are of agreement, and this one asks for less."""
+        mine, others = self.agreement, other.agreement
+        return mine is not None and others is not None and mine < others
+
 
 def agreement_target(least: float) -> Target:
     """At least this share of tokens is full depth's."""

@@ -1,4 +1,4 @@
-"""A calibration from its text to its promises: gates, proposals for each criterion, tests."""
+"""A calibration from its text to its promises: screens, proposals for each criterion, tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from exitserve.calibration.choice import (
     relative_cost,
     worth_testing,
 )
+from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import (
     Outcome,
     Piece,
@@ -26,6 +27,7 @@ from exitserve.calibration.outcomes import (
 from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.proposals import (
     BETWEEN,
+    FINE_PRICES,
     LOW_PRICES,
     PRICES,
     Proposal,
@@ -33,15 +35,16 @@ from exitserve.calibration.proposals import (
     propose,
 )
 from exitserve.calibration.risks import Target
-from exitserve.calibration.scores import ExitScores, exit_scores, fit_gates
+from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
+from exitserve.calibration.screening import fit_screens
 from exitserve.calibration.selection import Selection
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.decoder import hidden_of
-from exitserve.gates import Gate
-from exitserve.policy import Mode
+from exitserve.policy import EXACT, Mode
 from exitserve.progress import StepProgress
 from exitserve.reference import Reference
+from exitserve.screens import Screens
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
 COMPARED = 25
@@ -65,9 +68,9 @@ class CalibrationJob:
     """One less the confidence level."""
     costs: TokenCosts
     exit_checks: str
-    """The one of `EXIT_CHECKS` with which it will be served."""
+    """The one of `EXIT_CHECKS` with which it will be served; "all": no screens are made."""
     break_even: Mapping[int, float]
-    """Success rates for the check schedule, by exit layer, as the server has them."""
+    """The chance to pass from which a check pays, by exit layer, as the server has it."""
     fewest_ends: int
     """A layer must have seen this many ends of sequence before any may exit there."""
     most_tokens: int
@@ -90,7 +93,7 @@ class CalibrationResult:
     """What a calibration found."""
 
     criterion: str
-    gates: Mapping[int, Gate]
+    screens: Screens
     promised: tuple[TargetResult, ...]
     """The target that was asked for first."""
     curves: Mapping[str, Sequence[Choice]]
@@ -100,23 +103,39 @@ class CalibrationResult:
     draft_tokens: list[int] | None = None
     """The most frequent tokens of the text; None where the vocabulary is small."""
 
+    @property
+    def chosen(self) -> TargetResult | None:
+        """The target of `auto`: what was asked for first, or the strictest agreement below it that
+        could be promised instead; None where none could."""
+        first = self.promised[0]
+        if first.point is not None:
+            return first
+        kept = [one for one in self.promised if one.point is not None]
+        weaker = [one for one in kept if one.target.is_weaker_than(first.target)]
+        return min(weaker, key=lambda one: one.target.limit, default=None)
+
     def calibration(self, job: CalibrationJob, provenance: Mapping[str, Any]) -> Calibration:
         """The record for the checkpoint."""
-        first, *others = self.promised
-        points = [one.point for one in others if one.point is not None]
+        chosen = self.chosen
+        points = [one.point for one in self.promised if one.point is not None]
         return Calibration(
-            target=first.target.name,
+            target=(chosen or self.promised[0]).target.name,
             mode=job.mode,
             criterion=self.criterion,
             confidence_level=1.0 - job.delta,
             num_layers=job.costs.num_layers,
-            chosen=first.point or FULL_DEPTH,
-            exit_checks=job.exit_checks,
+            chosen=FULL_DEPTH if chosen is None or chosen.point is None else chosen.point,
+            exit_checks="paying" if self.screens else "all",
             agreement_at={
                 layer: round(float(found.agrees.double().mean()), 4)
                 for layer, found in self.scores.items()
             },
-            points=tuple(sorted(points, key=lambda one: one.agreement or 0.0)),
+            points=tuple(
+                sorted(
+                    (one for one in points if chosen is None or one is not chosen.point),
+                    key=lambda one: one.agreement or 0.0,
+                )
+            ),
             provenance=provenance,
         )
 
@@ -128,29 +147,45 @@ class Calibrator:
         self._reference, self._job, self._progress = reference, job, progress
         self._full: dict[Piece, FullDepthPass] = {}
         self._kept = 0
+        self._exact: list[tuple[ExactOutcomes, set[Piece]]] = []
+        """Of the pieces for selection and of the test, where keys and values stay exact."""
+        self._screens: Mapping[str, Screens] = {}
+        """By criterion."""
         self._outcomes: dict[tuple[Proposal, Piece], Outcome] = {}
 
     def calibrate(self, parts: PieceSplit) -> CalibrationResult:
-        """Fits gates, chooses the criterion, and tests choices for every target."""
+        """Fits screens, chooses the criterion, and tests choices for every target."""
         steps = _StepCounter(self._progress)
-        with_gates = steps.begin("fitting gates", len(parts.fit))
-        gates = fit_gates(self._reference, parts.fit, with_gates) if parts.fit else {}
+        self._screens = {}
+        if parts.fit and self._job.exit_checks != "all" and self._job.break_even:
+            advance = steps.begin("fitting screens", len(parts.fit))
+            self._screens = fit_screens(self._reference, parts.fit, advance)
         advance = steps.begin("reading every exit", len(parts.select))
-        scores = exit_scores(self._reference, parts.select, gates, advance)
+        readings = self._read(parts.select, advance)
+        scores = all_scores(readings)
+        if self._job.mode in EXACT:
+            advance = steps.begin("reading the test", len(parts.test))
+            tested = self._read(parts.test, advance)
+            self._exact = [
+                (ExactOutcomes(readings), set(parts.select)),
+                (ExactOutcomes(tested), set(parts.test)),
+            ]
         few = _first_of_each(parts.select, COMPARED)
-        prices = PRICES if self._job.target.grows else (*PRICES, *LOW_PRICES)
+        prices = FINE_PRICES if self._job.mode in EXACT else PRICES
+        if not self._job.target.grows:
+            prices = (*prices, *LOW_PRICES)
         compared: dict[str, Selection] = {}
-        for criterion in [*map(str, CRITERIA), *(["gate"] if gates else [])]:
+        for criterion in map(str, CRITERIA):
             found = self._proposed(scores, criterion, prices)
             advance = steps.begin(
                 f"comparing criteria: {criterion}", len(found).bit_length() * len(few)
             )
-            oracle = self._oracle_with(criterion, gates)
+            oracle = self._oracle_with(criterion)
             compared[criterion] = self._selection(found, oracle, scores, few, advance)
             compared[criterion].find(self._job.target)
         curves = {name: by_risk(one.choices, self._job.target) for name, one in compared.items()}
         criterion = min(curves, key=lambda one: self._cost_at_target(curves[one]))
-        oracle = self._oracle_with(criterion, gates)
+        oracle = self._oracle_with(criterion)
         trial = self._trial(oracle, parts.test)
         found = self._proposed(scores, criterion, prices)
         most = (len(found) + BETWEEN * len(self._targets)) * len(parts.select)
@@ -161,7 +196,7 @@ class Calibrator:
                 selection.refine(target, trial)
         return CalibrationResult(
             criterion=criterion,
-            gates=gates,
+            screens=self._screens.get(criterion, {}),
             promised=self._promised(selection.choices, trial, steps),
             curves=curves | {criterion: by_risk(selection.choices, self._job.target)},
             scores=scores,
@@ -175,7 +210,14 @@ class Calibrator:
         self, scores: Mapping[int, ExitScores], criterion: str, prices: Sequence[float]
     ) -> list[Proposal]:
         propagates = self._job.mode == "confidence"
-        return propose(scores, criterion, self._job.costs, propagates=propagates, prices=prices)
+        return propose(
+            scores,
+            criterion,
+            self._job.costs,
+            propagates=propagates,
+            screened=bool(self._screens),
+            prices=prices,
+        )
 
     def _selection(
         self,
@@ -193,7 +235,7 @@ class Calibrator:
                 advance()
             return replace(choice, outcomes=tuple(outcomes))
 
-        return Selection(found, measure)
+        return Selection(found, measure, cheap=self._job.mode in EXACT)
 
     def _ends(self, scores: Mapping[int, ExitScores], proposal: Proposal) -> dict[int, float]:
         least = self._job.target.agreement or 0.99
@@ -202,11 +244,22 @@ class Calibrator:
     def _outcome(self, choice: Choice, oracle: Reference, piece: Piece) -> Outcome:
         key = choice.proposal, piece
         if key not in self._outcomes:
-            full = self._full_depth(piece)
-            self._outcomes[key] = measure_outcome(
-                oracle, piece, full, choice.policy(self._job.mode)
-            )
+            policy = choice.policy(self._job.mode)
+            if self._job.mode in EXACT:
+                group = next(one for one, members in self._exact if piece in members)
+                found = zip(group.pieces, group.of(oracle, policy), strict=True)
+                self._outcomes |= {(choice.proposal, one): outcome for one, outcome in found}
+            else:
+                full = self._full_depth(piece)
+                self._outcomes[key] = measure_outcome(oracle, piece, full, policy)
         return self._outcomes[key]
+
+    def _read(self, pieces: Sequence[Piece], advance: Callable[[], None]) -> list[Reading]:
+        found = []
+        for piece in pieces:
+            found.append(read_exits(self._reference, piece, self._screens))
+            advance()
+        return found
 
     def _full_depth(self, piece: Piece) -> FullDepthPass:
         if piece not in self._full:
@@ -215,13 +268,12 @@ class Calibrator:
             self._kept += sum(hidden_of(one).nbytes for one in full.outputs.values())
         return self._full[piece]
 
-    def _oracle_with(self, criterion: str, gates: Mapping[int, Gate]) -> Reference:
+    def _oracle_with(self, criterion: str) -> Reference:
         """The oracle as a server runs it under a criterion."""
         own, ends = self._reference, self._reference.eos_token_ids.tolist()
-        if criterion == "gate":
-            return Reference(own.model, own.exit_layers, ends, gates=gates)
-        rates = self._job.break_even
-        return Reference(own.model, own.exit_layers, ends, rates, criterion_of(criterion))
+        screens = self._screens.get(criterion)
+        kind, rates = criterion_of(criterion), self._job.break_even
+        return Reference(own.model, own.exit_layers, ends, kind, screens, rates)
 
     def _cost(self, choice: Choice) -> float:
         return relative_cost(summarise(choice.outcomes), self._job.costs, self._job.mode)

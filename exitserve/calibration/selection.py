@@ -8,6 +8,7 @@ halving finds where a target ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from exitserve.calibration.choice import Choice, PromiseTest, is_confident, mean_risk
 from exitserve.calibration.proposals import PRICES, Proposal, interpolated
@@ -18,15 +19,20 @@ class Selection:
     """The proposals of one criterion, and what those that were needed gave."""
 
     def __init__(
-        self, proposals: Sequence[Proposal], measure: Callable[[Proposal], Choice]
+        self,
+        proposals: Sequence[Proposal],
+        measure: Callable[[Proposal], Choice],
+        *,
+        cheap: bool = False,
     ) -> None:
         """Measures nothing yet.
 
         Args:
             proposals: by falling price of a wrong token.
             measure: runs a proposal on the pieces for selection.
+            cheap: whether that needs no pass of the oracle, so that many more may be measured.
         """
-        self._proposals, self._measure = proposals, measure
+        self._proposals, self._measure, self._cheap = proposals, measure, cheap
         self._measured: dict[Proposal, Choice] = {}
 
     @property
@@ -56,13 +62,13 @@ class Selection:
         They lead from one that is expected to pass to the first that does not keep the target.
         """
         ordered = self._by_rising_risk(target)
-        safe = self.find(target)
+        safe = keeps = self.find(target)
         while safe >= 0 and not is_confident(self._choice(ordered[safe]), target, trial):
             safe -= 1
-        ends = ordered[max(0, safe) : safe + 2]
-        if safe < 0 and ends and target.grows:
-            ends.insert(0, Proposal(ends[0].criterion, (), 2.0 * PRICES[0]))  # no exits
-        if len(ends) == 2:
+        path = ordered[max(0, safe) : (keeps if self._cheap else safe) + 2]
+        if safe < 0 and path and target.grows:
+            path.insert(0, Proposal(path[0].criterion, (), 2.0 * PRICES[0]))  # no exits
+        for ends in pairwise(path):
             for proposal in interpolated(*ends):
                 self._choice(proposal)
 

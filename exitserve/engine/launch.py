@@ -49,10 +49,10 @@ def check_rules(
 ) -> ExitRules:
     """Checks the checkpoint's exits and server options before anything slow starts."""
     rules = make_rules(read_config(model_dir, revision), options)
-    if rules.gates_file is not None and rules.exit_layers:
-        from exitserve.gates import load_gates
+    if rules.screens_file is not None and rules.exit_layers:
+        from exitserve.screens import load_screens
 
-        load_gates(model_dir, rules.gates_file, rules.exit_layers, revision)
+        load_screens(model_dir, rules.screens_file, rules.exit_layers, revision)
     return rules
 
 

@@ -32,7 +32,7 @@ from exitserve.engine.rails.draft_head import DraftHead
 from exitserve.engine.rails.loop import RailsLoop
 from exitserve.engine.rails.requests import RailsRequests
 from exitserve.engine.state import EngineState, state_of
-from exitserve.gates import load_gates
+from exitserve.screens import load_screens
 
 
 class MultiExitMixin(FirstLayers):
@@ -75,12 +75,14 @@ class MultiExitMixin(FirstLayers):
 
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
         rules = self._state.rules
-        gates = {}
-        if rules.gates_file is not None:
+        screens = {}
+        if rules.screens_file is not None:
             config = vllm_config.model_config
-            gates = load_gates(config.model, rules.gates_file, rules.exit_layers, config.revision)
+            screens = load_screens(
+                config.model, rules.screens_file, rules.exit_layers, config.revision
+            )
         ends = self._state.eos_token_ids
-        return ExitHead(self, compute_logits, ends, rules.criterion, gates)
+        return ExitHead(self, compute_logits, ends, rules.criterion, screens, rules.break_even)
 
     def _draft_head(self, vllm_config: Any) -> DraftHead:
         model: Any = self
@@ -159,7 +161,7 @@ class MultiExitMixin(FirstLayers):
         Benchmarks of random weights override it.
         """
         room = self.logits_room(most_rows, device)
-        return DeviceRequests(self._state, most_rows, room, device)
+        return DeviceRequests(self._state, most_rows, room, device, self._head.least_score)
 
     def make_rails_requests(self, most_rows: int, device: torch.device) -> RailsRequests:
         """Room for an engine's requests, of which `most_rows` run together."""

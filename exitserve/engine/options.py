@@ -99,11 +99,12 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     loop = choose(options, "exit_path", tuple(LOOPS))
     if loop == RAILS:
         exit_layers = exit_layers[:1]
-    checks = "all" if loop == RAILS else choose(options, "exit_checks", EXIT_CHECKS)
-    rates = break_even_rates(config, exit_layers)
-    gated = block.criterion == "gate"
+    wanted = choose(options, "exit_checks", EXIT_CHECKS)
+    # Where the first layers draft, all tokens are checked in one read of the head.
+    screens = None if loop == RAILS or wanted == "all" else block.screens_file
+    checks = "all" if screens is None else "paying"
     found = block.calibration
-    other_checks = found is not None and found.exit_checks != checks and not gated
+    other_checks = found is not None and found.exit_checks != checks
     calibration, holds = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
@@ -114,10 +115,9 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
-        # A gate that says no costs nothing, so there is no check to leave out.
-        break_even={} if checks == "all" or gated else rates,
+        break_even=break_even_rates(config, exit_layers),
         criterion=block.criterion,
-        gates_file=block.gates_file,
+        screens_file=screens,
         calibration=calibration,
     )
     return replace(rules, default=_default_policy(rules, options, holds))

@@ -22,6 +22,8 @@ class Recorder:
         self.tokens_by_depth = [0] * (num_layers + 1)
         self.checks = dict.fromkeys(exit_layers, 0)
         self.passed = dict.fromkeys(exit_layers, 0)
+        self.screened = dict.fromkeys(exit_layers, 0)
+        """Tokens that a screen did not let through to a check."""
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
@@ -121,6 +123,7 @@ class Recorder:
             },
             "checks": dict(self.checks),
             "passed": dict(self.passed),
+            "screened": dict(self.screened),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "deferred_tokens": self.deferred_tokens,

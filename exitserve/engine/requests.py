@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from exitserve.check_schedule import CheckSchedule
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.policy import ExitPolicy, ExitRules
 
@@ -30,8 +28,6 @@ class Request:
     """One request: what it asked for, and what it did so far."""
 
     policy: ExitPolicy
-    schedule: CheckSchedule
-    """Which of its exit checks are made."""
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     """vLLM's own list of generated tokens, of which only the length is read (runner V1)."""
@@ -50,8 +46,6 @@ class Request:
     """Its tokens that wait at exit layers; None in modes in which none do."""
     drafts: list[int] = field(default_factory=list)
     """Tokens that the next pass is to judge (mode "verify")."""
-    device_state: Tensor | None = None
-    """What the device knew of it when it left its slot (`Slots.kept`)."""
 
     @property
     def prompt_length(self) -> int:
@@ -110,7 +104,6 @@ def read_request(
     ends = [] if params.ignore_eos else eos_ids
     return Request(
         policy=policy,
-        schedule=rules.schedule_for(policy),
         prompt_ids=() if prompt_ids is None else prompt_ids,
         output_ids=output_ids,
         trace_keys=tuple(keys) if isinstance(keys, list | tuple) else (),

@@ -91,7 +91,8 @@ def measure_drafts(
     """
     tallies = {layer: DraftTally() for layer in reference.exit_layers}
     for window in windows:
-        states, token = exit_states(reference, window.token_ids, prompt_tokens)
+        states, final = exit_states(reference, window.token_ids, prompt_tokens)
+        token = reference.parts.classify_normed(final).argmax(dim=-1)
         for layer, normed in states.items():
             found = reference.parts.classify_normed(normed).argmax(dim=-1)
             tallies[layer].add((found == token).tolist())

@@ -17,6 +17,7 @@ from exitserve.arguments import (
     batch_sizes_of,
     check_model_or_synthetic,
 )
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import (
     check_exit_layers,
     parse_multi_exit,
@@ -90,6 +91,13 @@ def add_command(subparsers: Any) -> None:
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
     )
     parser.add_argument(
+        "--exit-checks",
+        choices=EXIT_CHECKS,
+        default="paying",
+        help="paying: screens, which `exitserve calibrate` makes, leave out checks that will "
+        "hardly pay; all: every token is checked at every exit (default %(default)s)",
+    )
+    parser.add_argument(
         "--step-overhead-ms",
         type=float,
         metavar="MS",
@@ -117,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
-    from exitserve.planning.run import make_plan
+    from exitserve.planning.run import PRECISION, make_plan
     from exitserve.report import prepare_out_dir
     from exitserve.step_costs.sources import step_costs
 
@@ -141,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         exit_share=args.exit_share,
         own_layers=own_layers,
+        precision=PRECISION if args.exit_checks == "paying" else None,
     )
     _publish(data, out)
     return 0

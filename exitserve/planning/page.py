@@ -89,12 +89,20 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
         f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms, the head "
         f"{cost['head_ms']:.3g} ms, the rest {cost['rest_ms']:.3g} ms.",
-        f"A check costs {cost['check_in_layers']:.1f} layers; the keys and values of a layer not "
-        f"run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token takes "
+        f"A check costs {cost['check_in_layers']:.1f} layers{_screens(data)}; the keys and "
+        f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token takes "
         f"{shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
     advice = [_advice_line(one) for one in data["advice"]]
     return lines + [_verdict_line(one, data) for one in data["verdicts"]] + advice
+
+
+def _screens(data: Mapping[str, Any]) -> str:
+    """Which checks are assumed to be made."""
+    precision = data["assumption"]["precision"]
+    if precision is None:
+        return ", and every token is checked"
+    return f" (made where a screen says so, which is right {precision:.0%} of the time)"
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:

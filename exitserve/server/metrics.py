@@ -121,6 +121,13 @@ CHECKS_PASSED = WorkerMetric(
     by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["passed"]),
 )
+CHECKS_SCREENED = WorkerMetric(
+    name="exitserve_checks_screened_total",
+    help="Tokens that went on unchecked, because a screen found a check hardly worth its price.",
+    promql="sum by (exit_layer) (rate(exitserve_checks_screened_total[5m]))",
+    by=("exit_layer",),
+    read=lambda snapshot: _by_layer(snapshot["screened"]),
+)
 FROZEN_ROW_TOKENS = WorkerMetric(
     name="exitserve_frozen_row_tokens_total",
     help="Tokens whose row was frozen and whose remaining K/V was propagated.",
@@ -214,6 +221,7 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     TOKENS,
     CHECKS,
     CHECKS_PASSED,
+    CHECKS_SCREENED,
     FROZEN_ROW_TOKENS,
     DEFERRED_TOKENS,
     DEFERRED_LAYERS,
@@ -340,7 +348,8 @@ class StatsWindow:
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
-            later, and those of rejected drafts), `checks` and `checks_passed`. Averages are None if
+            later, and those of rejected drafts), `checks`, `checks_passed` and
+            `checks_screened`. Averages are None if
             no token was generated.
         """
         self._forget(now)
@@ -373,4 +382,5 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "mean_layers_run": (run + total(DEFERRED_LAYERS)) / tokens if tokens else None,
         "checks": total(CHECKS),
         "checks_passed": total(CHECKS_PASSED),
+        "checks_screened": total(CHECKS_SCREENED),
     }

@@ -52,6 +52,9 @@ class StepCosts:
     """What every step costs: scheduling, preparing the batch, sampling."""
     exits: Curve
     """What exits add to a step in which rows may exit: planning and recording."""
+    precision: float | None = None
+    """Of the rows that screens let through to a check, the share that passes; None: there are no
+    screens, and every row is checked."""
 
     def layer(self, rows: int) -> float:
         """Seconds of one layer."""

@@ -1,13 +1,18 @@
-"""Every exit's view of a text, and gates that learn from it."""
+"""Every exit's view of a text, and screens that learn from it."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from exitserve.agreement import exit_states
+from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
-from exitserve.calibration.scores import exit_scores, fit_gate, fit_gates
+from exitserve.calibration.scores import ExitScores, all_scores, read_exits
+from exitserve.calibration.screening import fit_screen, fit_screens, screening
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 
@@ -24,9 +29,13 @@ def pieces() -> list[Piece]:
     return [Piece(tuple(row), 10, "text") for row in ids]
 
 
+def exit_scores(reference, pieces, screens) -> dict[int, ExitScores]:
+    return all_scores([read_exits(reference, piece, screens) for piece in pieces])
+
+
 def test_scores_are_those_of_the_oracles_checks(reference, pieces) -> None:
     """Tokens whose confidence at the first exit is above a threshold are those that leave there."""
-    scores = exit_scores(reference, pieces, {}, lambda: None)
+    scores = exit_scores(reference, pieces, {})
     threshold = float(scores[2].confidence["max_prob"].median())
     trace = reference.trace(pieces[0].token_ids, 10, ExitPolicy.confidence(threshold, threshold))
     own = scores[2].confidence["max_prob"][:30] > threshold
@@ -36,26 +45,78 @@ def test_scores_are_those_of_the_oracles_checks(reference, pieces) -> None:
     assert len(scores[4].agrees) == 6 * 30
 
 
-def test_a_gate_learns_what_can_be_learned() -> None:
+def test_a_screen_tells_how_likely_a_check_passes() -> None:
+    """On tokens that it never saw, at thresholds between its knots too."""
     drawn = torch.Generator().manual_seed(0)
-    states = 3.0 * torch.randn(4000, 16, generator=drawn) + 1.0
-    agrees = states[:, 0] - 2.0 * states[:, 3] > 0.5
-    gate = fit_gate(states, agrees)
-    said = gate.confidence(states)
-    assert ((said > 0.5) == agrees).float().mean() > 0.97
-    assert said.min() >= 0 and said.max() <= 1
-    none = fit_gate(torch.randn(4000, 16, generator=drawn), torch.rand(4000, generator=drawn) < 0.3)
-    assert none.confidence(torch.zeros(1, 16)).item() == pytest.approx(0.3, abs=0.05)
+    states = 3.0 * torch.randn(24_000, 32, generator=drawn) + 1.0
+    noise = torch.randn(24_000, generator=drawn)
+    confidence = torch.sigmoid(states[:, 0] - 0.7 * states[:, 3].abs() + noise)
+    own = fit_screen(states[:12_000], confidence[:12_000])
+    score, confidence = own.score(states[12_000:]), confidence[12_000:]
+    for threshold in (0.15, 0.4, 0.55, 0.75, 0.93):
+        chance, passes = own.chance(score, threshold), (confidence > threshold).float()
+        for low in (0.0, 0.2, 0.4, 0.6, 0.8):
+            within = (chance >= low) & (chance < low + 0.2)
+            if within.sum() > 1_000:  # standard error below 0.016
+                said = float(chance[within].mean())
+                assert float(passes[within].mean()) == pytest.approx(said, abs=0.05)
+        opened = score > own.least_score(threshold, 0.3)
+        assert passes[opened].mean() > 2.0 * passes[~opened].mean()
+        assert (passes[opened].sum() / passes.sum()) > 0.7
 
 
-def test_gates_stay_where_the_model_is(reference, pieces) -> None:
-    gates = fit_gates(reference, pieces, lambda: None)
-    assert set(gates) == {2, 4}
+def test_a_screen_of_noise_opens_all_or_none() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    states, confidence = torch.randn(6_000, 16, generator=drawn), torch.rand(6_000, generator=drawn)
+    own = fit_screen(states, confidence)
+    opened = [
+        (own.score(states) > own.least_score(0.7, rate)).float().mean() for rate in (0.2, 0.4)
+    ]
+    assert opened[0] > 0.95 and opened[1] < 0.05, "three in ten pass"
+
+
+def test_screens_stay_where_the_model_is(reference, pieces) -> None:
+    screens = fit_screens(reference, pieces, lambda: None)
+    assert set(screens) == {"max_prob", "margin", "entropy"}
+    assert all(set(own) == {2, 4} for own in screens.values())
     states, _ = exit_states(reference, pieces[0].token_ids, pieces[0].prompt_length)
-    assert gates[2].confidence(states[2]).shape == (30,)
-    assert gates[2].weight.device == reference.device
-    scores = exit_scores(reference, pieces[:1], gates, lambda: None)
-    assert torch.equal(scores[2].confidence["gate"], gates[2].confidence(states[2]))
+    own = screens["margin"][2]
+    assert own.score(states[2]).shape == (30,)
+    assert {one.device for one in vars(own).values()} == {reference.device}
+    scores = exit_scores(reference, pieces[:1], screens)
+    assert torch.equal(scores[2].screen["margin"], own.score(states[2]))
+
+
+def test_what_screens_let_through_is_counted(reference, pieces) -> None:
+    screens = fit_screens(reference, pieces, lambda: None)
+    scores = exit_scores(reference, pieces, screens)
+    rows = screening(scores, screens["max_prob"], "max_prob", {2: 0.0001, 4: 0.9999})
+    assert {(one["exit_layer"], one["opened"]) for one in rows} >= {(2, 1.0), (4, 0.0)}
+    for one in rows:
+        passes = float(
+            (scores[one["exit_layer"]].confidence["max_prob"] > one["threshold"]).double().mean()
+        )
+        assert one["passes"] == pytest.approx(passes, abs=1e-4)
+        assert one["recall"] in (None, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_with_exact_keys_and_values_one_pass_tells_every_outcome(
+    make_checkpoint, pieces, family: str
+) -> None:
+    reference = load_reference(str(make_checkpoint(family)))
+    screens = {"max_prob": reference.screens}
+    exact = ExactOutcomes([read_exits(reference, piece, screens) for piece in pieces[:3]])
+    seen = set()
+    for low, high, ends in ((0.08, 0.1, 0.09), (0.1, 0.15, 0.15), (0.12, math.inf, math.inf)):
+        policy = ExitPolicy(mode="defer", by_layer=((2, low, ends), (4, high, high)))
+        for piece, found in zip(pieces, exact.of(reference, policy), strict=False):
+            told = measure_outcome(reference, piece, run_at_full_depth(reference, piece), policy)
+            assert replace(found, nats=0.0, full_nats=0.0) == replace(told, nats=0.0, full_nats=0.0)
+            assert (found.nats, found.full_nats) == pytest.approx((told.nats, told.full_nats))
+            seen.add(found.depth)
+            assert found.checks < 2.0
+    assert len(seen) > 4
 
 
 def test_outcomes_of_full_depth_lose_nothing(reference, pieces) -> None:
@@ -82,7 +143,7 @@ def test_layers_below_the_first_check_need_not_run_again(
 ) -> None:
     reference = load_reference(str(make_checkpoint(family)))
     piece = pieces[0]
-    scores = exit_scores(reference, pieces[:1], {}, lambda: None)
+    scores = exit_scores(reference, pieces[:1], {})
     levels = {depth: float(scores[depth].confidence["max_prob"].median()) for depth in (2, 4)}
     policy = ExitPolicy(
         mode=mode,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -45,14 +46,14 @@ def measured(proposal: Proposal) -> Choice:
 class Counted(Selection):
     """Keeps the proposals that it ran, in that order."""
 
-    def __init__(self, proposals: list[Proposal] = PROPOSALS) -> None:
+    def __init__(self, proposals: list[Proposal] = PROPOSALS, *, cheap: bool = False) -> None:
         self.ran: list[Proposal] = []
 
         def measure(proposal: Proposal) -> Choice:
             self.ran.append(proposal)
             return measured(proposal)
 
-        super().__init__(proposals, measure)
+        super().__init__(proposals, measure, cheap=cheap)
 
 
 def trial(pieces: int) -> PromiseTest:
@@ -93,6 +94,18 @@ def test_a_test_begins_where_it_would_among_all_choices(least: float, pieces: in
     finer = ran - set(PROPOSALS)
     assert len(finer) == BETWEEN
     assert len(selection.ran) == len(ran), "none runs twice"
+
+
+def test_choices_that_cost_nothing_are_fine_all_the_way_to_the_target() -> None:
+    """The test may well pass beyond the first that it is expected to pass."""
+    target = agreement_target(0.9)
+    few, many = Counted(), Counted(cheap=True)
+    for one in (few, many):
+        one.refine(target, trial(60))
+    risks = sorted(mean_risk(one.outcomes, target) for one in many.choices)
+    within = [risk for risk in risks if 0.05 < risk < 0.1]
+    assert len(within) > 5 and max(b - a for a, b in pairwise(within)) < 0.01
+    assert len(many.choices) > len(few.choices)
 
 
 def test_where_even_the_safest_is_too_risky() -> None:

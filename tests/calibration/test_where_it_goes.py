@@ -20,12 +20,12 @@ from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_
 from exitserve.cli import main
 from exitserve.draft_tokens import load_draft_tokens, save_draft_tokens
 from exitserve.engine.launch import check_rules
-from exitserve.gates import Gate, save_gates
+from exitserve.screens import KNOTS, Screen, save_screens
 
 CALIBRATION = Calibration(
     target="agreement>=0.99",
     mode="confidence",
-    criterion="gate",
+    criterion="margin",
     confidence_level=0.95,
     num_layers=12,
     chosen=OperatingPoint(agreement=0.99, thresholds={3: 0.5}, eos_thresholds={3: 1.0}),
@@ -59,16 +59,16 @@ def read_only(audited: None) -> Iterator[Callable[[Path], None]]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The models whose calibration was started; it is made up, and chooses gates."""
+    """The models whose calibration was started; it is made up, with screens."""
     models: list[Path] = []
 
     def calibrate(args: Any, directory: Path, *rest: Any) -> tuple[Any, ...]:
         models.append(directory)
         size = read_config(directory)["hidden_size"]
-        gates = {k: Gate(torch.ones(size), torch.tensor(0.0)) for k in (3, 6, 9)}
+        screens = {layer: screen(size, 1.0) for layer in (3, 6, 9)}
         promised = [SimpleNamespace(point=CALIBRATION.chosen)]
         found = SimpleNamespace(
-            criterion="gate", gates=gates, promised=promised, draft_tokens=[2, 5]
+            criterion="margin", screens=screens, promised=promised, draft_tokens=[2, 5]
         )
         return CALIBRATION, {}, found
 
@@ -82,12 +82,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def model(bundled: Path, tmp_path: Path) -> Path:
-    """With gates already, which are others."""
+    """With screens already, which are others."""
     copy = Path(shutil.copytree(bundled, tmp_path / "model"))
-    name = save_gates(copy, {3: Gate(torch.zeros(8), torch.tensor(1.0))})
-    write_multi_exit(copy, MultiExit(exit_layers=(3, 6, 9), criterion="gate", gates=name))
+    name = save_screens(copy, {3: screen(8, 0.0)})
+    write_multi_exit(copy, MultiExit(exit_layers=(3, 6, 9), screens=name))
     save_draft_tokens(copy, [1])
     return copy
+
+
+def screen(size: int, value: float) -> Screen:
+    meaning = torch.zeros(len(KNOTS))
+    weights = torch.full((2, size), value), torch.zeros(2), torch.ones(2), torch.zeros(1)
+    return Screen(*weights, meaning, meaning)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -99,11 +105,11 @@ def calibrate(model: Path | str, *more: str) -> int:
 
 
 def assert_calibrated(folder: Path) -> None:
-    """Served with the new thresholds and gates, the weights being those of the model."""
+    """Served with the new thresholds and screens, the weights being those of the model."""
     block = read_multi_exit(folder)
     assert block is not None and block.calibration == CALIBRATION
     assert check_rules(folder, {}).default.by_layer == ((3, 0.5, float("inf")),)
-    assert len(list((folder / "exit_gates").iterdir())) == 1
+    assert len(list((folder / "exit_screens").iterdir())) == 1
     drafted = load_draft_tokens(folder)
     assert drafted is not None and drafted.tolist() == [2, 5]
     assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 12
@@ -139,10 +145,10 @@ def test_a_model_that_cannot_be_written_to(
     assert_calibrated(out)
 
 
-def test_gates_that_cannot_be_written(started, read_only, capsys, model: Path) -> None:
-    read_only(model / "exit_gates")
+def test_screens_that_cannot_be_written(started, read_only, capsys, model: Path) -> None:
+    read_only(model / "exit_screens")
     assert calibrate(model) == 2 and not started
-    assert "exit_gates' cannot be written to" in capsys.readouterr().err
+    assert "exit_screens' cannot be written to" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written(
@@ -176,7 +182,7 @@ def test_a_hub_id(started, capsys, hub, model: Path, bundled: Path, tmp_path: Pa
     assert "'someone/small' is a hub id" in capsys.readouterr().err
     out = tmp_path / "out"
     assert calibrate(hub.model, "--revision", "gated", "--out", str(out)) == 0
-    assert (started[0] / "exit_gates").is_dir(), "that revision's"
+    assert (started[0] / "exit_screens").is_dir(), "that revision's"
     assert_calibrated(out)
 
 

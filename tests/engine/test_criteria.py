@@ -1,4 +1,4 @@
-"""Calibrated thresholds, other criteria and gates: the engine exits where the oracle does."""
+"""Calibrated thresholds, and other criteria: the engine exits where the oracle does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import read_multi_exit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
-from exitserve.gates import Gate, save_gates
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
@@ -22,7 +21,6 @@ THRESHOLDS = {
     "max_prob": ({2: 0.15, 4: 0.12}, {2: 0.1, 4: 0.09}),
     "margin": ({2: 0.05, 4: 0.04}, {2: 0.03, 4: 0.02}),
     "entropy": ({2: 0.2, 4: 0.18}, {2: 0.17, 4: 0.16}),
-    "gate": ({2: 0.6, 4: 0.5}, {2: 0.4, 4: 0.3}),
 }
 
 
@@ -37,7 +35,7 @@ class Asked:
 
 
 def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidence"):
-    """A checkpoint with a calibration made up: thresholds by layer, one more point, gates."""
+    """A checkpoint with a calibration made up: thresholds by layer, and one more point."""
     directory = tmp_path / criterion
     shutil.copytree(make_checkpoint("llama"), directory)
     strict, loose = THRESHOLDS[criterion]
@@ -51,15 +49,7 @@ def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidenc
         chosen=OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
         points=(OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),),
     )
-    gates = None
-    if criterion == "gate":
-        drawn = torch.Generator().manual_seed(0)
-        size = load_reference(str(make_checkpoint("llama"))).model.config.hidden_size
-        weights = {layer: torch.randn(size, generator=drawn) / size**0.5 for layer in strict}
-        gates = save_gates(directory, {k: Gate(w, torch.tensor(0.1)) for k, w in weights.items()})
-    block = replace(
-        read_multi_exit(directory), criterion=criterion, gates=gates, calibration=calibration
-    )
+    block = replace(read_multi_exit(directory), criterion=criterion, calibration=calibration)
     write_multi_exit(directory, block)
     return directory
 
@@ -84,8 +74,6 @@ def requests(directory) -> list[Asked]:
         ("max_prob", "host"),
         ("margin", "host"),
         ("entropy", "masked"),
-        ("gate", "host"),
-        ("gate", "masked"),
     ],
 )
 def test_the_engine_is_the_oracle(
@@ -100,13 +88,10 @@ def test_the_engine_is_the_oracle(
     assert all(set(expected[index][1]) == {6} for index in (3, 7)), "none promises 0.999"
     harness = start(directory, exits={"exit_path": path}, enable_prefix_caching=False)
     assert harness.run(asked) == expected
-    if criterion == "gate":
-        stats = harness.stats()
-        assert stats["checks"] == stats["passed"], "only ends of sequence that stay would differ"
 
 
-def test_deferred_tokens_pass_gates_too(start, expect, make_checkpoint, tmp_path) -> None:
-    directory = calibrated(make_checkpoint, tmp_path, "gate", mode="defer")
+def test_deferred_tokens_pass_screens_too(start, expect, make_checkpoint, tmp_path) -> None:
+    directory = calibrated(make_checkpoint, tmp_path, "margin", mode="defer")
     asked = requests(directory)
     reference = load_reference(str(directory))
     expected = [expect(reference, one) for one in asked]
@@ -115,14 +100,12 @@ def test_deferred_tokens_pass_gates_too(start, expect, make_checkpoint, tmp_path
     assert harness.run(asked) == expected
 
 
-def test_a_layer_without_a_gate_is_refused_before_anything_starts(
+def test_screens_that_were_left_behind_are_missed_before_anything_starts(
     make_checkpoint, tmp_path
 ) -> None:
-    directory = calibrated(make_checkpoint, tmp_path, "gate")
-    with pytest.raises(ExitServeError, match=r"exit layer 3 has no gate.* with gates: 2, 4"):
-        check_rules(directory, {"exit_layers": [2, 3]})
-    with pytest.raises(ExitServeError, match="exit layer 3 has no gate"):
-        load_reference(str(directory), [3])
-    shutil.rmtree(directory / "exit_gates")
+    directory = calibrated(make_checkpoint, tmp_path, "margin")
+    assert load_reference(str(directory), [2, 3]).screens.keys() == {2}, "others check every token"
+    shutil.rmtree(directory / "exit_screens")
     with pytest.raises(ExitServeError, match="copy that folder along"):
         check_rules(directory, {})
+    assert check_rules(directory, {"exit_checks": "all"}).screens_file is None

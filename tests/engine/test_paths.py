@@ -12,7 +12,7 @@ def model(make_checkpoint):
 
 @pytest.fixture(scope="module")
 def jobs(random_jobs):
-    return random_jobs(max_tokens=60)  # long enough for checks to be left out
+    return random_jobs(max_tokens=60)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def _depths(outcomes) -> list[int]:
     return [depth for _, depths in outcomes for depth in depths]
 
 
-def test_the_schedule_leaves_checks_out(expected) -> None:
-    """Else the comparisons below would show nothing of it."""
+def test_screens_leave_checks_out(expected) -> None:
+    """Else the comparisons below would show nothing of them."""
     assert _depths(expected["paying"]).count(6) > _depths(expected["all"]).count(6)
 
 
@@ -43,6 +43,7 @@ def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, chec
     assert harness.run(jobs, every=3) == expected[checks]
     counted = harness.stats()
     assert sum(counted["checks"].values()) > 0
+    assert all((count > 0) == (checks == "paying") for count in counted["screened"].values())
 
 
 def test_compiled_segments(start, model, jobs, expected) -> None:

@@ -231,23 +231,3 @@ def test_only_requests_that_have_not_ended_are_counted(events) -> None:
         engine.requests.update_counts()
         assert engine.state.recorder.pending_tokens == sum(living.values())
         assert {one.name for one in batch.preempted.requests()} == set(preempted)
-
-
-def test_questions_change_nothing(rows) -> None:
-    """Whatever is asked of a step, the next answer is the same."""
-    from dataclasses import replace
-
-    rules = replace(RULES, break_even={2: 0.9, 4: 0.9})
-    rows.state.batch._rules = rules
-    _update(rows, added=[(0, _params(exit_threshold=0.5), [5, 5], [7] * 9)])
-    request = rows.state.batch.rows[0]
-    for _ in range(12):  # until it waits
-        request.schedule.record(2, False)
-    step = _step(rows, [10], [1])
-    for _ in range(3):
-        assert step.due(2) == []
-        assert [one.row for one in step.due(4)] == [0]
-        assert not step.is_plain
-    waited = request.schedule._records[2].wait
-    step.skip_waiting(2)
-    assert request.schedule._records[2].wait == waited - 1

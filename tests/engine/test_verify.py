@@ -36,7 +36,7 @@ def verified(threshold: float) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def reference(model, oracle):
     found = oracle(model)
-    found.break_even = {}  # as "exit_checks": "all" in the engine
+    found.screens = {}  # as "exit_checks": "all" in the engine
     return found
 
 

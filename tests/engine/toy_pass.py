@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.check_schedule import CheckSchedule
 from exitserve.engine.device.requests import DeviceRequests, PassRows
 from exitserve.engine.device.rows import DeviceRows
 from exitserve.engine.layers.branches import when
@@ -19,7 +18,7 @@ from exitserve.policy import ExitPolicy, ExitRules
 from exitserve_kernels.exit_check import check_logits
 
 WIDTH, VOCABULARY, LAYERS, MOST = 8, 16, 6, 4
-RULES = ExitRules(num_layers=LAYERS, exit_layers=(2, 4), break_even={2: 0.3})
+RULES = ExitRules(num_layers=LAYERS, exit_layers=(2, 4))
 CPU = torch.device("cpu")
 
 
@@ -46,9 +45,10 @@ class Layers:
 class Head:
     """A head whose states are half of the logits."""
 
-    has_gates = False
+    def has_screen(self, layer: int) -> bool:
+        return False
 
-    def check(self, normed: Tensor, _: int, limits: Tensor, ends: Tensor) -> Any:
+    def check(self, normed: Tensor, limits: Tensor, ends: Tensor) -> Any:
         logits = torch.cat([normed, -normed], dim=-1)
         last = torch.tensor([1], device=normed.device)
         return check_logits(logits, limits, end_tokens=last, end_thresholds=ends), logits
@@ -86,7 +86,7 @@ def requests(rules: ExitRules = RULES, device: torch.device = CPU) -> DeviceRequ
 
 
 def request_of(name: str, policy: ExitPolicy, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
-    return Request(policy, CheckSchedule({}), prompt_ids=prompt, name=name)
+    return Request(policy, prompt_ids=prompt, name=name)
 
 
 def decode(names: list[str], first: int = 5) -> PassRows:

@@ -205,6 +205,24 @@ def test_break_even_at_any_batch(batch: int, layer: int, compacts: bool) -> None
         assert at_even == pytest.approx(1.0, abs=1e-3)
 
 
+@given(batch=st.integers(1, 16), share=shares, layer=st.integers(1, 9), compacts=st.booleans())
+def test_screens_spare_checks(batch: int, share: float, layer: int, compacts: bool) -> None:
+    """Never more than all checks and the screens; none where none would pass."""
+
+    def gain(precision: float | None, share: float) -> float:
+        costs = dataclasses.replace(SIMPLE, precision=precision)
+        return speedup(costs, batch, {layer: share}, compacts=compacts)
+
+    every = gain(None, share)
+    gains = [gain(precision, share) for precision in (0.1, 0.5, 1.0)]
+    assert gains == sorted(gains)
+    assert gains[0] >= 0.99 * every
+    assert gain(0.5, 1.0) == pytest.approx(gain(None, 1.0), rel=0.01)
+    bare = dataclasses.replace(SIMPLE, check=curve(0.0, 0.0))
+    free = speedup(bare, batch, {layer: 0.0}, compacts=compacts)
+    assert gain(0.5, 0.0) == pytest.approx(free, rel=0.01)
+
+
 @given(
     name=names,
     batch=st.integers(1, 32),

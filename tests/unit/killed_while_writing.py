@@ -4,7 +4,7 @@
 
 Run as a process of its own, since it forks. Prints JSON, a list for each of `CASES`: for each step
 at which the process ended, and for the run that did not end early, the value of the thresholds
-that the checkpoint has then, which is that of its gates too; null where there is no checkpoint yet.
+that the checkpoint has then, which is that of its screens too; null where there is none yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from exitserve.calibration.command import _write
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_multi_exit, write_multi_exit
 from exitserve.engine.launch import check_rules
-from exitserve.gates import Gate, load_gates, save_gates
+from exitserve.screens import KNOTS, Screen, load_screens, save_screens
 
 KILLED = 9
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.chmod", "os.symlink", "shutil.copyfile")
@@ -42,50 +41,42 @@ CONFIG = {
 }
 
 
-def block_of(value: float, criterion: str, gates: str | None) -> MultiExit:
+def block_of(value: float, screens: str | None) -> MultiExit:
     """A block whose thresholds are this value."""
     calibration = Calibration(
         target="agreement>=0.9",
         mode="confidence",
-        criterion=criterion,
+        criterion="max_prob",
         confidence_level=0.95,
         num_layers=6,
         chosen=OperatingPoint(agreement=0.9, thresholds={2: value}, eos_thresholds={2: 1.0}),
     )
-    return MultiExit(exit_layers=(2,), criterion=criterion, gates=gates, calibration=calibration)
+    return MultiExit(exit_layers=(2,), screens=screens, calibration=calibration)
 
 
-def gates_of(value: float) -> dict[int, Gate]:
-    """Gates whose weights are this value."""
-    return {2: Gate(torch.full((8,), value), torch.tensor(0.0))}
+def screens_of(value: float) -> dict[int, Screen]:
+    """Screens whose weights are this value."""
+    inner, meaning = torch.full((4, 8), value), torch.zeros(len(KNOTS))
+    return {2: Screen(inner, torch.zeros(4), torch.ones(4), torch.zeros(1), meaning, meaning)}
 
 
-def without_gates(folder: Path) -> None:
-    """A checkpoint whose criterion needs none."""
-    write_multi_exit(folder, block_of(OLD, "max_prob", None))
+def without_screens(folder: Path) -> None:
+    """A checkpoint that has none."""
+    write_multi_exit(folder, block_of(OLD, None))
 
 
-def with_gates(folder: Path) -> None:
-    """A checkpoint that names its gates."""
-    write_multi_exit(folder, block_of(OLD, "gate", save_gates(folder, gates_of(OLD))))
+def with_screens(folder: Path) -> None:
+    """A checkpoint that names its screens."""
+    write_multi_exit(folder, block_of(OLD, save_screens(folder, screens_of(OLD))))
 
 
-def with_unnamed_gates(folder: Path) -> None:
-    """As earlier releases wrote it."""
-    (folder / "exit_gates").mkdir()
-    tensors = {"2.weight": torch.full((8,), OLD), "2.bias": torch.zeros(1)}
-    save_file(tensors, folder / "exit_gates" / "gates.safetensors")
-    write_multi_exit(folder, block_of(OLD, "gate", None))
-
-
-CASES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "none to gates": (without_gates, "gate"),
-    "gates to gates": (with_gates, "gate"),
-    "unnamed gates to gates": (with_unnamed_gates, "gate"),
-    "gates to none": (with_gates, "max_prob"),
-    "linked": (with_gates, "gate"),
+CASES: dict[str, tuple[Callable[[Path], None], bool]] = {
+    "none to screens": (without_screens, True),
+    "screens to screens": (with_screens, True),
+    "screens to none": (with_screens, False),
+    "linked": (with_screens, True),
 }
-"""The checkpoint before, and the new criterion."""
+"""The checkpoint before, and whether the new one has screens."""
 
 
 def kill_at(step: int) -> None:
@@ -126,27 +117,28 @@ def ended_at(step: int, act: Callable[[], None]) -> bool:
 
 
 def value_in(folder: Path) -> float | None:
-    """The value of the thresholds, and of the gates where they are the criterion."""
+    """The value of the thresholds, and of the screens if there are any."""
     if not (folder / "config.json").exists():
         return None
     block = read_multi_exit(folder)
     assert block is not None and block.calibration is not None
     check_rules(folder, {})
     value = block.calibration.chosen.thresholds[2]
-    if block.gates_file is not None:
-        gates = load_gates(folder, block.gates_file, [2])
-        assert gates[2].weight.tolist() == [value] * 8, "gates of other thresholds"
+    if block.screens_file is not None:
+        screens = load_screens(folder, block.screens_file, [2])
+        assert screens[2].inner[0].tolist() == [value] * 8, "screens of other thresholds"
     return value
 
 
 def left_behind(kind: str, work: Path) -> list[float | None]:
     """What was there after each step."""
-    prepare, criterion = CASES[kind]
+    prepare, screened = CASES[kind]
     found: list[float | None] = []
-    block = replace(block_of(NEW, criterion, None), calibration=None)
-    calibration = block_of(NEW, criterion, None).calibration
+    block = replace(block_of(NEW, None), calibration=None)
+    calibration = block_of(NEW, None).calibration
     assert calibration is not None
-    result: Any = SimpleNamespace(criterion=criterion, gates=gates_of(NEW), draft_tokens=None)
+    screens = screens_of(NEW) if screened else {}
+    result: Any = SimpleNamespace(criterion="max_prob", screens=screens, draft_tokens=None)
     ended = True
     while ended:
         model = work / f"step-{len(found)}"
@@ -170,8 +162,8 @@ def left_behind(kind: str, work: Path) -> list[float | None]:
             target.mkdir()
         act()  # again: nothing is in its way, and nothing of the first attempt stays
         assert value_in(target) == NEW
-        gates = [path.name for path in (target / "exit_gates").glob("*")]
-        assert len(gates) == (criterion == "gate"), gates
+        left = [path.name for path in (target / "exit_screens").glob("*")]
+        assert len(left) == screened, left
     return found
 
 

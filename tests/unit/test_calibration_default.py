@@ -18,6 +18,7 @@ def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin"
         criterion=criterion,
         confidence_level=0.95,
         num_layers=12,
+        exit_checks="all",
         chosen=OperatingPoint(
             agreement=0.98, thresholds={6: 0.8, 9: 0.5}, eos_thresholds={6: 1.0, 9: 1.0}
         ),
@@ -84,12 +85,15 @@ def test_with_exact_keys_and_values_the_deepest_exits_may_be_left_out(
 
 def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
     drafting = {"exit_path": "rails", "exit_layers": [6]}
-    every = config("defer")
-    every["multi_exit"]["calibration"]["exit_checks"] = "all"
-    assert make_rules(every, {}).default.mode == "off"
-    assert make_rules(every, {"exit_checks": "all"}).default.mode == "defer"
+    every, screened = config("defer"), config("defer")
+    screened["multi_exit"]["calibration"]["exit_checks"] = "paying"
+    assert make_rules(screened, {}).default.mode == "off", "its screens are gone"
+    screened["multi_exit"]["screens"] = "0" * 64
+    assert make_rules(every, {}).default.mode == "defer"
+    assert make_rules(screened, {}).default.mode == "defer"
+    assert make_rules(screened, {"exit_checks": "all"}).default.mode == "off"
     assert make_rules(every, drafting).default.mode == "defer"
-    assert make_rules(config("defer"), drafting).default.mode == "off"
+    assert make_rules(screened, drafting).default.mode == "off"
 
 
 def test_a_threshold_of_ones_own_goes_before_it() -> None:
@@ -99,8 +103,3 @@ def test_a_threshold_of_ones_own_goes_before_it() -> None:
 def test_another_mode_needs_a_threshold() -> None:
     with pytest.raises(ExitServeError, match="needs an exit threshold"):
         make_rules(config(), {"mode": "defer"})
-
-
-def test_gates_cost_nothing_so_no_check_is_left_out() -> None:
-    assert make_rules(config(), {}).break_even
-    assert not make_rules(config(criterion="gate"), {}).break_even

@@ -19,46 +19,51 @@ from exitserve.cli import build_parser, main
 from exitserve.engine.launch import check_rules, engine_options
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.command import job_of as eval_job
-from exitserve.gates import Gate, save_gates
+from exitserve.screens import KNOTS, Screen, save_screens
 
 
 @pytest.fixture
 def model(hub, bundled: Path, tmp_path: Path) -> str:
-    """Exits 3, 6, 9 on the default branch; on another, exits 4 and 8 by gates."""
+    """Exits 3, 6, 9 on the default branch; on another, exits 4 and 8 with screens."""
     hub.publish(bundled)
     other = tmp_path / "other"
     shutil.copytree(bundled, other)
     size = read_config(other)["hidden_size"]
-    name = save_gates(other, {k: Gate(torch.ones(size), torch.tensor(0.0)) for k in (4, 8)})
-    write_multi_exit(other, MultiExit(exit_layers=(4, 8), criterion="gate", gates=name))
-    hub.publish(other, "gated")
+    meaning = torch.ones(len(KNOTS))
+    own = Screen(
+        torch.ones(2, size), torch.zeros(2), torch.ones(2), torch.zeros(1), meaning, meaning
+    )
+    name = save_screens(other, {4: own, 8: own})
+    write_multi_exit(other, MultiExit(exit_layers=(4, 8), screens=name))
+    hub.publish(other, "screened")
     return str(hub.model)
 
 
 def test_each_revision_has_its_exits(model: str) -> None:
-    for revision, layers in ((None, (3, 6, 9)), ("main", (3, 6, 9)), ("gated", (4, 8))):
+    for revision, layers in ((None, (3, 6, 9)), ("main", (3, 6, 9)), ("screened", (4, 8))):
         block = read_multi_exit(model, revision)
         assert block is not None and block.exit_layers == layers
         rules = check_rules(model, {}, revision)
-        assert (rules.exit_layers, rules.criterion == "gate") == (layers, revision == "gated")
+        assert (rules.exit_layers, rules.screens_file is not None) == (
+            layers,
+            revision == "screened",
+        )
         assert engine_options(model, {"exit_layer": layers[0]}, revision)
-    with pytest.raises(ExitServeError, match="exit layer 6 has no gate"):
-        check_rules(model, {"exit_layers": [4, 6]}, "gated")
 
 
-def test_gates_are_those_of_the_revision(model: str, hub) -> None:
+def test_screens_are_those_of_the_revision(model: str, hub) -> None:
     """The other branch has none, and what was fetched of one is not taken for another."""
-    rules = check_rules(model, {}, "gated")
+    rules = check_rules(model, {}, "screened")
     (hub.place / "refs" / "moved").write_text((hub.place / "refs" / "main").read_text())
     config = hub.place / "snapshots" / (hub.place / "refs" / "main").read_text() / "config.json"
     config.unlink()
-    block = MultiExit(exit_layers=(4, 8), criterion="gate", gates=Path(rules.gates_file).stem)
-    config.write_text(json.dumps(read_config(model, "gated") | {"multi_exit": block.to_json()}))
-    with pytest.raises(ExitServeError, match=r"no exit_gates/\w+\.safetensors .*'moved'"):
+    block = MultiExit(exit_layers=(4, 8), screens=Path(rules.screens_file).stem)
+    config.write_text(json.dumps(read_config(model, "screened") | {"multi_exit": block.to_json()}))
+    with pytest.raises(ExitServeError, match=r"no exit_screens/\w+\.safetensors .*'moved'"):
         check_rules(model, {}, "moved")
 
 
-@pytest.mark.parametrize("revision", [None, "gated"])
+@pytest.mark.parametrize("revision", [None, "screened"])
 def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x\n")
@@ -76,18 +81,18 @@ def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> N
         assert read_multi_exit(job.model_dir).exit_layers == layers
 
 
-def test_truncation_takes_gates_along(model: str, tmp_path: Path) -> None:
+def test_truncation_takes_screens_along(model: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    args = ["truncate", model, "--revision", "gated", "--layers", "8", "--out", str(out)]
+    args = ["truncate", model, "--revision", "screened", "--layers", "8", "--out", str(out)]
     assert main(args) == 0
     assert check_rules(out, {}).exit_layers == (4,)
-    assert check_rules(out, {}).criterion == "gate"
+    assert check_rules(out, {}).screens_file is not None
 
 
 def test_a_command_in_a_process_of_its_own(model: str, hub, tmp_path: Path) -> None:
     env = os.environ | {"HF_HUB_CACHE": str(hub.place.parent), "HF_HUB_OFFLINE": "1"}
     plan = [sys.executable, "-m", "exitserve", "plan", model, "--device", "h200"]
-    more = ["--revision", "gated", "--out", str(tmp_path / "out")]
+    more = ["--revision", "screened", "--out", str(tmp_path / "out")]
     subprocess.run([*plan, *more], env=env, check=True, capture_output=True)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["declared"]["layers"] == [4, 8]

@@ -27,12 +27,12 @@ BLOCK: dict[str, Any] = {
     "version": 1,
     "exit_layers": [2, 4],
     "objective": "aligned",
-    "criterion": "gate",
-    "gates": "0" * 64,
+    "criterion": "entropy",
+    "screens": "0" * 64,
     "calibration": {
         "target": "agreement>=0.99",
         "mode": "confidence",
-        "criterion": "gate",
+        "criterion": "entropy",
         "confidence_level": 0.95,
         "num_layers": 6,
         **copy.deepcopy(POINT),
@@ -85,7 +85,7 @@ JSON = st.recursive(
 )
 NUMBERS = st.integers(-3, 9) | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, 10**400, 0.5])
 LAYERS = st.dictionaries(st.integers(-2, 9).map(str) | st.text(max_size=3), NUMBERS, max_size=3)
-WORDS = st.sampled_from(["gate", "margin", "entropy", "defer", "verify", "0.5", "2"])
+WORDS = st.sampled_from(["margin", "entropy", "defer", "verify", "0.5", "2"])
 
 
 @given(
@@ -136,14 +136,14 @@ def test_any_value_anywhere_is_read_or_named(path: Path_, value: Any) -> None:
         ("calibration.num_layers", math.inf, "is inf; it should be a valid integer"),
         ("calibration.num_layers", 0, "is 0; it should be greater than or equal to 1"),
         ("calibration.mode", "verify", "is 'verify'; allowed: confidence, defer"),
-        ("calibration.criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy, gate"),
-        ("calibration.criterion", "margin", "is 'margin', but .* multi_exit.criterion, 'gate'"),
+        ("calibration.criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy"),
+        ("calibration.criterion", "margin", "is 'margin', but .* multi_exit.criterion, 'entropy'"),
         ("calibration.found.cost", math.nan, "is nan; it should be a finite number"),
         ("calibration.points", {}, "it should be a list"),
         ("calibration.provenance", [], "it should be an object"),
         ("calibration", [1], "it should be an object"),
-        ("criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy, gate"),
-        ("gates", "../../secret", "is '../../secret'; it should match pattern"),
+        ("criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy"),
+        ("screens", "../../secret", "is '../../secret'; it should match pattern"),
         ("exit_layers", [4, 2], r"is \[4, 2\]; it must ascend without repeats"),
         ("exit_layers", [2, 2, 4], "it must ascend without repeats"),
         ("exit_layers[0]", 0, "is 0; it should be greater than or equal to 1"),

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from exitserve.engine.device.rows import DeviceRows, HostRow, Slots
+from exitserve.engine.device.rows import DeviceRows, HostRow, LeastScore, Slots, every_check
 from exitserve.engine.requests import Request, RequestSlots
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
@@ -45,7 +45,12 @@ class DeviceRequests:
     """All requests of an engine, by slot."""
 
     def __init__(
-        self, state: EngineState, most_rows: int, logits: Tensor, device: torch.device
+        self,
+        state: EngineState,
+        most_rows: int,
+        logits: Tensor,
+        device: torch.device,
+        least_score: LeastScore = every_check,
     ) -> None:
         """Makes room.
 
@@ -54,9 +59,10 @@ class DeviceRequests:
             most_rows: requests that run together.
             logits: [most_rows, V / R] room for those of a pass.
             device: where the model is.
+            least_score: of the screens, see `ExitHead.least_score`.
         """
         self._rules, self._recorder = state.rules, state.recorder
-        self._slots = Slots(state.rules, most_rows, device)
+        self._slots = Slots(state.rules, most_rows, device, least_score)
         self.rows = self.make_rows(self._slots, most_rows, logits)
         self._running = RequestSlots()
         self._due: list[tuple[Request, int, int]] = []
@@ -77,15 +83,11 @@ class DeviceRequests:
         if request.policy.mode in EXACT:  # refused at the front door
             request.policy = ExitPolicy.off()
         if self._may_exit(request):
-            self._slots.start(slot, request.policy, request.device_state)
+            self._slots.start(slot, request.policy)
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        if (left := self._running.remove(name)) is None:
-            return
-        slot, request = left
-        if self._may_exit(request):
-            request.device_state = self._slots.kept(slot)
+        self._running.remove(name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
@@ -178,7 +180,8 @@ class DeviceRequests:
         self.drain(wait=True)
         recorder, heads = self._recorder, 0
         checks = self.rows.checks.tolist()
-        for layer, (made, passed, head_passes) in zip(self._rules.exit_layers, checks, strict=True):
+        for layer, counts in zip(self._rules.exit_layers, checks, strict=True):
+            made, passed, head_passes, recorder.screened[layer] = counts
             recorder.checks[layer], recorder.passed[layer] = made, passed
             heads += head_passes
         layers, final_heads = self.rows.reads.tolist()

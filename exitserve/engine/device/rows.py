@@ -1,8 +1,8 @@
 """Exit state of all requests on the device, for passes whose exits the device decides.
 
-A graph that is replayed runs no Python: thresholds, which checks are worth it, and what came of
-them lie in tensors that stay where they are. `Slots` hold what outlives a pass, by the slot in
-which vLLM's runner V2 keeps a request; `DeviceRows` are the rows of the current pass.
+A graph that is replayed runs no Python: thresholds, and what came of checks, lie in tensors that
+stay where they are. `Slots` hold what outlives a pass, by the slot in which vLLM's runner V2 keeps
+a request; `DeviceRows` are the rows of the current pass.
 
 The host uploads what it knows of a pass in one copy, and in none where no row may exit and none
 might in the pass before. Everything else is computed on the device, inside the graph.
@@ -12,90 +12,60 @@ Shapes: S slots, B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from exitserve.check_schedule import LONGEST_WAIT, MEMORY, first_rate
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 
+LeastScore = Callable[[int, float], float]
+"""Of an exit layer and a threshold: see `ExitHead.least_score`."""
 
-class DeviceSchedule:
-    """`exitserve.check_schedule.CheckSchedule` of many requests at once, number for number."""
 
-    def __init__(self, break_even: Sequence[float | None], state: Tensor) -> None:
-        """Takes the room for what is known of each request.
-
-        Args:
-            break_even: [E] success rate from which a check pays; None: every token is checked.
-            state: [S, 3, E] float64, as Python's numbers: rates are compared. A request starts
-                with `first`.
-        """
-        self._break_even = list(break_even)
-        self._rate, self._wait, self._next_wait = state.unbind(1)
-
-    def first(self) -> list[list[float]]:
-        """What a new request begins with, [3, E]."""
-        rates = [0.0 if rate is None else first_rate(rate) for rate in self._break_even]
-        return [rates, [0.0] * len(rates), [1.0] * len(rates)]
-
-    def take_due(self, index: int, slots: Tensor, arrived: Tensor) -> Tensor:
-        """Which of the tokens that `arrived` [B] bool at exit number `index` to check.
-
-        The others are noted as skipped, in the same operations.
-        """
-        if self._break_even[index] is None:
-            return arrived
-        wait = self._wait[slots, index]
-        waiting = arrived & (wait > 0)
-        self._wait[slots, index] = wait - waiting.double()
-        return arrived & ~waiting
-
-    def record(self, index: int, slots: Tensor, checked: Tensor, passed: Tensor) -> None:
-        """Notes the outcome [B] bool of the checks that were made [B] bool."""
-        break_even = self._break_even[index]
-        if break_even is None:
-            return
-        rate, wait = self._rate[slots, index], self._wait[slots, index]
-        step = self._next_wait[slots, index]
-        new_rate = rate + (passed.double() - rate) / MEMORY
-        pays = passed | (new_rate >= break_even)
-        self._rate[slots, index] = torch.where(checked, new_rate, rate)
-        self._wait[slots, index] = torch.where(checked, torch.where(pays, 0.0, step), wait)
-        longer = torch.where(pays, 1.0, (2 * step).clamp(max=LONGEST_WAIT))
-        self._next_wait[slots, index] = torch.where(checked, longer, step)
+def every_check(layer: int, threshold: float) -> float:
+    """A `LeastScore` with which every check is made."""
+    return -math.inf
 
 
 class Slots:
     """What is known of each request, by its slot; the last one is for rows without a request."""
 
-    def __init__(self, rules: ExitRules, slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rules: ExitRules,
+        slots: int,
+        device: torch.device,
+        least_score: LeastScore,
+    ) -> None:
+        """Makes room.
+
+        Args:
+            rules: the model's.
+            slots: S.
+            device: where it lies.
+            least_score: of the screens, see `ExitHead.least_score`.
+        """
         self.exit_layers = rules.exit_layers
         self.empty = slots
         """The slot of rows without a request, which fill up a graph."""
+        self._least_score = least_score
         # One entry for each slot, so that one copy starts a request.
-        shape = (slots + 1, 5, len(rules.exit_layers))
-        self._table = torch.full(shape, NEVER, dtype=torch.float64, device=device)
-        self.limits, self.end_limits = self._table[:, 0], self._table[:, 1]
-        """[S + 1, E] thresholds for any token, and for ends of sequence."""
-        rates = [rules.break_even.get(layer) for layer in rules.exit_layers]
-        self.schedule = DeviceSchedule(rates, self._table[:, 2:])
+        shape = (slots + 1, 3, len(rules.exit_layers))
+        self._table = torch.full(shape, NEVER, dtype=torch.float32, device=device)
+        self.limits, self.end_limits, self.least_scores = self._table.unbind(1)
+        """[S + 1, E] thresholds for any token, for ends of sequence, and scores of screens."""
 
-    def start(self, slot: int, policy: ExitPolicy, kept: Tensor | None = None) -> None:
-        """Puts a request into a slot: a new one, or one that comes back with what was `kept`."""
-        if kept is not None:
-            self._table[slot].copy_(kept)
-            return
+    def start(self, slot: int, policy: ExitPolicy) -> None:
+        """Puts a request into a slot."""
         pairs = [policy.thresholds_at(layer) for layer in self.exit_layers]
         limits, ends = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        upload([limits, ends, *self.schedule.first()], self._table[slot])
-
-    def kept(self, slot: int) -> Tensor:
-        """All that is known of a request, for when it comes back to another slot."""
-        return self._table[slot].clone()
+        named = zip(self.exit_layers, limits, strict=True)
+        scores = [self._least_score(layer, one) for layer, one in named]
+        upload([limits, ends, scores], self._table[slot])
 
 
 class HostRow(NamedTuple):
@@ -134,8 +104,9 @@ class DeviceRows:
         self._any_may_exit = self._uploaded[0, 0]
         self._any_might_before = False
         self._depth = torch.zeros(most_rows, dtype=torch.int32, device=device)
-        self.checks = torch.zeros((len(slots.exit_layers), 3), dtype=torch.int64, device=device)
-        """[E, 3] since the start: checks made, those that passed, passes through the LM head."""
+        self.checks = torch.zeros((len(slots.exit_layers), 4), dtype=torch.int64, device=device)
+        """[E, 4] since the start: checks made, those that passed, passes through the LM head, and
+        checks that a screen left out."""
         self.reads = torch.zeros(2, dtype=torch.int64, device=device)
         """[2] since the start, in passes in which a row may exit: layers, each counted once while
         any row still runs, and heads behind the last one."""
@@ -231,23 +202,29 @@ class DeviceRows:
         """See `MaskedRows`."""
         index = self._requests.exit_layers.index(layer)
         wanted = self._requests.limits[self._slots, index] < NEVER
-        arrived = running & wanted & (self._rows[:, 1] != 0)
-        return self._requests.schedule.take_due(index, self._slots, arrived)
+        return running & wanted & (self._rows[:, 1] != 0)
 
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `MaskedRows`."""
         at = self._slots, self._requests.exit_layers.index(layer)
-        return self._requests.limits[at].float(), self._requests.end_limits[at].float()
+        return self._requests.limits[at], self._requests.end_limits[at]
+
+    def least_scores(self, layer: int) -> Tensor:
+        """See `MaskedRows`."""
+        return self._requests.least_scores[self._slots, self._requests.exit_layers.index(layer)]
+
+    def count_screened(self, layer: int, rows: Tensor) -> None:
+        """See `MaskedRows`."""
+        self.checks[self._requests.exit_layers.index(layer), 3] += rows.sum()
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""
         index = self._requests.exit_layers.index(layer)
         unchecked = self._requests.limits[self._slots, index] == ALWAYS
         exits = due & (self.outcome(index, passed) | unchecked)
-        self._requests.schedule.record(index, self._slots, due, exits)
         self.logits.copy_(torch.where(exits[:, None], logits, self.logits))
         self.depth.copy_(torch.where(exits, layer, self.depth))
-        self.checks[index] += torch.stack([due.sum(), exits.sum(), due.any().long()])
+        self.checks[index, :3] += torch.stack([due.sum(), exits.sum(), due.any().long()])
         return exits
 
     def outcome(self, index: int, confident: Tensor) -> Tensor:

@@ -22,6 +22,27 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
+    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int) -> list[int]:
+        """Indices of the rows whose check after `layer` layers is worth making.
+
+        Args:
+            normed: [N, D] normed states of their tokens.
+            due: [N] the rows.
+            layer: the exit layer.
+        """
+        every = list(range(len(due)))
+        if not self.head.has_screen(layer):
+            return every
+        opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
+        opened = [index for index in every if opens[index]]
+        self._recorder.screened[layer] += len(due) - len(opened)
+        return opened
+
+    def least_scores(self, due: Sequence[Candidate], layer: int) -> Tensor:
+        """[N] scores above which rows are checked."""
+        scores = [self.head.least_score(layer, one.thresholds_at(layer)[0]) for one in due]
+        return torch.tensor(scores)
+
     def check(self, normed: Tensor, due: list[Candidate], layer: int, step: Step) -> list[int]:
         """Checks rows after `layer` layers.
 
@@ -40,7 +61,7 @@ class Checks:
         if asked:
             some = normed if len(asked) == len(due) else normed[asked]
             thresholds = step.thresholds([due[index] for index in asked], layer)
-            found, logits = self.head.check(some, layer, *thresholds)
+            found, logits = self.head.check(some, *thresholds)
             confident = found.exits.tolist()
         return self.settle(
             step, layer, due, confident, lambda exits: self.head.logits_of(logits, exits)
@@ -69,7 +90,6 @@ class Checks:
         asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
         checked = [due[index] for index in asked]
         exits = self.outcome(checked, layer, step, list(confident))
-        step.record_checks(checked, layer, exits)
         gone = [one.row for one, leaves in zip(checked, exits, strict=True) if leaves]
         if gone:
             step.keep_logits(gone, logits_of(exits))
@@ -107,9 +127,8 @@ class HostMaskedRows:
         self.known_depth = None if known is None else known.to(device)
 
     def due(self, layer: int, running: Tensor) -> Tensor:
-        """The rows that the step's schedule names."""
+        """The rows that may exit there."""
         self._due = self._step.due(layer)
-        self._step.skip_waiting(layer)
         return self._mask([one.row for one in self._due])
 
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -118,6 +137,16 @@ class HostMaskedRows:
         own = self._step.thresholds(self._due, layer)
         found[:, [one.row for one in self._due]] = torch.stack(own)
         return found[0], found[1]
+
+    def least_scores(self, layer: int) -> Tensor:
+        """Those of the rows that are due; 0 for all others."""
+        found = torch.zeros(len(self.places))
+        found[[one.row for one in self._due]] = self._checks.least_scores(self._due, layer)
+        return found
+
+    def count_screened(self, layer: int, rows: Tensor) -> None:
+        """Counts them."""
+        self._recorder.screened[layer] += int(rows.sum())
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""

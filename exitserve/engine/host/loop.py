@@ -104,7 +104,6 @@ class HostLoop:
         step = self._step = self.requests.next_step(shape, positions)
         if step.is_plain:
             # Where no row may exit, the pass is vLLM's own, bit for bit.
-            step.skip_checks()
             normed = self._run_plain(plain)
         elif (
             step.known_depth is not None or self._masked or not can_rearrange(get_forward_context())
@@ -225,20 +224,17 @@ class HostLoop:
             The rows that leave.
         """
         due = step.due(layer)
-        step.skip_waiting(layer)
         if not due:
             return set()
         total = active.total()
         places = active.last_tokens([one.row for one in due])
         rows = total if places.shape[0] == total.shape[0] else total[places]
         normed: Tensor = self._model.final_norm(rows, None)
-        head = self.checks.head
-        if head.has_gates:
-            opens = head.opens(normed, layer, step.thresholds(due, layer)[0])
-            due = [one for one, opened in zip(due, opens.tolist(), strict=True) if opened]
-            if not due:
+        opened = self.checks.opened(normed, due, layer)
+        if len(opened) < len(due):
+            if not opened:
                 return set()
-            places, normed = places[opens], normed[opens]
+            due, places, normed = [due[index] for index in opened], places[opened], normed[opened]
         passed = self.checks.check(normed, due, layer, step)
         left[active.tokens[places[passed]]] = normed[passed]
         frozen, gone = list[int](), set[int]()
@@ -283,16 +279,9 @@ class HostLoop:
         assert self._context is not None, "a pass was before this"
         if self._masked or not can_rearrange(self._context):
             return
-        exit_layers = self._rules.exit_layers
         with override_forward_context(self._context):
             while rows:
-                checked = []
-                for one in rows:
-                    if one.candidate.is_checked(exit_layers):
-                        checked.append(one)
-                    else:
-                        one.candidate.skip(exit_layers)
-                rows = self._draft_once(checked) if checked else []
+                rows = self._draft_once(rows)
 
     def _draft_once(self, rows: Sequence[Draft]) -> list[Draft]:
         """Runs the last token of each row as far as it gets; returns the rows that go on."""

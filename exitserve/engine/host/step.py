@@ -45,19 +45,6 @@ class Candidate:
         """Whether its policy lets the token exit after `layer` layers."""
         return self.thresholds_at(layer)[0] < math.inf
 
-    def is_checked(self, exit_layers: Sequence[int]) -> bool:
-        """Whether any of `exit_layers` will check the token."""
-        return any(
-            self.may_exit_at(one) and not self.request.schedule.is_waiting(one)
-            for one in exit_layers
-        )
-
-    def skip(self, exit_layers: Sequence[int]) -> None:
-        """Notes that the token passed these exit layers without a check."""
-        for layer in exit_layers:
-            if self.request.schedule.is_waiting(layer) and self.may_exit_at(layer):
-                self.request.schedule.skip(layer)
-
 
 @dataclass
 class Draft:
@@ -138,28 +125,17 @@ class Step:
         """Whether the pass runs its own tokens through all layers, and checks none of them."""
         if self.known_depth is not None or any(self.pending.values()):
             return False
-        return not any(one.is_checked(self._exit_layers) for one in self._candidates)
-
-    def skip_checks(self) -> None:
-        """Notes that no candidate was checked anywhere."""
-        for one in self._candidates:
-            one.skip(self._exit_layers)
+        return not any(
+            one.may_exit_at(layer) for one in self._candidates for layer in self._exit_layers
+        )
 
     def due(self, layer: int) -> list[Candidate]:
         """The rows to check after `layer` layers."""
         if layer not in self._exit_layers:
             return []
         return [
-            one
-            for one in self._candidates
-            if one.row not in self.depth and one.is_checked((layer,))
+            one for one in self._candidates if one.row not in self.depth and one.may_exit_at(layer)
         ]
-
-    def skip_waiting(self, layer: int) -> None:
-        """Notes that rows which are not due passed an exit layer; call it once a layer."""
-        for one in self._candidates:
-            if one.row not in self.depth:
-                one.skip((layer,))
 
     def has_more(self, gone: Collection[int]) -> bool:
         """Whether tokens of rows that are not `gone` still wait."""
@@ -202,12 +178,6 @@ class Step:
         """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
         pairs = torch.tensor([one.thresholds_at(layer) for one in checked]).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
-
-    @staticmethod
-    def record_checks(checked: Sequence[Candidate], layer: int, exits: Sequence[bool]) -> None:
-        """Notes with each request which of the rows checked after `layer` layers exit."""
-        for one, passed in zip(checked, exits, strict=True):
-            one.request.schedule.record(layer, passed)
 
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
         """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""

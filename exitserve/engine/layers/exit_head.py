@@ -13,7 +13,9 @@ Shapes: N rows, V vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import inf
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
 from exitserve.engine.compat.weights import readable_head
-from exitserve.gates import Gate, Gates
+from exitserve.screens import Screen, Screens
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
@@ -34,6 +36,9 @@ from exitserve_kernels.exit_check import (
     summarise_slice,
 )
 
+LEAST_SCORES = 1024
+"""Scores kept, of so many pairs of exit layer and threshold."""
+
 
 class ExitHead:
     """The head of one model: on each rank, its slice of the vocabulary."""
@@ -44,7 +49,8 @@ class ExitHead:
         compute_logits: Callable[[Tensor], Tensor | None],
         eos_token_ids: Tensor,
         criterion: str,
-        gates: Gates,
+        screens: Screens,
+        break_even: Mapping[int, float],
     ) -> None:
         """Takes the head's parts.
 
@@ -53,12 +59,14 @@ class ExitHead:
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
             criterion: what confidence is, one of `exitserve.calibration_record.CRITERIA`.
-            gates: by exit layer, where the criterion is "gate".
+            screens: by exit layer; where there is none, every check is made.
+            break_even: by exit layer, the chance to pass from which a check pays.
         """
-        self._gates = dict(gates)
-        self._criterion: Criterion = "max_prob"  # any will do where gates decide
-        if not gates:
-            self._criterion = criterion_of(criterion)
+        self._screens = {layer: one for layer, one in screens.items() if layer in break_even}
+        self._break_even = break_even
+        self.least_score = lru_cache(LEAST_SCORES)(self._least_score)
+        """The score above which a check after so many layers is made, for a threshold."""
+        self._criterion: Criterion = criterion_of(criterion)
         self._lm_head = model.output_head()
         self._processor = model.logits_processor
         self._compute_logits = compute_logits
@@ -75,29 +83,31 @@ class ExitHead:
         self._prepared = False
         self._readable: Head | None = None
 
-    @property
-    def has_gates(self) -> bool:
-        """Whether gates decide which rows are worth a check."""
-        return bool(self._gates)
+    def has_screen(self, layer: int) -> bool:
+        """Whether a screen decides which rows are worth a check after `layer` layers."""
+        return layer in self._screens
 
-    def opens(self, normed: Tensor, layer: int, thresholds: Tensor) -> Tensor:
-        """[N] bool: normed states [N, D] that their gate lets through to a check."""
-        gate = self._gate(layer, normed.device)
-        return gate.confidence(normed) > thresholds.to(normed.device)
+    def _least_score(self, layer: int, threshold: float) -> float:
+        screen = self._screens.get(layer)
+        return -inf if screen is None else screen.least_score(threshold, self._break_even[layer])
 
-    def _gate(self, layer: int, device: torch.device) -> Gate:
-        if self._gates[layer].weight.device != device:
-            self._gates[layer] = self._gates[layer].to(device)
-        return self._gates[layer]
+    def opens(self, normed: Tensor, layer: int, least_scores: Tensor) -> Tensor:
+        """[N] bool: normed states [N, D] whose check is made, given `least_score` of each [N]."""
+        screen = self._screen(layer, normed.device)
+        return screen.score(normed) > least_scores.to(normed.device)
+
+    def _screen(self, layer: int, device: torch.device) -> Screen:
+        if self._screens[layer].inner.device != device:
+            self._screens[layer] = self._screens[layer].to(device)
+        return self._screens[layer]
 
     def check(
-        self, normed: Tensor, layer: int, thresholds: Tensor, end_thresholds: Tensor
+        self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor
     ) -> tuple[ExitCheck, Tensor]:
         """Checks states [N, D] against thresholds [N] for any token and for ends [N].
 
         Args:
             normed: [N, D] normed states.
-            layer: how many layers they ran.
             thresholds: [N] for any token.
             end_thresholds: [N] for ends of sequence.
 
@@ -113,9 +123,6 @@ class ExitHead:
                     self._lm_head, self._processor, self._columns, self._ends
                 )
         thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
-        if self._gates:
-            gate = self._gate(layer, device)
-            thresholds, end_thresholds = gate.decided(normed, thresholds, end_thresholds)
         if self._readable is None:
             logits = self.own_logits(normed)
             if not self._sliced:

@@ -65,6 +65,12 @@ class MaskedRows(Protocol):
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """[B] for any token, [B] for ends of sequence."""
 
+    def least_scores(self, layer: int) -> Tensor:
+        """[B] scores above which the layer's screen lets rows through to a check."""
+
+    def count_screened(self, layer: int, rows: Tensor) -> None:
+        """Counts rows [B] bool that a screen did not let through."""
+
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
 
@@ -146,13 +152,15 @@ class MaskedLoop:
         if rows.known_depth is not None:
             newly |= (rows.known_depth == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
-        if self.head.has_gates:
-            open_to = rows.thresholds(layer)[0]
-            due = due & self.head.opens(self._normed(total, rows), layer, open_to)
+        if self.head.has_screen(layer):
+            normed = self._normed(total, rows)
+            opened = self.head.opens(normed, layer, rows.least_scores(layer))
+            rows.count_screened(layer, due & ~opened)
+            due = due & opened
 
         def check() -> None:
             normed = self._normed(total, rows)
-            found, logits = self.head.check(normed, layer, *rows.thresholds(layer))
+            found, logits = self.head.check(normed, *rows.thresholds(layer))
             exits = rows.settle(layer, due, found.exits & due, logits)
             held.left[rows.places] = torch.where(exits[:, None], normed, held.left[rows.places])
             newly[rows.places, 0] |= exits & rows.freezes

@@ -94,9 +94,7 @@ class RailsLoop:
             return logits
         assert self._states is not None
         states: Tensor = self._model.final_norm(self._states[judged.places], None)
-        found, own = self._head.check(
-            states, self.draft_layer, judged.thresholds, judged.end_thresholds
-        )
+        found, own = self._head.check(states, judged.thresholds, judged.end_thresholds)
         judged.stands.copy_(found.exits)
         if logits is None:  # another rank samples
             return None

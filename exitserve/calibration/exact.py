@@ -1,0 +1,104 @@
+"""Outcomes of exits whose keys and values stay exact (mode "defer"), without the oracle.
+
+There, no token's exit changes what a later token sees. So one full-depth pass over a piece tells
+what any thresholds give: where each token stops, and what its exit says.
+
+Shapes: P pieces, N tokens of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from exitserve.calibration.outcomes import Outcome
+from exitserve.calibration.scores import ExitScores, Reading, all_scores
+from exitserve.policy import NEVER, ExitPolicy
+from exitserve.reference import Reference
+
+
+class ExactOutcomes:
+    """What any policy of mode "defer" gives on some pieces, all at once."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        """Takes the readings of P pieces."""
+        self.pieces = [one.piece for one in readings]
+        self._scores = all_scores(readings)
+        counts = [len(one.piece.token_ids) - one.piece.prompt_length for one in readings]
+        self._counts = torch.tensor(counts, dtype=torch.float64)
+        self._piece = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        depths = readings[0].nats if readings else {}
+        # The last token of a piece has none that follows: its nats are left out of the mean.
+        self._nats = {
+            depth: torch.cat([pad(one.nats[depth], (0, 1)) for one in readings]) for depth in depths
+        }
+
+    def of(self, oracle: Reference, policy: ExitPolicy) -> list[Outcome]:
+        """[P] what `exitserve.calibration.outcomes.measure_outcome` finds.
+
+        Args:
+            oracle: with the criterion and the screens that are served.
+            policy: of mode "defer".
+        """
+        full = oracle.parts.num_layers
+        runs = torch.ones(len(self._piece), dtype=torch.bool)
+        agrees, early_ends = runs.clone(), torch.zeros_like(runs)
+        depth, checks = torch.full(runs.shape, full), torch.zeros(runs.shape)
+        nats = self._nats[full]
+        for layer, scores in sorted(self._scores.items()):
+            if policy.thresholds_at(layer)[0] >= NEVER:
+                continue
+            checked = runs & _opened(oracle, layer, scores, policy)
+            leaves = checked & _passes(oracle, layer, scores, policy)
+            checks += checked
+            depth = torch.where(leaves, layer, depth)
+            nats = torch.where(leaves, self._nats[layer], nats)
+            agrees = torch.where(leaves, scores.agrees, agrees)
+            early_ends |= leaves & scores.ends
+            runs &= ~leaves
+        followed = (self._counts - 1.0).clamp(min=1.0)
+        columns = {
+            "agreement": self._sums(agrees) / self._counts,
+            "depth": self._sums(depth) / self._counts,
+            "checks": self._sums(checks) / self._counts,
+            "stays": self._sums(runs) / self._counts,
+            "nats": self._sums(nats) / followed,
+            "full_nats": self._sums(self._nats[full]) / followed,
+        }
+        means = zip(*(column.tolist() for column in columns.values()), strict=True)
+        ends = self._sums(early_ends).long().tolist()
+        wrong = self._sums(early_ends & ~agrees).long().tolist()
+        return [
+            Outcome(
+                source=piece.source,
+                tokens=int(count),
+                ends=ends[index],
+                wrong_ends=wrong[index],
+                **dict(zip(columns, own, strict=True)),
+            )
+            for index, (piece, count, own) in enumerate(
+                zip(self.pieces, self._counts.tolist(), means, strict=True)
+            )
+        ]
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """[P] float64 sums of values [N] over each piece."""
+        return torch.zeros_like(self._counts).index_add_(0, self._piece, values.double())
+
+
+def _opened(oracle: Reference, layer: int, scores: ExitScores, policy: ExitPolicy) -> Tensor:
+    """[N] bool: tokens that the layer's screen lets through; all, where there is none."""
+    if (screen := oracle.screens.get(layer)) is None:
+        return torch.ones_like(scores.agrees)
+    least = screen.least_score(policy.thresholds_at(layer)[0], oracle.break_even[layer])
+    return scores.screen[oracle.criterion] > least
+
+
+def _passes(oracle: Reference, layer: int, scores: ExitScores, policy: ExitPolicy) -> Tensor:
+    """[N] bool: tokens whose confidence is above the threshold, that of ends for ends."""
+    threshold, end_threshold = policy.thresholds_at(layer)
+    limit = torch.where(scores.ends, end_threshold, threshold)
+    return scores.confidence[oracle.criterion] > limit
