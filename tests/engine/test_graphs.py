@@ -20,6 +20,9 @@ from exitserve.engine.device import loop
 from exitserve.engine.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.masked_loop import Room
+from exitserve.engine.layers.segments import ended
+from exitserve.engine.rails.loop import RailsLoop
+from exitserve.engine.rails.requests import Judged
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 
@@ -54,6 +57,81 @@ HELD = (
     *("_uploaded", "_any_may_exit", "_depth", "_logits", "_in_order", "_every", "checks", "reads"),
     *("_requests.limits", "_requests.end_limits", "_requests.least_scores"),
 )
+
+
+def test_logits_are_written_once() -> None:
+    """Of large batches they are the most that the device moves beside weights."""
+    every = requests(device=torch.device("meta"))
+    every.begin(decode(["0", "1"]), None)
+    logits, yes = room(MOST, torch.device("meta")), torch.ones(MOST, device="meta").bool()
+    written = []
+
+    class Written(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            written.extend([func] * (found.shape == logits.shape and not func.is_view))
+            return found
+
+    with Written():
+        every.rows.settle(2, yes, yes, logits)
+        every.rows.take_last_logits(logits)
+    assert written == [torch.ops.aten.where.self_out] * 2
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_norms_leave_the_stream_as_it_is(is_last: bool) -> None:
+    """They are compiled with the layers before them; vLLM's writes into a pair that it is given."""
+
+    def norm(hidden: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return 2 * hidden
+        residual += hidden
+        return hidden.copy_(2 * residual)
+
+    stream = torch.ones(3), torch.ones(3) * 4
+    normed, *after = ended(norm, is_last=is_last)(stream)
+    assert normed.tolist() == [10.0] * 3
+    assert (
+        after == [None, None]
+        if is_last
+        else [one.tolist() for one in after] == [[1.0] * 3, [4.0] * 3]
+    )
+
+
+def test_drafts_and_their_judge_norm_in_segments() -> None:
+    class Ends:
+        """Layers and the norm behind them; a model has no other."""
+
+        def __init__(self, end: int) -> None:
+            self.end = end
+
+        def __call__(self, _: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
+            own = hidden if residual is None else hidden + residual
+            return own + 100 * self.end, own, own
+
+    class Head:
+        def check(self, normed: Tensor, layer: int, *limits: Tensor) -> Any:
+            assert layer == 2
+            return SimpleNamespace(exits=normed[:, 0] > limits[0]), normed
+
+        def logits_of(self, logits: Tensor, passed: list[bool]) -> Tensor:
+            return logits
+
+    model: Any = SimpleNamespace(embed=lambda ids, positions, embeds: ids[:, None].float())
+    parts: Any = ([Ends(2), Ends(4)], Head(), None)
+    loop_of_rails = RailsLoop(model, *parts, MOST)
+    ids = torch.arange(3)
+    assert loop_of_rails.draft(ids, ids)[:, 0].tolist() == [200, 201, 202]
+    full = loop_of_rails.run(ids, ids[:, None].float())
+    assert full[:, 0].tolist() == [400, 402, 404]
+    limits = torch.tensor([200.5, 200.5])
+    judged = Judged(torch.tensor([0, 2]), limits, limits, torch.zeros(2, dtype=torch.bool))
+    loop_of_rails.judge(judged)
+    found = loop_of_rails.logits(full[[0, 2]], lambda normed: normed)
+    assert found is not None and found[:, 0].tolist() == [400, 202]
+    assert judged.stands.tolist() == [False, True]
 
 
 def test_what_a_graph_holds_stays_where_it_is() -> None:

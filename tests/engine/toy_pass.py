@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Layers:
-    """A masked segment of a decoder that carries the stream as a pair."""
+    """A masked segment of a decoder that carries the stream as a pair, and norms nothing."""
 
     def __init__(self, end: int) -> None:
         self.end = end
@@ -36,10 +36,11 @@ class Layers:
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.runs += 1
         total = hidden if residual is None else hidden + residual
-        return hidden.tanh().masked_fill(frozen, 0.0), torch.where(frozen, state, total)
+        after = hidden.tanh().masked_fill(frozen, 0.0), torch.where(frozen, state, total)
+        return sum(after), *after
 
 
 class Head:
@@ -61,7 +62,7 @@ class Parts:
         self.filled: list[int] = []
         self.segments = [Layers(2), Layers(4), Layers(LAYERS)]
         fill = SimpleNamespace(fill=lambda state, positions, end: self.filled.append(end))
-        parts: Any = (self.segments, lambda hidden, residual: hidden, Head(), fill)
+        parts: Any = (self.segments, Head(), fill)
         self.loop = MaskedLoop(*parts)
 
     def run(self, rows: DeviceRows, tokens: int = MOST, hidden: Tensor | None = None) -> Tensor:

@@ -5,9 +5,10 @@ Read from `vllm/forward_context.py` and `vllm/v1/attention/backends/cpu_attn.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -120,14 +121,22 @@ def rearranged_context(
     )
 
 
-def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
+def without_reading_for(
+    frozen: Tensor, groups: Iterable[Iterable[Any]]
+) -> AbstractContextManager[None]:
     """A forward context in which rows read no more than one key and value.
 
     The attention output of a frozen row is dropped, so reading its cache is wasted. Works for the
     FlashAttention and Triton backends, in passes of one token a row; others read all of it.
 
+    FlashAttention 3 takes a schedule that was made ahead for the lengths of all rows; without one,
+    every layer makes its own. So one is made here, for all layers that are to come. vLLM's builders
+    do that between drafts, in graphs too, and write it to where the pass's own was: no layer may
+    read that after this.
+
     Args:
         frozen: [T, 1] bool.
+        groups: the runner's `attn_groups`, with the builders of the pass's metadata.
     """
     context = get_forward_context()
     metadata: Any = context.attn_metadata or {}
@@ -139,7 +148,6 @@ def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
     )
     if not metadata or not known:
         return nullcontext()
-    # A schedule made for other lengths would not fit; the kernel makes its own without one.
     changed = {
         id(one): replace(
             one,
@@ -147,10 +155,15 @@ def without_reading_for(frozen: Tensor) -> AbstractContextManager[None]:
             seq_lens=torch.where(
                 frozen[: len(one.seq_lens), 0], one.seq_lens.clamp(max=1), one.seq_lens
             ),
-            scheduler_metadata=None,
         )
         for one in _distinct(metadata)
     }
+    for group in chain.from_iterable(groups):
+        builder, one = group.get_metadata_builder(), metadata[group.layer_names[0]]
+        if builder.supports_draft_decode_metadata_update:
+            builder.update_draft_decode_metadata(changed[id(one)])
+        else:  # a schedule for other lengths would not fit
+            changed[id(one)].scheduler_metadata = None
     return override_forward_context(
         replace(context, attn_metadata={name: changed[id(one)] for name, one in metadata.items()})
     )

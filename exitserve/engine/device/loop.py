@@ -51,6 +51,8 @@ class DeviceLoop:
         self._room: Room | None = None
         self._model, self._segments, self._head = model, segments, head
         self._propagation = propagation
+        self.attention_groups: Sequence[Sequence[Any]] = ()
+        """vLLM's, of the pass to come; see `without_reading_for`."""
         self._rows: DeviceRows | None = None
         """Of all passes: what a graph was captured with is what it is replayed with."""
 
@@ -90,8 +92,9 @@ class DeviceLoop:
 
         any_may_exit = rows.any_may_exit
         with every_branch():
-            when(any_may_exit, run_loop)
             when(~any_may_exit, run_plain)
+            # The loop changes what attention reads of the pass (`without_reading_for`).
+            when(any_may_exit, run_loop)
         return normed
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
@@ -102,19 +105,20 @@ class DeviceLoop:
         self._propagation.load(hidden)
         room = self._room_for(hidden)
         frozen, state = room.frozen[: len(hidden)].zero_(), room.state[: len(hidden)]
-        stream: tuple[Tensor, Tensor | None] = (hidden, None)
+        after: Tensor | None = hidden
+        residual: Tensor | None = None
         with _fresh_context():
             for segment in self._segments:
-                stream = segment(positions, *stream, frozen, state)
+                assert after is not None, "not the last one before"
+                _, after, residual = segment(positions, after, residual, frozen, state)
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
         rows.start()
         loop = MaskedLoop(
             self._segments,
-            self._model.final_norm,
             self._head,
             self._propagation,
-            without_reading_for,
+            lambda frozen: without_reading_for(frozen, self.attention_groups),
         )
         normed = loop.run(positions, hidden, rows, self._room_for(hidden))
         when(

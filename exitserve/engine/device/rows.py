@@ -222,7 +222,7 @@ class DeviceRows:
         index = self._requests.exit_layers.index(layer)
         unchecked = self._requests.limits[self._slots, index] == ALWAYS
         exits = due & (self.outcome(index, passed) | unchecked)
-        self.logits.copy_(torch.where(exits[:, None], logits, self.logits))
+        self._take_logits(exits, logits)
         self.depth.copy_(torch.where(exits, layer, self.depth))
         self.checks[index, :3] += torch.stack([due.sum(), exits.sum(), due.any().long()])
         return exits
@@ -245,4 +245,8 @@ class DeviceRows:
     def take_last_logits(self, logits: Tensor) -> None:
         """Takes the head's logits [B, V / R] for the rows that ran all layers."""
         self.reads[1].add_(self._any_may_exit)
-        self.logits.copy_(torch.where(self.ran_all_layers()[:, None], logits, self.logits))
+        self._take_logits(self.ran_all_layers(), logits)
+
+    def _take_logits(self, rows: Tensor, logits: Tensor) -> None:
+        """Takes logits [B, V / R] for some rows [B] bool, in one pass over them."""
+        torch.where(rows[:, None], logits, self.logits, out=self.logits)

@@ -73,6 +73,22 @@ class ExitModelState(_FollowedRequests):
         )
         return {**super().prepare_inputs(input_batch, req_states), "exits": self._requests.rows}
 
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Tensor,
+        attn_groups: Any,
+        *others: Any,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Makes the pass's metadata; the loop may change it (`without_reading_for`)."""
+        served: Any = self.model
+        served.device.attention_groups = attn_groups
+        given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
+        return super().prepare_attn(*given, *others, **more)
+
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """What a graph is captured with: rows without requests."""
         places, padding = None, None

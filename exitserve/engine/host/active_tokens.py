@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from exitserve.engine.layers.segments import Stream
+from exitserve.engine.layers.segments import Stream, total_of
 from exitserve.engine.pending_tokens import PENDING, Tokens, joined
 
 
@@ -151,9 +151,3 @@ def _places(lengths: Mapping[int, int], start: int = 0) -> dict[int, range]:
 def _whole(numbers: list[int]) -> Tensor:
     """Whole numbers, also where there are none."""
     return torch.tensor(numbers, dtype=torch.long)
-
-
-def total_of(stream: Stream) -> Tensor:
-    """The residual stream [T, D] itself."""
-    hidden, residual = stream
-    return hidden if residual is None else hidden + residual

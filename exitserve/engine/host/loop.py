@@ -43,7 +43,7 @@ from exitserve.engine.host.step import Draft, Step, draft_step, merge_logits
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Segment, Stream
+from exitserve.engine.layers.segments import Segment, Stream, ended
 from exitserve.engine.state import EngineState
 
 
@@ -127,11 +127,16 @@ class HostLoop:
         layers = self._model.decoder_layers()
         bounds = pairwise([0, *self._rules.exit_layers, len(layers)])
         segments = [
-            MaskedLayers(tuple(layers[start:end]), end, self._model.run_layer)
+            MaskedLayers(
+                tuple(layers[start:end]),
+                end,
+                self._model.run_layer,
+                ended(self._model.final_norm, is_last=end == len(layers)),
+            )
             for start, end in bounds
         ]
         self._propagation.load(hidden)
-        loop = MaskedLoop(segments, self._model.final_norm, self.checks.head, self._propagation)
+        loop = MaskedLoop(segments, self.checks.head, self._propagation)
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
         return loop.run(positions, hidden, rows)
 

@@ -22,11 +22,12 @@ from torch import Tensor
 from exitserve.engine.layers.branches import when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import RunLayer, Stream, restored, through
+from exitserve.engine.layers.segments import Ended, RunLayer, Stream, restored, through, total_of
 
 
 class MaskedSegment(Protocol):
-    """Some layers, after each of which frozen tokens get their state back (`restored`)."""
+    """Some layers, after each of which frozen tokens get their state back (`restored`), and the
+    final norm behind them."""
 
     @property
     def end(self) -> int:
@@ -39,7 +40,7 @@ class MaskedSegment(Protocol):
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> Stream:
+    ) -> Ended:
         """Runs [T, D], given `frozen` [T, 1] bool and `state` [T, D]."""
 
 
@@ -85,6 +86,7 @@ class MaskedLayers:
     layers: tuple[Any, ...]
     end: int
     run_layer: RunLayer
+    end_with: Callable[[Stream], Ended]
 
     def __call__(
         self,
@@ -93,9 +95,10 @@ class MaskedLayers:
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> Stream:
+    ) -> Ended:
         """See `MaskedSegment`."""
-        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
+        stream = (hidden, residual)
+        return self.end_with(through(self.layers, self.run_layer, positions, stream, frozen, state))
 
 
 class Room:
@@ -104,7 +107,7 @@ class Room:
     def __init__(self, like: Tensor) -> None:
         """Makes room for as many tokens as `like` [T, D] has."""
         self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
-        self.state, self.left = torch.zeros_like(like), torch.zeros_like(like)
+        self.state, self.normed = torch.zeros_like(like), torch.empty_like(like)
         self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)
 
 
@@ -113,7 +116,6 @@ class MaskedLoop:
     """A model's parts, as the loop needs them."""
 
     segments: Sequence[MaskedSegment]
-    final_norm: Callable[[Tensor, Tensor | None], Tensor]
     head: ExitHead
     propagation: Propagation
     attending: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -125,10 +127,10 @@ class MaskedLoop:
         """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
         held = _Held(hidden, rows, room or Room(hidden))
         rows.count_layers(self.segments[0].end)
-        held.take(self.segments[0](positions, held.hidden, None, held.frozen, held.state))
+        held.take(*self.segments[0](positions, held.hidden, None, held.frozen, held.state))
         for segment, following in pairwise(self.segments):
             total = held.total()
-            newly = self._check(segment.end, total, held, rows)
+            newly = self._check(segment.end, held, rows)
             ran = ~held.frozen.all()
             held.freeze(newly, total)
             runs = ~held.frozen.all()
@@ -144,33 +146,29 @@ class MaskedLoop:
                 ran & ~runs,
                 lambda end=end: self.propagation.fill(held.state, positions, end),  # type: ignore[misc]
             )
-        return torch.where(held.frozen, held.left, self.final_norm(*held.stream))
+        # Of frozen tokens too: the segments that ran since have normed the same state again.
+        return held.normed
 
-    def _check(self, layer: int, total: Tensor, held: _Held, rows: MaskedRows) -> Tensor:
+    def _check(self, layer: int, held: _Held, rows: MaskedRows) -> Tensor:
         """Checks the rows that are due; returns the tokens [T, 1] that freeze."""
         newly = torch.zeros_like(held.frozen)
         if rows.known_depth is not None:
             newly |= (rows.known_depth == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
         if self.head.has_screen(layer):
-            normed = self._normed(total, rows)
+            normed = held.normed[rows.places]
             opened = self.head.opens(normed, layer, rows.least_scores(layer))
             rows.count_screened(layer, due & ~opened)
             due = due & opened
 
         def check() -> None:
-            normed = self._normed(total, rows)
+            normed = held.normed[rows.places]  # [B, D]
             found, logits = self.head.check(normed, *rows.thresholds(layer))
             exits = rows.settle(layer, due, found.exits & due, logits)
-            held.left[rows.places] = torch.where(exits[:, None], normed, held.left[rows.places])
             newly[rows.places, 0] |= exits & rows.freezes
 
         when(due.any(), check)
         return newly
-
-    def _normed(self, total: Tensor, rows: MaskedRows) -> Tensor:
-        """[B, D] of the rows that may exit."""
-        return self.final_norm(total[rows.places], None)
 
 
 class _Held:
@@ -179,13 +177,12 @@ class _Held:
     def __init__(self, hidden: Tensor, rows: MaskedRows, room: Room) -> None:
         tokens = len(hidden)
         self.hidden, self._residual = room.hidden[:tokens], room.residual[:tokens]
-        self.state, self.left = room.state[:tokens], room.left[:tokens]
-        """Of frozen tokens: their states, and the same normed."""
+        self.state, self.normed = room.state[:tokens], room.normed[:tokens]
+        """States of frozen tokens; and of all, normed, where they are."""
         self.frozen = room.frozen[:tokens]
         self._is_pair = False
         self.hidden.copy_(hidden)
         self.state.zero_()
-        self.left.zero_()
         if rows.padding is None:
             self.frozen.zero_()
         else:
@@ -196,9 +193,13 @@ class _Held:
         """The stream [T, D], as layers carry it."""
         return self.hidden, self._residual if self._is_pair else None
 
-    def take(self, stream: Stream) -> None:
+    def take(self, normed: Tensor, hidden: Tensor | None, residual: Tensor | None) -> None:
         """Keeps a segment's result."""
-        hidden, residual = stream
+        self.normed.copy_(normed)
+        if hidden is not None:
+            self._keep(hidden, residual)
+
+    def _keep(self, hidden: Tensor, residual: Tensor | None) -> None:
         self.hidden.copy_(hidden)
         self._is_pair = residual is not None
         if residual is not None:
@@ -206,13 +207,12 @@ class _Held:
 
     def go_through(self, segment: MaskedSegment, positions: Tensor) -> None:
         """Runs a segment."""
-        self.take(restored(self.stream, self.frozen, self.state))
-        self.take(segment(positions, *self.stream, self.frozen, self.state))
+        self._keep(*restored(self.stream, self.frozen, self.state))
+        self.take(*segment(positions, *self.stream, self.frozen, self.state))
 
     def total(self) -> Tensor:
         """The residual stream [T, D]."""
-        own = self.hidden + self._residual if self._is_pair else self.hidden
-        return torch.where(self.frozen, self.state, own)
+        return torch.where(self.frozen, self.state, total_of(self.stream))
 
     def freeze(self, newly: Tensor, total: Tensor) -> None:
         """Freezes the tokens [T, 1] at `total` [T, D]."""

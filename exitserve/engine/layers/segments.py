@@ -17,8 +17,35 @@ from vllm.compilation.decorators import support_torch_compile
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream [T, D]: alone, or as a pair whose sum it is (the next norm adds them)."""
 
+Ended = tuple[Tensor, Tensor | None, Tensor | None]
+"""Normed states [T, D] and the stream behind some layers; None for it behind the last ones."""
+
 RunLayer = Callable[[Any, Tensor, Stream], Stream]
 """Runs one decoder layer: (layer, positions [T], stream) to stream."""
+
+
+def total_of(stream: Stream) -> Tensor:
+    """The residual stream [T, D] itself."""
+    hidden, residual = stream
+    return hidden if residual is None else hidden + residual
+
+
+def ended(
+    final_norm: Callable[[Tensor, Tensor | None], Tensor], *, is_last: bool
+) -> Callable[[Stream], Ended]:
+    """The model's final norm, behind the layers before an exit or behind the last ones.
+
+    Compiled with them it is fused into what they end with; by itself vLLM runs it as half a dozen
+    operations. Behind the last layers it is called as vLLM does, to the bit; vLLM's form for pairs
+    may write into what it is given, so it gets a sum of its own where the stream goes on.
+    """
+
+    def end_with(stream: Stream) -> Ended:
+        if is_last:
+            return final_norm(*stream), None, None
+        return final_norm(total_of(stream), None), *stream
+
+    return end_with
 
 
 def restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
@@ -61,6 +88,7 @@ class Segment(nn.Module):
         start: int,
         end: int,
         run_layer: RunLayer,
+        end_with: Callable[[Stream], Ended] | None,
     ) -> None:
         super().__init__()
         # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
@@ -68,6 +96,7 @@ class Segment(nn.Module):
         self.end = end
         self.size = end - start
         self.run_layer = run_layer
+        self.end_with = end_with
 
 
 def compiled_segment(
@@ -77,25 +106,29 @@ def compiled_segment(
     end: int,
     run_layer: RunLayer,
     *,
+    final_norm: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     masked: bool = False,
 ) -> Segment:
     """A segment that is compiled as one unit where vLLM compiles.
 
-    With `masked` it takes two more arguments and gives frozen tokens their state back after each
-    layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
+    It returns the stream; with a final norm, `Ended`. With `masked` it takes two more arguments and
+    gives frozen tokens their state back after each layer (`restored`;
+    `exitserve.engine.layers.masked_loop.MaskedSegment`).
 
     vLLM's cache of compiled code knows a module by its forward's qualified name
     (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
     of its own: with a common one, a segment could be handed another's code.
     """
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
+    end_with = None if final_norm is None else ended(final_norm, is_last=end == len(layers))
 
     def forward(
         self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> Stream:
+    ) -> Stream | Ended:
         for layer in self.layers:
             hidden, residual = self.run_layer(layer, positions, (hidden, residual))
-        return hidden, residual
+        stream = hidden, residual
+        return stream if self.end_with is None else self.end_with(stream)
 
     def masked_forward(
         self: Segment,
@@ -104,8 +137,11 @@ def compiled_segment(
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> Stream:
-        return through(self.layers, self.run_layer, positions, (hidden, residual), frozen, state)
+    ) -> Ended:
+        stream = (hidden, residual)
+        stream = through(self.layers, self.run_layer, positions, stream, frozen, state)
+        assert self.end_with is not None, "who masks checks"
+        return self.end_with(stream)
 
     method: Any = masked_forward if masked else forward
     method.__name__, method.__qualname__ = "forward", f"{name}.forward"
@@ -120,5 +156,6 @@ def compiled_segment(
             start=start,
             end=end,
             run_layer=run_layer,
+            end_with=end_with,
         )
     return segment

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.layers.segments import Segment, Stream
+from exitserve.engine.layers.segments import Segment
 from exitserve.engine.rails.draft_head import DraftHead
 from exitserve.engine.rails.requests import Judged
 
@@ -49,8 +49,8 @@ class RailsLoop:
         self._first, self._rest = segments
         self._most_tokens = most_tokens
         self._states: Tensor | None = None
-        """[most_tokens, D] of the last pass after the draft layer; a graph that is replayed
-        writes them to where it was captured."""
+        """[most_tokens, D] of the last pass after the draft layer, normed; a graph that is
+        replayed writes them to where it was captured."""
         self._judged: Judged | None = None
 
     @property
@@ -60,17 +60,17 @@ class RailsLoop:
 
     def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
-        stream = self._first(positions, hidden, None)
+        states, *stream = self._first(positions, hidden, None)
         if self._states is None:
             self._states = hidden.new_empty(self._most_tokens, hidden.shape[1])
-        self._states[: len(hidden)].copy_(_total(stream))
-        normed: Tensor = self._model.final_norm(*self._rest(positions, *stream))
+        self._states[: len(hidden)].copy_(states)
+        normed: Tensor = self._rest(positions, *stream)[0]
         return normed
 
     def draft(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Runs tokens [T] through the first layers; returns normed states [T, D]."""
         hidden = self._model.embed(input_ids, positions, None)
-        normed: Tensor = self._model.final_norm(*self._first(positions, hidden, None))
+        normed: Tensor = self._first(positions, hidden, None)[0]
         return normed
 
     def draft_tokens(self, normed: Tensor) -> Tensor:
@@ -93,15 +93,10 @@ class RailsLoop:
         if judged is None:
             return logits
         assert self._states is not None
-        states: Tensor = self._model.final_norm(self._states[judged.places], None)
+        states = self._states[judged.places]
         found, own = self._head.check(states, judged.thresholds, judged.end_thresholds)
         judged.stands.copy_(found.exits)
         if logits is None:  # another rank samples
             return None
         every = self._head.logits_of(own, [True] * len(own))
         return torch.where(found.exits[:, None], every, logits)
-
-
-def _total(stream: Stream) -> Tensor:
-    hidden, residual = stream
-    return hidden if residual is None else hidden + residual
