@@ -6,11 +6,13 @@ may also be started from Python.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exitserve.checkpoint import BLOCK
+from exitserve.engine.launch import runs_on_v2
 from exitserve.engine.options import FIXED_SCALES, QUANTISED, has_fixed_activation_scales
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import COUNTS
@@ -39,6 +41,19 @@ class UnsupportedFeature:
     def message(self) -> str:
         """The error message."""
         return f"{self.name} is not supported: {self.reason}. To go on, {self.fix}."
+
+
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+
+
+def _may_break_graphs(args: Any) -> bool:
+    """Whether vLLM would capture breakable graphs, as far as it can be told without its config:
+    with VLLM_BATCH_INVARIANT=1 it does for some models on some GPUs."""
+    if args.enforce_eager or not runs_on_v2():
+        return False
+    if BREAKABLE in os.environ:
+        return os.environ[BREAKABLE] == "1"
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
 UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
@@ -86,6 +101,13 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         ),
         f"exits were tested with {', '.join(QUANTISED)} only",
         fix=f"use the unquantised checkpoint, or {PLAIN}",
+        drafts_have_it=True,
+    ),
+    UnsupportedFeature(
+        f"breakable graphs ({BREAKABLE}=1, which VLLM_BATCH_INVARIANT=1 may set)",
+        _may_break_graphs,
+        "they break at attention, which lies inside the branches of a pass",
+        fix=f"set {BREAKABLE}=0",
         drafts_have_it=True,
     ),
     UnsupportedFeature(

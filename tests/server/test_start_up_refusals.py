@@ -124,6 +124,35 @@ def test_what_is_not_refused(serve, flags: str) -> None:
     assert code == 0 and "the engine would start" in output
 
 
+BREAKABLE, INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "refused"),
+    [
+        ({BREAKABLE: "1"}, "", True),
+        ({INVARIANT: "1"}, "", True),
+        ({INVARIANT: "1", BREAKABLE: "0"}, "", False),
+        ({BREAKABLE: "1"}, "--enforce-eager", False),
+        ({BREAKABLE: "1"}, "--mode verify --exit-threshold 0.5 --exit-layers 3", False),
+        ({}, "", False),
+    ],
+)
+def test_breakable_graphs(
+    serve, monkeypatch, variables: dict[str, str], flags: str, refused: bool
+) -> None:
+    """Of GPUs. Servers whose first layers draft have them: their branches are vLLM's own."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    for name in (BREAKABLE, INVARIANT):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, output, error = serve(*flags.split())
+    assert (code, "the engine would start" in output) == ((2, False) if refused else (0, True))
+    if refused:
+        assert "breakable graphs" in error and f"{BREAKABLE}=0" in error.splitlines()[-1]
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path, bundled: Path) -> Any:
     def make(**changes: Any) -> Path:
