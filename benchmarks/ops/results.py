@@ -83,6 +83,7 @@ def _propagate_kv(form: Any, cast: Cast, *, kept: torch.dtype | None = None) -> 
         dtype = kept
     whole = torch.zeros(2, layers, 12, 4, heads, size, device=device).to(dtype)
     scales = None if kept is None else torch.linspace(0.5, 2.0, layers, device=device)
+    scales = None if scales is None else scales[:, None].repeat(1, heads)
     caches = Caches(list(whole[0]), list(whole[1]), scales, scales)
     key_norm = KeyNorm(cast(_random(layers, size, seed=1).abs() + 0.5), 1e-6)
     angles = _random(50, size // 2, seed=2) * 3

@@ -73,8 +73,14 @@ BLOCKS, BLOCK_SIZE, HEADS, SIZE = 6, 4, 2, 32
 KINDS = ["full_attention", "sliding_attention"] * 3
 
 
-def attention_of(index: int, kind: torch.dtype, cache_dtype: str, device: torch.device) -> Any:
+SCALES = {"whole": ([0.02], [0.03]), "heads": ([0.02, 0.07], [0.03, 0.05])}
+
+
+def attention_of(
+    index: int, kind: torch.dtype, cache_dtype: str, scales: str, device: torch.device
+) -> Any:
     """A layer's cache as vLLM's FlashAttention and Triton backends keep it."""
+    of_keys, of_values = SCALES[scales]
     cache = torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * SIZE, device=device).to(kind)
     return SimpleNamespace(
         layer_name=f"layers.{index}",
@@ -83,8 +89,8 @@ def attention_of(index: int, kind: torch.dtype, cache_dtype: str, device: torch.
         attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"),
         kv_cache=cache,
         kv_cache_dtype=cache_dtype,
-        _k_scale=torch.tensor(0.02, device=device),
-        _v_scale=torch.tensor(0.03, device=device),
+        _k_scale=torch.tensor(of_keys, device=device),
+        _v_scale=torch.tensor(of_values, device=device),
     )
 
 
@@ -121,9 +127,12 @@ def rotary_of(embedding: Any, kind: str) -> Any:
     return rotate
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("cache_dtype", "scales"), [("auto", "whole"), ("fp8_e5m2", "whole"), ("fp8_e5m2", "heads")]
+)
 def test_frozen_rows_fill_paged_caches(
     cache_dtype: str,
+    scales: str,
     make_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
@@ -140,7 +149,7 @@ def test_frozen_rows_fill_paged_caches(
     folder = make_checkpoint("gemma3_text", head_dim=SIZE, layer_types=KINDS)
     model = AutoModelForCausalLM.from_pretrained(folder).to(device).model
     kind = torch.float32 if cache_dtype == "auto" else torch.uint8
-    attentions = [attention_of(index, kind, cache_dtype, device) for index in range(len(KINDS))]
+    attentions = [attention_of(at, kind, cache_dtype, scales, device) for at in range(len(KINDS))]
     rotaries = {one: rotary_of(model.rotary_emb, one) for one in set(KINDS)}
     layers = [
         layer_kv_of(layer, attention, rotaries[one])
@@ -175,8 +184,9 @@ def test_frozen_rows_fill_paged_caches(
             assert not cache.any(), "a layer that has run"
             continue
         if kind == torch.uint8:
-            scales = torch.tensor([0.02, 0.03], device=device).repeat_interleave(SIZE)
-            cache = cache.view(torch.float8_e5m2).float() * scales
+            both = torch.tensor(SCALES[scales], device=device)  # [keys and values, heads or 1]
+            by_head = both.expand(2, HEADS).T.repeat_interleave(SIZE, dim=1)
+            cache = cache.view(torch.float8_e5m2).float() * by_head[:, None]
         found = cache.transpose(1, 2).flatten(0, 1)[slots[one]]  # [N, H, 2 * P]
         truth = keys_and_values(model, index, one, states, positions)
         torch.testing.assert_close(found, truth, **close)

@@ -22,8 +22,10 @@ def caches_of(
         key, value = whole.transpose(1, 2).split(size, dim=-1)
         keys.append(key)
         values.append(value)
-    scales = torch.linspace(0.5, 2.0, LAYERS, device=device) if scaled else None
-    return Caches(keys, values, scales, scales)
+    if not scaled:
+        return Caches(keys, values)
+    scales = torch.linspace(0.5, 2.0, LAYERS * heads, device=device).view(LAYERS, heads)
+    return Caches(keys, values, scales, scales.flip(1).contiguous())
 
 
 def inputs(

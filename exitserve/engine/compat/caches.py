@@ -46,7 +46,11 @@ def paged_caches(attentions: Sequence[Any]) -> Caches:
         cache = one.kv_cache
         if one.kv_cache_dtype in EIGHT_BITS:
             cache = cache.view(EIGHT_BITS[one.kv_cache_dtype] or current_platform.fp8_dtype())
-            scales.append(torch.stack([one._k_scale, one._v_scale]).float())
+            # Of the whole layer, or of each head (compressed-tensors' strategy "attn_head").
+            own = [
+                scale.flatten().expand(one.num_kv_heads) for scale in (one._k_scale, one._v_scale)
+            ]
+            scales.append(torch.stack(own).float())
         views.append(cache.transpose(1, 2).split(one.head_size, dim=-1))
     keys, values = zip(*views, strict=True)
     if not scales:

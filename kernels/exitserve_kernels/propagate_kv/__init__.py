@@ -99,7 +99,7 @@ class Caches:
                 [blocks, H, block size, 2 * P] (FlashAttention and Triton backends):
                 `cache.transpose(1, 2).split(P, dim=-1)[0]`.
             values: the same for values.
-            key_scales: [S] float32; keys are divided by them, for caches of 8 bits.
+            key_scales: [S, H] float32; keys are divided by them, for caches of 8 bits.
             value_scales: the same for values.
 
         Raises:

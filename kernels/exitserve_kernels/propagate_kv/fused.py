@@ -104,8 +104,9 @@ def _fill(
             key = tl.where(turned, key * cos + tl.where(first, -other, other) * sin, key)
 
         if SCALED:
-            key = key / tl.load(key_scales + layer)
-            value = value / tl.load(value_scales + layer)
+            scale_at = layer * HEADS + head
+            key = key / tl.load(key_scales + scale_at, mask=head < HEADS, other=1.0)
+            value = value / tl.load(value_scales + scale_at, mask=head < HEADS, other=1.0)
             # Keep NaN.
             key = tl.where(key == key, tl.minimum(tl.maximum(key, -greatest), greatest), key)
             value = tl.where(

@@ -80,7 +80,7 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, caches: Any) -> None:
         ):
             wide = _wide(new[written])
             if scales is not None:
-                wide = wide / scales[layer]
+                wide = wide / scales[layer, :, None]
             cache[block, place] = narrowed(wide, cache.dtype)
 
 
