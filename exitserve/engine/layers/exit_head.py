@@ -6,7 +6,8 @@ head packed for the CPU, or quantised; the check reads them.
 
 With tensor parallelism every rank holds a slice of the vocabulary. A check then exchanges six
 numbers a row instead of the logits; every rank computes the same answer from them, so all take
-the same branch. Logits are gathered for the rows that pass only.
+the same branch. They are exchanged as a sum, for which vLLM has a kernel of its own: of zeros but
+for one rank's, so it is exact. Logits are gathered for the rows that pass only.
 
 Shapes: N rows, V vocabulary, R ranks.
 """
@@ -20,7 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 
 from exitserve.engine.compat.weights import readable_head
 from exitserve.screens import Screen, Screens
@@ -70,7 +76,9 @@ class ExitHead:
         self._lm_head = model.output_head()
         self._processor = model.logits_processor
         self._compute_logits = compute_logits
-        self._sliced = get_tensor_model_parallel_world_size() > 1
+        self._ranks = get_tensor_model_parallel_world_size()
+        self._rank = get_tensor_model_parallel_rank()
+        self._sliced = self._ranks > 1
         shard = self._lm_head.shard_indices
         self._first: int = shard.org_vocab_start_index
         self._columns: int = shard.num_org_elements
@@ -141,8 +149,9 @@ class ExitHead:
             summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
         slices = summary[:, None]  # [N, R, 6]
         if self._sliced:
-            every = tensor_model_parallel_all_gather(summary, dim=-1)
-            slices = every.view(len(normed), -1, summary.shape[-1])
+            own = summary.new_zeros(len(normed), self._ranks, summary.shape[-1])
+            own[:, self._rank] = summary
+            slices = tensor_model_parallel_all_reduce(own)
         size = self._processor.org_vocab_size
         found = finish(
             slices,

@@ -1,0 +1,81 @@
+"""The exit check of a head in slices, without its ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exitserve_kernels.exit_check import check_logits
+
+WIDTH, COLUMNS = 8, 5
+ENDS = torch.tensor([3])
+LAYER = 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])  # those that vLLM's kernel knows
+def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int) -> None:
+    """Of a form that vLLM's own kernel takes; each rank then knows what the whole head says."""
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+    from exitserve.engine.layers import exit_head
+
+    normed, weight = torch.randn(rows, WIDTH), torch.randn(ranks * COLUMNS, WIDTH)
+    limits, end_limits = torch.full((rows,), 0.3), torch.full((rows,), 0.6)
+    given: list[Tensor] = []
+    told: list[Tensor] = []
+    kernel: Any = SimpleNamespace(
+        disabled=False,
+        world_size=ranks,
+        fully_connected=True,
+        batch_invariant=False,
+        max_size=1 << 23,
+    )
+
+    def all_reduce(own: Tensor) -> Tensor:
+        assert CustomAllreduce.should_custom_ar(kernel, own)
+        given.append(own)
+        return told[0] if told else own
+
+    def no_gather(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("a second collective")
+
+    monkeypatch.setattr(exit_head, "tensor_model_parallel_all_reduce", all_reduce, raising=False)
+    monkeypatch.setattr(exit_head, "tensor_model_parallel_all_gather", no_gather)
+    monkeypatch.setattr(exit_head, "get_tensor_model_parallel_world_size", lambda: ranks)
+
+    def checked(rank: int) -> Any:
+        monkeypatch.setattr(
+            exit_head, "get_tensor_model_parallel_rank", lambda: rank, raising=False
+        )
+        first = rank * COLUMNS
+        shard = SimpleNamespace(org_vocab_start_index=first, num_org_elements=COLUMNS)
+        lm_head = SimpleNamespace(
+            shard_indices=shard,
+            num_embeddings_per_partition=COLUMNS,
+            weight=weight[first : first + COLUMNS],
+        )
+
+        def processor(head: Any, states: Tensor, bias: Any, skip_gather: bool) -> Tensor:
+            return states @ head.weight.T
+
+        processor.org_vocab_size = len(weight)  # type: ignore[attr-defined]
+        model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
+        head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", {})
+        return head.check(normed, LAYER, limits, end_limits)[0]
+
+    for rank in range(ranks):
+        checked(rank)
+    told.append(torch.stack(given).sum(dim=0))
+    truth = check_logits(
+        normed @ weight.T, limits, criterion="max_prob", end_tokens=ENDS, end_thresholds=end_limits
+    )
+    for rank in range(ranks):
+        found = checked(rank)
+        torch.testing.assert_close(found.confidence, truth.confidence)
+        assert torch.equal(found.exits, truth.exits)
+    assert len(given) == 2 * ranks, "one for each check"
