@@ -51,7 +51,7 @@ class Head:
 
     def check(self, normed: Tensor, limits: Tensor, ends: Tensor) -> Any:
         logits = torch.cat([normed, -normed], dim=-1)
-        last = torch.tensor([1], device=normed.device)
+        last = torch.tensor([1]).to(normed.device)
         return check_logits(logits, limits, end_tokens=last, end_thresholds=ends), logits
 
 
@@ -68,11 +68,12 @@ class Parts:
     def run(self, rows: DeviceRows, tokens: int = MOST, hidden: Tensor | None = None) -> Tensor:
         """A pass, but for vLLM's own."""
         rows.start()
-        hidden = torch.randn(tokens, WIDTH) if hidden is None else hidden
-        normed = self.loop.run(torch.zeros(tokens, dtype=torch.long), hidden, rows)
+        device = rows.logits.device
+        hidden = torch.randn(tokens, WIDTH, device=device) if hidden is None else hidden
+        normed = self.loop.run(torch.zeros(tokens, device=device).long(), hidden, rows)
         when(
             rows.ran_all_layers().any(),
-            lambda: rows.take_last_logits(torch.zeros(len(rows.logits), VOCABULARY)),
+            lambda: rows.take_last_logits(torch.zeros_like(rows.logits)),
         )
         return normed
 
