@@ -28,7 +28,9 @@ LOSSES: dict[str, list[Any]] = {
     "dispersion": ["ce", "dispersion"],
     "dispersion, λ 1": ["ce", {"name": "dispersion", "weight": 1.0}],
     "decorrelation": ["ce", "decorrelation"],
+    "decorrelation, features": ["ce", {"name": "decorrelation", "between": "features"}],
     "l2-repel": ["ce", "l2_repel"],
+    "l2-repel, no self-pairs": ["ce", {"name": "l2_repel", "self_pairs": False}],
     "orthogonalization": ["ce", "orthogonalization"],
 }
 """Weights are the paper's 0.1 where nothing is said."""

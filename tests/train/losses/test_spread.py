@@ -1,5 +1,6 @@
 """The dispersion losses against the pair-by-pair references they must equal."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,14 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     "orthogonalization": (orthogonalization, spread.orthogonalization),
     "l2_repel": (l2_repel, spread.l2_repel),
     "decorrelation": (decorrelation, spread.decorrelation),
+    "l2_repel, without self-pairs": (
+        functools.partial(l2_repel, self_pairs=False),
+        functools.partial(spread.l2_repel, self_pairs=False),
+    ),
+    "decorrelation, features": (
+        functools.partial(decorrelation, between="features"),
+        functools.partial(spread.decorrelation, between="features"),
+    ),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -139,15 +148,27 @@ def test_orthogonalization_by_hand() -> None:
 
 def test_l2_repel_by_hand() -> None:
     z = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])
-    assert l2_repel(z, temperature=5.0).item() == pytest.approx(-25 / 5 + 0.1 * (9 + 16) / 4)
+    norm = 0.1 * (9 + 16) / 4
+    # Of four ordered pairs two are a token with itself.
+    expected = math.log((2 + 2 * math.exp(-25 / 5)) / 4)
+    assert l2_repel(z, temperature=5.0).item() == pytest.approx(expected + norm)
+    distinct = l2_repel(z, temperature=5.0, self_pairs=False)
+    assert distinct.item() == pytest.approx(-25 / 5 + norm)
 
 
-def test_decorrelation_by_hand() -> None:
+def test_decorrelation_of_tokens_by_hand() -> None:
+    x = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    y = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    # Of the three pairs (x, 2x + 7), (x, y), (2x + 7, y) the first alone is correlated.
+    assert decorrelation(torch.stack([x, 2 * x + 7, y])[None]).item() == pytest.approx(1 / 3)
+
+
+def test_decorrelation_of_features_by_hand() -> None:
     x = torch.tensor([-1.0, -1.0, 1.0, 1.0])
     y = torch.tensor([-1.0, 1.0, -1.0, 1.0])
     # Of the three pairs (x, 2x + 7), (x, y), (2x + 7, y) the first alone is correlated.
     z = torch.stack([x, 2 * x + 7, y], dim=-1)[None]
-    assert decorrelation(z).item() == pytest.approx(1 / 3)
+    assert decorrelation(z, between="features").item() == pytest.approx(1 / 3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -192,7 +213,12 @@ def test_decorrelation_knows_no_scale_or_origin(exponent: int, shift: float, see
     z = cloud(seed=seed).detach()
     scales = 10.0**exponent * (1.0 + torch.rand(5))
     # A shift of up to three times the spread costs half a digit of it.
-    torch.testing.assert_close(decorrelation((z + shift) * scales), decorrelation(z), **CLOSE)
+    loss = functools.partial(decorrelation, between="features")
+    torch.testing.assert_close(loss((z + shift) * scales), loss(z), **CLOSE)
+    per_token = scales[None, :, None].expand(2, 5, 1)
+    z = z[:, :5]
+    found = decorrelation((z + shift) * per_token)
+    torch.testing.assert_close(found, decorrelation(z), **CLOSE)
 
 
 @pytest.mark.parametrize("constant", [1000.1, 1e37, 1e-7, 0.0])
@@ -200,19 +226,24 @@ def test_a_constant_feature_is_correlated_with_none(constant: float) -> None:
     z = cloud(1, 7, 3)
     with_constant = torch.cat([z, torch.full((1, 7, 1), constant)], dim=-1)
     with_constant = with_constant.detach().requires_grad_()
-    value, gradient = value_and_gradient(decorrelation(with_constant), with_constant)
+    loss = functools.partial(decorrelation, between="features")
+    value, gradient = value_and_gradient(loss(with_constant), with_constant)
     # 3 of the 6 pairs are without the constant.
-    torch.testing.assert_close(value, decorrelation(z.detach()) * 3 / 6, **CLOSE)
+    torch.testing.assert_close(value, loss(z.detach()) * 3 / 6, **CLOSE)
     assert gradient[..., 3].count_nonzero() == 0
+    turned = with_constant.detach().mT.requires_grad_()
+    value, gradient = value_and_gradient(decorrelation(turned), turned)
+    torch.testing.assert_close(value, loss(z.detach()) * 3 / 6, **CLOSE)
+    assert gradient[:, 3].count_nonzero() == 0
 
 
 @settings(deadline=None, max_examples=30)
 @given(shift=st.floats(-100, 100), seed=st.integers(0, 2**16))
 def test_repulsion_does_not_change_when_all_tokens_move(shift: float, seed: int) -> None:
     z = cloud(seed=seed).detach()
-    expected = l2_repel(z, norm_weight=0.0)
+    repel = functools.partial(l2_repel, norm_weight=0.0, self_pairs=False)
     # z + 100 keeps 1.7 digits less of z: 4e-6 absolute, squared distances of up to 60.
-    torch.testing.assert_close(l2_repel(z + shift, norm_weight=0.0), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(repel(z + shift), repel(z), rtol=1e-4, atol=1e-3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -227,10 +258,13 @@ def test_bounds(tokens: int, scale: float, temperature: float, seed: int) -> Non
     assert -1.0 / temperature <= dispersion(z, temperature=temperature) <= 1e-6
     assert 0.0 <= orthogonalization(z) <= 0.25
     assert 0.0 <= decorrelation(z) <= 1.0 + 1e-6
+    assert 0.0 <= decorrelation(z, between="features") <= 1.0 + 1e-6
+    assert l2_repel(z, temperature=temperature) >= -math.log(tokens) - 1e-6
     bounding = 2 * 4 * tokens / ((tokens - 1) * temperature)
     size = z.square().mean().item() * bounding
     # Two numbers of this size are subtracted.
-    assert l2_repel(z, temperature=temperature, norm_weight=bounding) >= -1e-5 * (1.0 + size)
+    distinct = l2_repel(z, temperature=temperature, norm_weight=bounding, self_pairs=False)
+    assert distinct >= -1e-5 * (1.0 + size)
 
 
 DEGENERATE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -322,7 +356,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["dispersion", "orthogonalization", "l2_repel"])
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"decorrelation, features"}))
 def test_one_block_of_pairs_at_a_time(name: str) -> None:
     z = cloud(2, 4 * module.BLOCK_ROWS, 4)
     with Largest() as largest:
@@ -345,24 +379,51 @@ def test_backward_computes_the_pairs_again(name: str) -> None:
     assert max(kept) <= z.numel()
 
 
-def test_decorrelation_has_no_pairs_of_tokens() -> None:
+def test_decorrelation_of_features_has_no_pairs_of_tokens() -> None:
     z = cloud(2, 1024, 8)
     with Largest() as largest:
-        decorrelation(z).backward()
+        decorrelation(z, between="features").backward()
     assert largest.numel == z.numel()
+
+
+def descended(loss: Loss, tokens: int, width: int, steps: int) -> tuple[Tensor, float]:
+    """A condensed cloud, and the loss, after so many steps down it."""
+    generator = torch.Generator().manual_seed(1)
+    common = 4.0 * torch.randn(width, generator=generator)
+    z = (torch.randn(1, tokens, width, generator=generator) + common).requires_grad_()
+    assert mean_cosine(z) > 0.85
+    optimizer = torch.optim.Adam([z], lr=0.3)
+    value = torch.zeros(())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(z)
+        value.backward()
+        optimizer.step()
+    return z.detach(), value.item()
 
 
 def test_dispersion_opens_a_cone() -> None:
     """What the loss is for: descending it lowers the mean cosine of condensed states."""
-    z = cloud(1, 32, 8, offset=3.0)
-    before = mean_cosine(z).item()
-    optimizer = torch.optim.Adam([z], lr=0.1)
-    for _ in range(60):
-        optimizer.zero_grad()
-        dispersion(z).backward()
-        optimizer.step()
-    assert before > 0.85
-    assert mean_cosine(z).item() < 0.1
+    assert mean_cosine(descended(dispersion, 24, 8, 40)[0]) < 0.1
+
+
+def test_decorrelation_of_tokens_opens_a_cone_and_of_features_does_not() -> None:
+    assert mean_cosine(descended(decorrelation, 32, 16, 80)[0]) < 0.25
+    features = functools.partial(decorrelation, between="features")
+    opened, value = descended(features, 32, 16, 80)
+    assert value < 1e-3
+    assert mean_cosine(opened) > 0.6
+
+
+def test_self_pairs_keep_repelled_states_in_bounds() -> None:
+    opened, value = descended(l2_repel, 24, 16, 80)
+    assert mean_cosine(opened) < 0.05
+    assert opened.abs().max() < 4.0
+    assert -math.log(24) <= value < 0.5
+    runaway = functools.partial(l2_repel, self_pairs=False)
+    grown, value = descended(runaway, 24, 16, 80)
+    assert value < -1000.0
+    assert grown.abs().max() > 10.0
 
 
 @pytest.mark.parametrize(
@@ -374,6 +435,7 @@ def test_dispersion_opens_a_cone() -> None:
         (l2_repel, {"norm_weight": -0.1}, "norm_weight -0.1 must be a finite number, at least 0"),
         (orthogonalization, {"margin": 1.5}, r"margin 1.5 must lie in 0\.\.1"),
         (decorrelation, {"reduction": "man"}, "reduction 'man' is unknown.*Did you mean 'mean'"),
+        (decorrelation, {"between": "token"}, "between 'token' is unknown.*mean 'tokens'"),
         (decorrelation, {"mask": torch.ones(2, 3)}, r"mask has shape \(2, 3\)"),
     ],
 )

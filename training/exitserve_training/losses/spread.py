@@ -8,18 +8,20 @@ training loss with weight 0.1 (table 3).
     dispersion          log mean exp(-d_ij / temperature)      d = arccos(cos(z_i, z_j)) / pi
     orthogonalization   mean max(0, margin - d_ij)^2           the same d, 1/2 = orthogonal
     l2_repel            log mean exp(-|z_i - z_j|^2 / temperature) + norm_weight * mean z^2
-    decorrelation       mean corr_mn^2                         m, n features, over tokens
+    decorrelation       mean corr_ij^2                         of tokens, over their features
 
-A token (or feature) paired with itself is left out, as in the paper. Means stand where the
-table has sums, as in algorithm 1, so that values do not grow with T or D: over all pairs of
-counted tokens i != j (decorrelation: of features m != n). Pairs are taken in blocks of rows,
-each block computed again in backward: [B, BLOCK_ROWS, T] numbers at a time, never [B, T, T].
+Means stand where the table has sums, as in algorithm 1, so that values do not grow with T or D:
+over all pairs of counted tokens i != j. l2_repel alone pairs tokens with themselves too: the
+caption calls that equivalent, but within a logarithm it is what bounds the loss from below.
+Pairs are taken in blocks of rows, each block computed again in backward: [B, BLOCK_ROWS, T]
+numbers at a time, never [B, T, T].
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,12 +34,16 @@ from exitserve_training.losses.measures import LARGEST, prepared
 from exitserve_training.losses.tokens import (
     SHORTEST,
     Reduction,
+    check_choice,
     reduced,
     unit_vectors,
 )
 
 BLOCK_ROWS = 128
 """Rows of the pair matrix that exist at once."""
+
+Between = Literal["tokens", "features"]
+"""What decorrelation compares."""
 
 COSINE_MARGIN = 1e-6
 """The eps of algorithm 1: cosines are cut to [-1 + eps, 1 - eps], where arccos has a finite
@@ -124,21 +130,27 @@ def l2_repel(
     *,
     temperature: float = 1.0,
     norm_weight: float = 0.1,
+    self_pairs: bool = True,
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Returns log mean exp(-|z_i - z_j|^2 / temperature) plus norm_weight times the mean square.
 
-    Table 1, row 3. The squared distance is summed over D, as printed. The paper gives no value
-    of its norm weight; 0.1 on the mean square of the entries (over tokens and D) is what the
-    authors' published code has. Such a weight slows the growth of the states and does not stop
-    it: the loss is bounded below for all z from 2 D N / ((N - 1) temperature) on (N counted
-    tokens), and is then smallest at z = 0. Entries beyond `LARGEST` are cut, without gradient.
+    Table 1, row 3. The squared distance is summed over D, as printed. The mean is over all N^2
+    pairs of N counted tokens, each with itself too, as in the authors' published code: far apart,
+    those N keep the loss at -log N, and the norm then draws the states in. Their code also has
+    the weight of the norm, of which the paper gives no value: 0.1 on the mean square of the
+    entries (over tokens and D). Entries beyond `LARGEST` are cut, without gradient.
+
+    Without the pairs of a token with itself (the table writes i != j here, and its caption calls
+    both equivalent) such a weight slows the growth of the states and does not stop it: the loss
+    is bounded below for all z from 2 D N / ((N - 1) temperature) on, and then smallest at z = 0.
 
     Args:
         z: states [B, T, D] of one layer.
         temperature: tau, positive, in units of squared distance.
         norm_weight: lambda_norm, not negative.
+        self_pairs: whether the mean has each token paired with itself.
         mask: bool [B, T] of tokens that count; None for all.
         reduction: `"mean"` over sequences, or `"none"` for one number each, [B]. A sequence of
             fewer than two counted tokens gives 0 and is left out of the mean.
@@ -166,49 +178,81 @@ def l2_repel(
     parts = _blocks(block, centred, counted)
     mean_square = states.square().mean(-1).sum(1) / count
     pairs = _pair_count(counted)
-    loss = _log_mean_exp(parts, pairs) + norm_weight * mean_square
+    repelled = _log_mean_exp(parts, pairs)
+    if self_pairs:
+        # exp(0) N times, and each pair twice: log((N + 2 sum over i < j) / N^2).
+        own = count.to(states.dtype).log()
+        repelled = torch.logaddexp(parts.logsumexp(1) + math.log(2.0), own) - 2.0 * own
+    loss = repelled + norm_weight * mean_square
     return reduced(loss, pairs > 0, reduction)
 
 
 def decorrelation(
-    z: Tensor, *, mask: Tensor | None = None, reduction: Reduction = "mean"
+    z: Tensor,
+    *,
+    between: Between = "tokens",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
 ) -> Tensor:
-    """Returns the mean squared correlation of two features over the tokens, between 0 and 1.
+    """Returns the mean squared correlation of two tokens over their features, between 0 and 1.
 
-    Table 1, row 2: off-diagonal entries of the covariance [D, D] of standardised states. The
-    text says "correlations between feature dimensions", so each feature is standardised over
-    the N counted tokens and the covariance divided by N - 1, where the table prints d - 1 (that
-    fits standardising each token over its d features). For the table's sum over m != n instead
-    of the mean, multiply by D (D - 1). A feature that varies by less than 1e-5, absolute or
-    relative to its size, is constant: uncorrelated with all, without gradient.
+    Table 1, row 2: off-diagonal entries of the covariance of standardised states. Means and
+    deviations are printed with a d, and the covariance is divided by d - 1: each token is
+    standardised over its d features, and tokens are compared, as in the authors' published code.
+    For the table's sum over m != n instead of the mean, multiply by N (N - 1).
+
+    The paper's text says "correlations between feature dimensions", which is another loss:
+    `between="features"` standardises each feature over the N counted tokens. Condensed states
+    need not change to make that small (docs/papers/dispersion.md).
+
+    A token (or feature) that varies by less than 1e-5, absolute or relative to its size, is
+    constant: uncorrelated with all, without gradient.
 
     Args:
         z: states [B, T, D] of one layer.
+        between: `"tokens"`, or `"features"`.
         mask: bool [B, T] of tokens that count; None for all.
         reduction: `"mean"` over sequences, or `"none"` for one number each, [B]. A sequence of
             fewer than two counted tokens gives 0 and is left out of the mean.
 
     Raises:
-        ExitServeError: the shapes of z and mask disagree.
+        ExitServeError: `between` is unknown, or the shapes of z and mask disagree.
     """
+    check_choice("between", between, get_args(Between))
     states, counted = prepared(z, mask)
-    count = counted.sum(1)
-    # A correlation knows no scale: dividing by a constant size changes no value or gradient.
-    size = states.detach().abs().amax(1, keepdim=True)
+    if between == "tokens":
+        vectors = unit_vectors(_centred(states, -1))
+    else:
+        # The correlation of two features is the cosine of their columns, once these are centred.
+        kept = counted[..., None]
+        vectors = unit_vectors(_centred(states, 1, counted.sum(1)).where(kept, 0.0).mT)
+    compared = counted if between == "tokens" else torch.ones_like(vectors[..., 0]).bool()
+
+    def block(vectors: Tensor, compared: Tensor, start: int) -> Tensor:
+        correlation = _products(vectors, start)
+        return correlation.square().where(_pairs(compared, start), 0.0).sum((1, 2))
+
+    parts = _blocks(block, vectors, compared)
+    pairs = _pair_count(compared)
+    known = (counted.sum(1) > 1) & (pairs > 0)
+    return reduced(parts.sum(1) / pairs.clamp_min(1), known, reduction)
+
+
+def _centred(states: Tensor, dim: int, count: Tensor | None = None) -> Tensor:
+    """States [B, T, D] less their mean along `dim`, of a size near 1.
+
+    A correlation knows no scale: dividing by a constant size changes no value or gradient.
+
+    Args:
+        states: zeros where they do not count.
+        dim: 1 for each feature's mean over tokens, -1 for each token's over features.
+        count: [B], tokens that count, for the mean over them.
+    """
+    size = states.detach().abs().amax(dim, keepdim=True)
     scaled = states / size.where(size > SHORTEST, 1.0)
-    mean = scaled.sum(1) / count.clamp_min(1)[:, None]
-    centred = (scaled - mean[:, None]).where(counted[..., None], 0.0)
-    # The correlation of two features is the cosine of their columns, once these are centred.
-    columns = unit_vectors(centred.mT)
-    features = torch.ones(columns.shape[:2], dtype=torch.bool, device=z.device)
-
-    def block(columns: Tensor, features: Tensor, start: int) -> Tensor:
-        correlation = _products(columns, start)
-        return correlation.square().where(_pairs(features, start), 0.0).sum((1, 2))
-
-    parts = _blocks(block, columns, features)
-    pairs = _pair_count(features)
-    return reduced(parts.sum(1) / pairs.clamp_min(1), (count > 1) & (pairs > 0), reduction)
+    if count is None:
+        return scaled - scaled.mean(dim, keepdim=True)
+    return scaled - scaled.sum(dim, keepdim=True) / count.clamp_min(1)[:, None, None]
 
 
 def _blocks(

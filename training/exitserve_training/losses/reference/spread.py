@@ -27,25 +27,35 @@ def orthogonalization(z: Tensor, margin: float = 0.5, mask: Tensor | None = None
 
 
 def l2_repel(
-    z: Tensor, temperature: float = 1.0, norm_weight: float = 0.1, mask: Tensor | None = None
+    z: Tensor,
+    temperature: float = 1.0,
+    norm_weight: float = 0.1,
+    mask: Tensor | None = None,
+    self_pairs: bool = True,
 ) -> Tensor:
     """Dispersion-loss paper, table 1, row 3, with means for sums."""
     values = []
     for tokens in _sequences(z, mask):
-        logits = [-(a - b).square().sum() / temperature for a, b in _pairs(tokens)]
+        pairs = _pairs(tokens) + [(a, a) for a in tokens if self_pairs]
+        logits = [-(a - b).square().sum() / temperature for a, b in pairs]
         repel = torch.stack(logits).logsumexp(0) - math.log(len(logits))
         values.append(repel + norm_weight * tokens.square().mean())
     return _mean(values, z)
 
 
-def decorrelation(z: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Dispersion-loss paper, table 1, row 2, features standardised over tokens, mean for sum."""
+def decorrelation(z: Tensor, mask: Tensor | None = None, between: str = "tokens") -> Tensor:
+    """Dispersion-loss paper, table 1, row 2, with the mean for the sum.
+
+    As printed, mu_d and sigma_d are each token's over its d features, and the covariance is
+    divided by d - 1. `features` exchanges tokens and features.
+    """
     values = []
     for tokens in _sequences(z, mask):
-        standard = (tokens - tokens.mean(0)) / tokens.std(0)
-        covariance = standard.T @ standard / (len(tokens) - 1)
-        width = tokens.shape[1]
-        squares = [covariance[m, n] ** 2 for m in range(width) for n in range(width) if m != n]
+        rows = tokens if between == "tokens" else tokens.T
+        standard = (rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True)
+        covariance = standard @ standard.T / (rows.shape[1] - 1)
+        number = len(rows)
+        squares = [covariance[m, n] ** 2 for m in range(number) for n in range(number) if m != n]
         values.append(torch.stack(squares).mean())
     return _mean(values, z)
 

@@ -69,7 +69,7 @@ class Decorrelation(_SeveralLayers[DecorrelationOptions]):
 
     def loss(self, states: Tensor, mask: Tensor) -> Tensor:
         """See `_SeveralLayers`."""
-        return losses.decorrelation(states, mask=mask)
+        return losses.decorrelation(states, between=self.options.between, mask=mask)
 
 
 class L2Repel(_SeveralLayers[L2RepelOptions]):
@@ -79,7 +79,11 @@ class L2Repel(_SeveralLayers[L2RepelOptions]):
         """See `_SeveralLayers`."""
         options = self.options
         return losses.l2_repel(
-            states, temperature=options.temperature, norm_weight=options.norm_weight, mask=mask
+            states,
+            temperature=options.temperature,
+            norm_weight=options.norm_weight,
+            self_pairs=options.self_pairs,
+            mask=mask,
         )
 
 

@@ -33,11 +33,13 @@ class DispersionOptions(SeveralLayersOptions):
 
 
 class DecorrelationOptions(SeveralLayersOptions):
-    """Features of a sequence's states decorrelated (table 1, row 2)."""
+    """States of a sequence decorrelated (table 1, row 2)."""
 
     implementation = "exitserve_training.objectives.dispersion.objective:Decorrelation"
 
     name: Literal["decorrelation"] = "decorrelation"
+    between: Literal["tokens", "features"] = "tokens"
+    """`tokens` is what the table prints, `features` what the paper's text says."""
 
 
 class L2RepelOptions(SeveralLayersOptions):
@@ -48,6 +50,8 @@ class L2RepelOptions(SeveralLayersOptions):
     name: Literal["l2_repel"] = "l2_repel"
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     norm_weight: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    self_pairs: bool = True
+    """Each token is paired with itself too, which bounds the loss from below."""
 
 
 class OrthogonalizationOptions(SeveralLayersOptions):
