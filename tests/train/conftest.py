@@ -229,7 +229,9 @@ def wrap() -> Callable[..., Any]:
     """The training forward around a tiny model, of one aligned loss if no objective is given."""
     from exitserve_training.forward import MultiExitForward
 
-    def make(model: Any, *objectives: AnyObjective, skipping: Any = None) -> MultiExitForward:
+    def make(
+        model: Any, *objectives: AnyObjective, skipping: Any = None, balance: Any = None
+    ) -> MultiExitForward:
         parts = model_parts(model)
         built = build_objectives(
             objectives or [AlignedOptions(alternate=False)],
@@ -241,7 +243,8 @@ def wrap() -> Callable[..., Any]:
                 seed=0,
             ),
         )
-        return MultiExitForward(model, parts, built, (*EXITS, NUM_LAYERS), skipping)
+        layers = (*EXITS, NUM_LAYERS)
+        return MultiExitForward(model, parts, built, layers, skipping, balance=balance)
 
     return make
 

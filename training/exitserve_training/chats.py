@@ -73,10 +73,11 @@ def load_chats(
             "data.format=chat needs a tokenizer with a chat template, and this one has none; put "
             "a chat_template.jinja beside it, or set tokenizer.path to that of a chat model."
         )
-    rows = _encoded(_read(recipe, recipe.files), tokenizer, recipe)
+    rows = _encoded(_read(recipe, recipe.files, recipe.dataset_split), tokenizer, recipe)
     random.Random(seed).shuffle(rows)
-    if recipe.validation_files:
-        held_out = _encoded(_read(recipe, recipe.validation_files), tokenizer, recipe)
+    if recipe.validation_files or recipe.validation_split is not None:
+        chats = _read(recipe, recipe.validation_files, recipe.validation_split)
+        held_out = _encoded(chats, tokenizer, recipe)
         known = {tuple(row["input_ids"]) for row in held_out}
         rows = [row for row in rows if tuple(row["input_ids"]) not in known]
     else:
@@ -92,9 +93,10 @@ def load_chats(
     )
 
 
-def _read(recipe: DataRecipe, patterns: Sequence[str]) -> list[_Chat]:
-    """The chats of some files, equal ones once."""
-    chats = [_chat(row, name, recipe.loss_on) for name, row in read_tables(recipe, patterns)]
+def _read(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[_Chat]:
+    """The chats of some files and of a split of the data set, equal ones once."""
+    tables = read_tables(recipe, patterns, split)
+    chats = [_chat(row, name, recipe.loss_on) for name, row in tables]
     return list({chat.key: chat for chat in chats}.values())
 
 

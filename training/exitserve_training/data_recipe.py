@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError
 from exitserve_training.strict import Strict
+
+DocumentEnd = Literal["eos", "none"]
+"""What stands between packed documents."""
 
 
 class TrainBpe(Strict):
@@ -45,6 +48,9 @@ class OwnText(Strict):
 _ONLY_FOR = {
     "loss_on": ("chat",),
     "python_source": ("text",),
+    "validation_split": ("text", "chat", "labelled"),
+    "order": ("text",),
+    "document_end": ("text",),
     "from_run": ("text",),
     "own_text": ("text",),
     "exclude": ("text",),
@@ -80,7 +86,17 @@ class DataRecipe(Strict):
     dataset: str | None = None
     """A `datasets` id."""
     dataset_config: str | None = None
-    dataset_split: str = "train"
+    dataset_split: str = Field(
+        default="train", validation_alias=AliasChoices("dataset_split", "split")
+    )
+    """Also `split`. As `datasets` has it: `train`, `train[:10%]`."""
+    validation_split: str | None = None
+    """A split of `dataset` to hold out, instead of a share of the documents."""
+    order: Literal["shuffled", "source"] = "shuffled"
+    """`shuffled`: documents are drawn by the seed, equal ones once, all in memory. `source`: as
+    they come, from disk or network, with bounded memory; `max_bytes` ends the reading."""
+    document_end: DocumentEnd = "eos"
+    """`none`: nothing marks where a document ends, as where rows are lines of one text."""
     text_field: str = "text"
     """The column that holds the text, for JSONL, Parquet and `dataset`."""
     pair_field: str | None = None
@@ -126,6 +142,7 @@ class DataRecipe(Strict):
             raise ValueError(
                 "data needs one of data.files, data.dataset, data.python_source, data.from_run"
             )
+        self._check_held_out()
         if self.own_text is not None and self.own_text.prompt_tokens >= self.sequence_length:
             raise ValueError(
                 f"data.own_text.prompt_tokens {self.own_text.prompt_tokens} leaves nothing to "
@@ -139,6 +156,25 @@ class DataRecipe(Strict):
                     f"{' or '.join(formats)}; leave it out, or set data.format"
                 )
         return self
+
+    def _check_held_out(self) -> None:
+        """Raises `ValueError` for what cannot be held out, or not be left out, as asked."""
+        if self.validation_split is not None:
+            if self.dataset is None:
+                raise ValueError(
+                    "data.validation_split names a split of data.dataset; give that, or "
+                    "data.validation_files"
+                )
+            if self.validation_files:
+                raise ValueError(
+                    "data.validation_split and data.validation_files both say what is held out; "
+                    "leave one of them out"
+                )
+        if self.order == "source" and self.max_repeated_lines is not None:
+            raise ValueError(
+                "data.max_repeated_lines needs all lines in memory, which data.order=source does "
+                "not keep; leave one of them out"
+            )
 
     def _check_from_run(self) -> None:
         """Raises `ValueError` for keys that say again what the earlier run has settled."""

@@ -23,6 +23,7 @@ from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
+from exitserve_training.routers import RouterBalance
 from exitserve_training.skipping import SkippedPositions, SkipSampler
 from exitserve_training.tasks import NextToken, TaskBatch, TaskInputs
 
@@ -64,6 +65,7 @@ class MultiExitForward:
         eval_layers: tuple[int, ...],
         skipping: SkipSampler | None = None,
         task_inputs: TaskInputs | None = None,
+        balance: RouterBalance | None = None,
     ) -> None:
         """Installs hooks and the forward on `model`, and the objectives as a part of it.
 
@@ -74,6 +76,7 @@ class MultiExitForward:
             eval_layers: depths to evaluate.
             skipping: draws what skips layers in training; None for nothing.
             task_inputs: what the model predicts; None for the next token of each position.
+            balance: of a mixture of experts, what its routers are trained with in addition.
         """
         self.model = model
         self.parts = parts
@@ -81,6 +84,7 @@ class MultiExitForward:
         self.eval_layers = eval_layers
         self.skipping = skipping
         self.task_inputs = NextToken() if task_inputs is None else task_inputs
+        self.balance = balance
         self._wanted: frozenset[int] = frozenset()
         self._captured: dict[int, Tensor] = {}
         self._skipped: SkippedPositions | None = None
@@ -137,15 +141,23 @@ class MultiExitForward:
         else:
             measured = self.objectives.measured_layers(request.step)
             self._wanted = frozenset(measured.union(self.eval_layers))
-        no_cache = {"use_cache": False} if self.parts.task == "next token" else {}
-        self.parts.body(**task_batch.inputs, **no_cache)
+        balance = self.balance if training else None
+        asked: dict[str, bool] = {"use_cache": False} if self.parts.task == "next token" else {}
+        if balance is not None:
+            asked["output_router_logits"] = True
+        output = self.parts.body(**task_batch.inputs, **asked)
         hidden, self._captured = self._captured, {}
         self._wanted = frozenset()
         loss_inputs = self._loss_inputs(request.step, hidden, task_batch)
         if training:
             loss, metrics = self.objectives(loss_inputs)
-            skipped = {} if self._skipped is None else self._skipped.metrics()
-            return loss, {**metrics, **skipped}
+            if self._skipped is not None:
+                metrics = {**metrics, **self._skipped.metrics()}
+            if balance is not None:
+                unbalanced = balance.loss(output, task_batch.mask)
+                loss = loss + balance.weight * unbalanced
+                metrics = {**metrics, "router_loss": unbalanced.detach()}
+            return loss, metrics
         return self._quality(loss_inputs)
 
     def _draw_skipped(self, request: ExitPass, task_batch: TaskBatch) -> SkippedPositions | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -13,36 +14,86 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
+from exitserve_training.data_recipe import DocumentEnd
 from exitserve_training.sources import Document, Split
 from exitserve_training.tokenization import load_tokenizer
 
 _BATCH = 256
 """Documents per tokenizer call: the library works through a batch with all cores."""
 
+_BATCH_CHARACTERS = 2**20
+"""A call with more text ends sooner: what the library keeps of it is a hundred times as large."""
+
+_Ids = np.ndarray[Any, np.dtype[np.int32]]
+
 
 def pack(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    document_end: DocumentEnd = "eos",
 ) -> datasets.Dataset:
-    """Returns sequences `input_ids` [length]: all documents, each ended by eos, then cut.
+    """Returns sequences `input_ids` [length]: all documents, one after the other, then cut.
 
     The last incomplete sequence is dropped. Attention crosses document borders inside a
     sequence, as in most pretraining; the eos before a document marks the border.
     """
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces = []
     # disable=None: no bar where the output is not a terminal.
-    for start in tqdm(range(0, len(documents), _BATCH), desc="tokenising", disable=None):
-        texts = [document.text for document in documents[start : start + _BATCH]]
-        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-            pieces.append(np.asarray(ids + eos, dtype=np.int32))
-    stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-    blocks = len(stream) // length
-    table = stream[: blocks * length].reshape(blocks, length)
-    return datasets.Dataset.from_dict({"input_ids": list(table)})
+    shown = tqdm(documents, desc="tokenising", disable=None)
+    blocks = list(sequences(shown, tokenizer, length, document_end))
+    rows = [row for block in blocks for row in block]
+    return datasets.Dataset.from_dict({"input_ids": rows})
+
+
+def sequences(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    document_end: DocumentEnd,
+) -> Iterator[_Ids]:
+    """Sequences [n, length] as documents come; holds no more than a batch of them.
+
+    Args:
+        documents: in the order to pack them.
+        tokenizer: adds no special tokens but the end of a document.
+        length: of a sequence, in tokens.
+        document_end: whether the eos token ends each document.
+    """
+    has_end = document_end == "eos" and tokenizer.eos_token_id is not None
+    eos = [tokenizer.eos_token_id] if has_end else []
+    left: _Ids = np.zeros(0, dtype=np.int32)
+    for batch in _batches(documents):
+        texts = [document.text for document in batch]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        pieces = [left]
+        for document, ids in zip(batch, encoded, strict=True):
+            pieces.append(np.asarray(ids + ([] if document.is_continued else eos), dtype=np.int32))
+        stream = np.concatenate(pieces)
+        whole = len(stream) // length * length
+        left = stream[whole:]
+        if whole:
+            yield stream[:whole].reshape(-1, length)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) == _BATCH or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def pack_split(
-    split: Split, tokenizer: PreTrainedTokenizerBase, length: int, validation_blocks: int
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    validation_blocks: int,
+    document_end: DocumentEnd = "eos",
 ) -> datasets.DatasetDict:
     """Packs both sides; validation keeps at most `validation_blocks` sequences.
 
@@ -50,20 +101,28 @@ def pack_split(
         ExitServeError: a side has less text than one sequence.
     """
     packed = datasets.DatasetDict(
-        train=pack(split.train, tokenizer, length),
-        validation=pack(split.validation, tokenizer, length),
+        train=pack(split.train, tokenizer, length, document_end),
+        validation=pack(split.validation, tokenizer, length, document_end),
     )
+    check_sides(packed, length)
+    packed["validation"] = spread_over(packed["validation"], validation_blocks)
+    return packed
+
+
+def check_sides(packed: datasets.DatasetDict, length: int) -> None:
+    """Raises `ExitServeError` where a side has no sequence."""
     for side, rows in packed.items():
         if len(rows) == 0:
             raise ExitServeError(
                 f"the {side} documents have fewer than data.sequence_length={length} tokens; "
                 f"give more data, a shorter sequence, or another data.validation_fraction."
             )
-    held_out = packed["validation"]
-    # Evenly spread: the first sequences would be a few long documents only.
-    keep = np.linspace(0, len(held_out) - 1, min(validation_blocks, len(held_out))).round()
-    packed["validation"] = held_out.select(keep.astype(int).tolist()).flatten_indices()
-    return packed
+
+
+def spread_over(held_out: datasets.Dataset, most: int) -> datasets.Dataset:
+    """At most so many sequences, evenly spread: the first would be a few long documents only."""
+    keep = np.linspace(0, len(held_out) - 1, min(most, len(held_out))).round()
+    return held_out.select(keep.astype(int).tolist()).flatten_indices(keep_in_memory=True)
 
 
 def fingerprint(*parts: str) -> str:

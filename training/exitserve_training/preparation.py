@@ -6,7 +6,8 @@ disk touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ from exitserve_training.packing import (
 from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.recipe import Recipe
+from exitserve_training.routers import router_balance
 from exitserve_training.sources import load_split
+from exitserve_training.streamed import ordered_texts, pack_in_order
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
 from exitserve_training.tokenization import load_tokenizer, train_bpe
 
@@ -108,6 +111,7 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     layers = counted_layers(num_layers, chosen)[:-1]
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
     check_layers(recipe.objectives, layers, num_layers)
+    router_balance(config, recipe.router_aux_loss_coef)
     if task == "hidden token":
         for key in ("exit_aware", "sample_texts"):
             if getattr(recipe, key):
@@ -137,25 +141,35 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
     source = recipe.tokenizer.model_dump_json() if recipe.tokenizer else str(recipe.model)
     key = fingerprint(recipe.data.model_dump_json(exclude_defaults=True), source, str(recipe.seed))
     data = load_packed(folder, key) if recipe.resume or not is_first else None
-    if data is None:
-        data, processor = _read(recipe, setup)
-    else:
-        processor = _known_processor(recipe, str(folder))
-    set_seed(recipe.seed)
-    model = _model(recipe, setup, processor, data)
-    if is_first:
-        write_training_run(empty_folder(recipe), training_run(recipe))
-        if load_packed(folder, key) is None:
-            processor.save_pretrained(folder)
-            save_packed(folder, key, data)
+    with tempfile.TemporaryDirectory(prefix="exitserve-") as scratch:
+        if data is None:
+            data, processor = _read(recipe, setup, Path(scratch))
+        else:
+            processor = _known_processor(recipe, str(folder))
+        set_seed(recipe.seed)
+        model = _model(recipe, setup, processor, data)
+        if is_first:
+            write_training_run(empty_folder(recipe), training_run(recipe))
+            if load_packed(folder, key) is None:
+                processor.save_pretrained(folder)
+                save_packed(folder, key, data)
+                # What was packed in order lies in files that are about to go.
+                data = load_packed(folder, key) if recipe.data.order == "source" else data
+    assert data is not None
     task_inputs, collator = _task_inputs(recipe, setup, processor)
     return TrainerInputs(
         model, processor, data, task_inputs, collator, type(model).__name__, model.num_parameters()
     )
 
 
-def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, Any]:
-    """The data, ready to be batched, and the tokenizer or image processor they were made with."""
+def _read(recipe: Recipe, setup: TrainingSetup, scratch: Path) -> tuple[datasets.DatasetDict, Any]:
+    """The data, ready to be batched, and the tokenizer or image processor they were made with.
+
+    Args:
+        recipe: what to train.
+        setup: from `training_setup`.
+        scratch: a folder for data that do not fit into memory.
+    """
     if recipe.data.format == "images":
         processor = _image_processor(recipe, setup.config)
         return _read_images(recipe, setup, processor), processor
@@ -169,25 +183,45 @@ def _read(recipe: Recipe, setup: TrainingSetup) -> tuple[datasets.DatasetDict, A
         return load_chats(recipe.data, tokenizer, recipe.seed), tokenizer
     if recipe.data.format == "labelled":
         return _read_labelled(recipe, setup, tokenizer)
-    length = recipe.data.sequence_length
     if recipe.data.from_run is not None:
         if tokenizer is None:
             raise ExitServeError(
                 "data.from_run needs a model with its tokenizer, or tokenizer.path."
             )
+        length = recipe.data.sequence_length
         packed = packed_by_run(recipe.data.from_run, tokenizer, length)
         return _written(recipe, setup, tokenizer, packed), tokenizer
-    split = load_split(recipe.data, recipe.seed)
-    is_masked = setup.task == "hidden token"
+    packed, tokenizer = _packed(recipe, setup, tokenizer, scratch)
+    return _written(recipe, setup, tokenizer, packed), tokenizer
+
+
+def _packed(
+    recipe: Recipe,
+    setup: TrainingSetup,
+    tokenizer: PreTrainedTokenizerBase | None,
+    scratch: Path,
+) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    """Sequences of the recipe's documents, and the tokenizer, trained if there is none."""
+    data = recipe.data
+    if data.order == "source":
+        if tokenizer is None:
+            tokenizer = _trained_tokenizer(recipe, ordered_texts(data), setup.task)
+        _check_mask(setup.task, tokenizer)
+        return pack_in_order(data, tokenizer, scratch), tokenizer
+    split = load_split(data, recipe.seed)
     if tokenizer is None:
         tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], setup.task)
-    if is_masked and tokenizer.mask_token_id is None:
+    _check_mask(setup.task, tokenizer)
+    length, blocks = data.sequence_length, data.validation_blocks
+    return pack_split(split, tokenizer, length, blocks, data.document_end), tokenizer
+
+
+def _check_mask(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    if task == "hidden token" and tokenizer.mask_token_id is None:
         raise ExitServeError(
             "this tokenizer has no mask token, which a masked language model needs; set "
             "tokenizer.path to that of a masked model."
         )
-    packed = pack_split(split, tokenizer, length, recipe.data.validation_blocks)
-    return _written(recipe, setup, tokenizer, packed), tokenizer
 
 
 def _written(
@@ -207,7 +241,7 @@ def _written(
     return with_own_text(packed, recipe.model, recipe.data.own_text, recipe.seed)
 
 
-def _trained_tokenizer(recipe: Recipe, texts: Sequence[str], task: Task) -> PreTrainedTokenizerBase:
+def _trained_tokenizer(recipe: Recipe, texts: Iterable[str], task: Task) -> PreTrainedTokenizerBase:
     assert recipe.tokenizer is not None and recipe.tokenizer.train_bpe is not None
     size, length = recipe.tokenizer.train_bpe.vocab_size, recipe.data.sequence_length
     return train_bpe(texts, size, length, task=task)

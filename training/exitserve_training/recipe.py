@@ -101,6 +101,8 @@ class Recipe(Strict):
     layer_dropout: LayerDropout | None = None
     lora: Lora | None = None
     adagc: AdaGCClipping | None = None
+    router_aux_loss_coef: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Mixtures of experts: weight of the routers' balancing loss; null: the model's own."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`adamw`: what `training.optim` says. `muon`: Muon for the matrices inside the layers."""
     grow_to_layers: int | None = Field(default=None, ge=2)
@@ -170,6 +172,11 @@ class Recipe(Strict):
         """Raises `ValueError` for two keys that say what only one can."""
         if self.adagc is not None and self.training.get("max_grad_norm"):
             raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
+        if self.adagc is not None and self.training.get("fp16"):
+            raise ValueError(
+                "adagc compares gradients with those of earlier steps, and training.fp16 scales "
+                "them; use bf16: true, or leave adagc out"
+            )
         if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
             raise ValueError(
                 "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "

@@ -18,7 +18,8 @@ import datasets
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe
 
-_TABLES = (".jsonl", ".json", ".parquet")
+TABLES = (".jsonl", ".json", ".parquet")
+"""Files with a document in each row."""
 
 _TELLING_LENGTH = 12
 """Shorter lines (`else:`, `return x`) stand in any file."""
@@ -30,6 +31,13 @@ class Document:
 
     name: str
     text: str
+    is_continued: bool = False
+    """Whether the next one is a later part of the same text."""
+
+    @property
+    def package(self) -> str:
+        """Of Python source: the top-level package."""
+        return "/".join(self.name.split("/")[:2])
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,8 @@ def load_split(recipe: DataRecipe, seed: int) -> Split:
     documents = _within_limit(documents, recipe.max_bytes)
     if not documents:
         raise ExitServeError("data gives no document; check data.files, exclude and the limits.")
-    if recipe.validation_files:
-        held_out = _distinct(list(_read_files(recipe.validation_files, recipe.text_field)))
+    if recipe.validation_files or recipe.validation_split is not None:
+        held_out = _distinct(list(_read_held_out(recipe)))
         texts = {doc.text for doc in held_out}
         return _checked(recipe, [doc for doc in documents if doc.text not in texts], held_out)
     if len(documents) == 1:
@@ -97,10 +105,19 @@ def read_documents(recipe: DataRecipe) -> list[Document]:
     """
     documents = list(_read_files(recipe.files, recipe.text_field))
     if recipe.dataset is not None:
-        documents += _rows(load_dataset(recipe), recipe.dataset, recipe.text_field)
+        rows = load_dataset(recipe, recipe.dataset_split)
+        documents += table_documents(rows, recipe.dataset, recipe.text_field)
     for place in recipe.python_source:
-        documents += _read_python(place, recipe.exclude)
+        documents += python_documents(place, recipe.exclude)
     return documents
+
+
+def _read_held_out(recipe: DataRecipe) -> Iterator[Document]:
+    """What the recipe holds out by name."""
+    yield from _read_files(recipe.validation_files, recipe.text_field)
+    if recipe.validation_split is not None:
+        rows = load_dataset(recipe, recipe.validation_split)
+        yield from table_documents(rows, str(recipe.dataset), recipe.text_field)
 
 
 def _distinct(documents: Sequence[Document]) -> list[Document]:
@@ -140,9 +157,8 @@ def _within_package_limit(documents: list[Document], limit: int | None) -> list[
     used: Counter[str] = Counter()
     kept = []
     for document in documents:
-        package = "/".join(document.name.split("/")[:2])
-        used[package] += len(document.text.encode())
-        if used[package] <= limit:
+        used[document.package] += len(document.text.encode())
+        if used[document.package] <= limit:
             kept.append(document)
     return kept
 
@@ -178,14 +194,14 @@ def matching_files(patterns: Sequence[str]) -> Iterator[Path]:
 
 
 def _read_file(path: Path, text_field: str) -> list[Document]:
-    if path.suffix not in _TABLES:
+    if path.suffix not in TABLES:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
         documents = [Document(str(path), text)]
     else:
-        documents = _rows(read_table(path), str(path), text_field)
+        documents = list(table_documents(read_table(path), str(path), text_field))
     if not any(doc.text.strip() for doc in documents):
         raise ExitServeError(f"data file '{path}' has no text in it; remove it or give another.")
     return documents
@@ -203,55 +219,65 @@ def read_table(path: Path) -> datasets.Dataset:
 
 
 def read_tables(
-    recipe: DataRecipe, patterns: Sequence[str]
+    recipe: DataRecipe, patterns: Sequence[str], split: str | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of table files and of the `datasets` id, each with the name it goes by.
+    """The rows of table files and of a split of the `datasets` id, with the names they go by.
 
     Raises:
         ExitServeError: a file is missing, empty, or no table.
     """
     for path in matching_files(patterns):
-        if path.suffix not in _TABLES:
+        if path.suffix not in TABLES:
             raise ExitServeError(
-                f"data file '{path}' is not a table; chats come as {', '.join(sorted(_TABLES))}."
+                f"data file '{path}' is not a table; chats come as {', '.join(sorted(TABLES))}."
             )
         for number, row in enumerate(read_table(path), start=1):
             yield f"'{path}', row {number}", row
-    if recipe.dataset is not None and patterns is recipe.files:
-        for number, row in enumerate(load_dataset(recipe), start=1):
+    if recipe.dataset is not None and split is not None:
+        for number, row in enumerate(load_dataset(recipe, split), start=1):
             yield f"'{recipe.dataset}', row {number}", row
 
 
-def load_dataset(recipe: DataRecipe) -> datasets.Dataset:
-    """Loads the `datasets` id of a recipe."""
+def load_dataset(recipe: DataRecipe, split: str, *, streaming: bool = False) -> Any:
+    """A split of the `datasets` id of a recipe; rows come as they are read if `streaming`."""
     name = str(recipe.dataset)
     try:
-        return datasets.load_dataset(name, recipe.dataset_config, split=recipe.dataset_split)
+        return datasets.load_dataset(name, recipe.dataset_config, split=split, streaming=streaming)
     except Exception as error:  # the library raises dozens of types for a bad id
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"dataset {name!r} could not be loaded: {reason}") from error
 
 
-def _rows(rows: datasets.Dataset, name: str, text_field: str) -> list[Document]:
-    columns = list(rows.column_names)
+def table_documents(rows: Any, name: str, text_field: str) -> Iterator[Document]:
+    """The texts of a column, of rows in memory or in a stream; empty ones are left out.
+
+    Raises:
+        ExitServeError: there is no such column.
+    """
+    if rows.column_names is not None:
+        _check_column(name, list(rows.column_names), text_field)
+        rows = rows.select_columns([text_field])
+    for number, row in enumerate(rows):
+        # Of some streams the columns are known by their rows only.
+        if text_field not in row:
+            _check_column(name, list(row), text_field)
+        text = row[text_field]
+        if isinstance(text, str) and text:
+            yield Document(f"{name}#{number}", text)
+
+
+def _check_column(name: str, columns: list[str], text_field: str) -> None:
     if text_field not in columns:
         raise ExitServeError(
             f"'{name}' has no column {text_field!r}; it has: {', '.join(columns)}. "
             f"Set data.text_field.{nearest(text_field, columns)}"
         )
-    texts = rows[text_field]
-    return [
-        Document(f"{name}#{i}", text)
-        for i, text in enumerate(texts)
-        if isinstance(text, str) and text
-    ]
 
 
-def _read_python(place: str, exclude: Sequence[str]) -> list[Document]:
+def python_documents(place: str, exclude: Sequence[str]) -> Iterator[Document]:
     """The .py files of the standard library or of the installed packages, named from `place`."""
     paths = sysconfig.get_paths()
     root = Path(paths["stdlib" if place == "stdlib" else "purelib"])
-    documents = []
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root).as_posix()
         # Packages are not the standard library; finders of editable installs hold local paths.
@@ -266,5 +292,4 @@ def _read_python(place: str, exclude: Sequence[str]) -> list[Document]:
             # The standard library's own tests hold files that are broken on purpose.
             continue
         if text.strip():
-            documents.append(Document(name, text))
-    return documents
+            yield Document(name, text)

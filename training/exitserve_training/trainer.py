@@ -26,6 +26,7 @@ from exitserve_training.objectives.weighted_sum import NonFiniteLossError, build
 from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
+from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
 
@@ -95,8 +96,9 @@ class MultiExitTraining(MultiExitCheckpoints):
             recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
         )
         self.language_model: PreTrainedModel = model
+        balance = router_balance(model.config, recipe.router_aux_loss_coef)
         self.multi_exit = MultiExitForward(
-            model, self.parts, objectives, self.eval_layers, skipping, task_inputs
+            model, self.parts, objectives, self.eval_layers, skipping, task_inputs, balance
         )
         self.measured: dict[str, float] = {}
         """What the objectives found in the last evaluation."""
@@ -139,7 +141,8 @@ class MultiExitTraining(MultiExitCheckpoints):
             return len(dataset)
         if "labels" in dataset.column_names:
             return sum(sum(label != IGNORED for label in row[1:]) for row in dataset["labels"])
-        return sum(len(row) - self._shifts for row in dataset["input_ids"])
+        # Packed sequences are of one length, and there may be millions of them.
+        return len(dataset) * (len(dataset[0]["input_ids"]) - self._shifts)
 
     @property
     def _shifts(self) -> bool:

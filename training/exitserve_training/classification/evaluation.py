@@ -78,7 +78,7 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     recipe = data_from(
         {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
     )
-    examples = read_examples(recipe, recipe.files, needs_classes=False)
+    examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
     if settings.limit is not None:
         # Evenly spread: files are often sorted by class.
         step = max(len(examples) / settings.limit, 1.0)

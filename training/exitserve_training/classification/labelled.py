@@ -46,13 +46,18 @@ class Examples:
 
 
 def read_examples(
-    recipe: DataRecipe, patterns: Sequence[str], *, needs_classes: bool = True
+    recipe: DataRecipe,
+    patterns: Sequence[str],
+    split: str | None = None,
+    *,
+    needs_classes: bool = True,
 ) -> Examples:
     """Reads what `data.files` or `data.validation_files` name.
 
     Args:
         recipe: how to read.
         patterns: globs of tables, or folders of images.
+        split: the split of `data.dataset` to read too; None: nothing of it.
         needs_classes: if False, tables may lack the column of classes, and images may lie in
             the folder itself; their class is then "".
 
@@ -61,7 +66,7 @@ def read_examples(
     """
     if recipe.format == "images":
         return _images(patterns, needs_classes)
-    return _texts(recipe, patterns, needs_classes)
+    return _texts(recipe, patterns, split, needs_classes)
 
 
 def load_split_examples(recipe: DataRecipe, seed: int) -> tuple[Examples, Examples]:
@@ -70,11 +75,11 @@ def load_split_examples(recipe: DataRecipe, seed: int) -> tuple[Examples, Exampl
     Raises:
         ExitServeError: as `read_examples`, or one side is empty.
     """
-    known = read_examples(recipe, recipe.files)
+    known = read_examples(recipe, recipe.files, recipe.dataset_split)
     order = list(range(len(known)))
     random.Random(seed).shuffle(order)
-    if recipe.validation_files:
-        held_out = read_examples(recipe, recipe.validation_files)
+    if recipe.validation_files or recipe.validation_split is not None:
+        held_out = read_examples(recipe, recipe.validation_files, recipe.validation_split)
         seen = set(held_out.inputs)
         order = [row for row in order if known.inputs[row] not in seen]
     else:
@@ -185,10 +190,12 @@ def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np
     return values.reshape(side, side, channels).transpose(2, 0, 1)
 
 
-def _texts(recipe: DataRecipe, patterns: Sequence[str], needs_classes: bool) -> Examples:
+def _texts(
+    recipe: DataRecipe, patterns: Sequence[str], split: str | None, needs_classes: bool
+) -> Examples:
     tables = [(str(path), _table(path, recipe)) for path in matching_files(patterns)]
-    if recipe.dataset is not None and patterns is recipe.files:
-        tables.append((recipe.dataset, load_dataset(recipe)))
+    if recipe.dataset is not None and split is not None:
+        tables.append((recipe.dataset, load_dataset(recipe, split)))
     texts: list[Text] = []
     classes: list[str] = []
     for name, table in tables:

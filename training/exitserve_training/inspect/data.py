@@ -124,7 +124,7 @@ def _classifier_data(
     seed: int,
 ) -> InspectionData:
     recipe = data_from({"format": data_format(config), "files": list(files), **fields})
-    examples = read_examples(recipe, recipe.files)
+    examples = read_examples(recipe, recipe.files, recipe.dataset_split)
     order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
     examples = examples.at(order[:rows])

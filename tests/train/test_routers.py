@@ -1,0 +1,93 @@
+"""Mixtures of experts: the routers' balancing loss, and every objective on such a model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exitserve.errors import ExitServeError
+from exitserve_training.forward import ExitPass
+from exitserve_training.objectives.aligned.options import CrossEntropyOptions
+from exitserve_training.objectives.registry import OBJECTIVES
+from exitserve_training.routers import router_balance
+
+MIXTURES = ["mixtral", "qwen3_moe"]
+
+
+def gate(model: Any) -> Tensor:
+    """The first layer's router."""
+    layer = model.model.layers[0]
+    mixture = getattr(layer, "block_sparse_moe", None) or layer.mlp
+    weight: Tensor = mixture.gate.weight
+    return weight
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_loss_is_that_of_the_model_s_own_forward(
+    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, family: str
+) -> None:
+    model, ids = load(family), random_ids(2, 12)
+    padded = torch.ones_like(ids)
+    padded[1, 7:] = 0
+    labels = ids.masked_fill(padded == 0, -100)
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
+    own = model(input_ids=ids, attention_mask=padded, labels=labels, output_router_logits=True)
+    batch = {"input_ids": ids, "attention_mask": padded, "labels": labels}
+    wrapped = wrap(model, CrossEntropyOptions())
+    without, _ = model(**batch, exit_pass=ExitPass(0))
+    wrapped.remove()
+    wrap(model, CrossEntropyOptions(), balance=router_balance(model.config, None))
+    loss, metrics = model(**batch, exit_pass=ExitPass(0))
+    torch.testing.assert_close(loss, own.loss)
+    torch.testing.assert_close(metrics["router_loss"], own.aux_loss.detach())
+    torch.testing.assert_close(loss - without, 0.5 * own.aux_loss)
+    (moved,) = torch.autograd.grad(loss - without.detach(), gate(model), retain_graph=True)
+    (plain,) = torch.autograd.grad(without, gate(model))
+    assert (moved - plain).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_every_objective_trains_a_mixture(
+    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, name: str
+) -> None:
+    model, ids = load("mixtral"), random_ids(3, 12)
+    wrap(model, OBJECTIVES[name](), balance=router_balance(model.config, 0.1))
+    loss, metrics = model(input_ids=ids, exit_pass=ExitPass(0))
+    loss.backward()
+    assert loss.isfinite() and metrics["router_loss"].isfinite()
+    found = gate(model).grad
+    assert found is not None and found.isfinite().all() and found.abs().max() > 0
+
+
+def test_a_weight_for_a_model_without_routers_is_refused(load: Callable[[str], Any]) -> None:
+    config = load("llama").config
+    assert router_balance(config, None) is None
+    assert router_balance(load("mixtral").config, 0.0) is None
+    with pytest.raises(ExitServeError, match="a llama has no routers; leave it out"):
+        router_balance(config, 0.01)
+
+
+def test_a_run_logs_it(
+    make_recipe: Callable[..., Path], tmp_path: Path, train: Callable[..., int]
+) -> None:
+    sizes = {
+        "architecture": "mixtral",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "max_position_embeddings": 64,
+    }
+    recipe = make_recipe(config=sizes, exit_layers=[1], router_aux_loss_coef=0.02)
+    assert train(recipe, "training.save_steps=4") == 0
+    state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
+    logged = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    # Two of four experts for each token: 2 with even shares, times 2 where two take all.
+    assert all(1.9 < entry["router_loss"] < 4.1 for entry in logged if "aligned_loss" in entry)
+    assert any("router_loss" in entry for entry in logged)
