@@ -124,8 +124,8 @@ def compare(folder: Path, depths: list[int]) -> list[dict[str, Any]]:
     """One row for each engine and pair of neighbouring depths, measured against predicted."""
     from exitserve.checkpoint import read_config
     from exitserve.cli import main as exitserve
+    from exitserve.stored_weights import read_weights
     from exitserve.truncation.fit import sizes_of
-    from exitserve.truncation.weights import read_weights
 
     full = folder / NAME
     if not full.is_dir():

@@ -15,6 +15,7 @@ from exitserve.calibration.command import add_calibrate
 from exitserve.demo import add_demo
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.command import add_command as add_eval
+from exitserve.import_checkpoint import add_import
 from exitserve.planning.command import add_command as add_plan
 from exitserve.server.command import add_serve
 from exitserve.truncation.command import add_truncate
@@ -32,6 +33,7 @@ A first tour:
   exitserve train RECIPE.yaml                      make a multi-exit model
   exitserve inspect MODEL --data FILE --out DIR    look at every layer of it
   exitserve truncate MODEL --layers 8 --out DIR    its first layers as a smaller checkpoint
+  exitserve import MODEL --exit-layers 4,8 --out DIR   a copy that names exits trained elsewhere
   exitserve classify MODEL --data FILE --out DIR   run a classifier with early exit
 """
 
@@ -52,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_calibrate,
         add_eval,
         add_truncate,
+        add_import,
     ):
         add(subparsers)
     add_demo(subparsers, run_command=main)

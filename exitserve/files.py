@@ -74,3 +74,11 @@ def link_files(source: Path, target: Path, but: Collection[str]) -> None:
         except OSError:  # a file system without links
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             copy(path, target / path.name)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raises `ExitServeError` if a checkpoint cannot be written there."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise ExitServeError(f"--out '{out}' exists; give another, or remove it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from exitserve.calibration_record import SCREENS_FOLDER
@@ -93,6 +94,14 @@ def local_checkpoint(model: str, revision: str | None = None) -> Path:
             f"the files of '{model}'{at} could not be fetched ({type(error).__name__}); "
             f"download the checkpoint and give its directory."
         ) from error
+
+
+def files_beside_weights(directory: Path) -> Iterator[Path]:
+    """Paths of a checkpoint's files that are no weights, relative to it: those to copy."""
+    for pattern in BESIDE_WEIGHTS:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file():
+                yield path.relative_to(directory)
 
 
 def _check_hub_id(model: str) -> None:

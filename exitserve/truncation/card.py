@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from exitserve.checkpoint import MultiExit
-from exitserve.hub import BESIDE_WEIGHTS, CARD
+from exitserve.hub import CARD
 from exitserve.truncation.perplexity import Perplexity
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -141,11 +141,3 @@ def licence_of(directory: Path) -> dict[str, str]:
     if not isinstance(metadata, dict):
         return {}
     return {key: str(metadata[key]) for key in LICENCE_KEYS if metadata.get(key)}
-
-
-def files_to_copy(directory: Path) -> Iterator[Path]:
-    """Paths of the files to copy, relative to the checkpoint."""
-    for pattern in BESIDE_WEIGHTS:
-        for path in sorted(directory.glob(pattern)):
-            if path.is_file():
-                yield path.relative_to(directory)

@@ -115,10 +115,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     """The job, the sizes of the full model, and the budget in bytes of `--to-fit`."""
+    from exitserve.files import check_new_folder
     from exitserve.hub import local_checkpoint
+    from exitserve.stored_weights import read_weights
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
-    from exitserve.truncation.run import TruncationJob, check_family, check_names, check_out
-    from exitserve.truncation.weights import read_weights
+    from exitserve.truncation.run import TruncationJob, check_family, check_names
 
     budget = None if args.to_fit is None else parse_size(args.to_fit)
     config = read_config(args.model, args.revision)
@@ -126,7 +127,7 @@ def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     full = num_layers_of(config)
     if args.layers is not None:
         check_depth(args.layers, config, "--layers")
-    check_out(Path(args.out))
+    check_new_folder(Path(args.out))
     directory = local_checkpoint(args.model, args.revision)
     weights = read_weights(directory)
     check_names(weights, full)

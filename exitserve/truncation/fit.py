@@ -20,7 +20,7 @@ from exitserve.checkpoint import num_layers_of
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import layer_of
-from exitserve.truncation.weights import StoredTensor
+from exitserve.stored_weights import StoredTensor
 
 USABLE = 0.9
 """Share of a budget for weights and cache; vLLM takes about this share of a GPU by default."""

@@ -12,11 +12,12 @@ from typing import Any
 from exitserve.checkpoint import check_exit_layers, num_layers_of, parse_multi_exit
 from exitserve.decoder import FAMILIES
 from exitserve.errors import ExitServeError
+from exitserve.files import check_new_folder
 from exitserve.first_layers import cut_config, layer_of
-from exitserve.hub import CARD
-from exitserve.truncation.card import Truncation, files_to_copy, licence_of, model_card
+from exitserve.hub import CARD, files_beside_weights
+from exitserve.stored_weights import StoredWeights, write_weights
+from exitserve.truncation.card import Truncation, licence_of, model_card
 from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
-from exitserve.truncation.weights import StoredWeights, write_weights
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 
@@ -69,14 +70,6 @@ def check_names(weights: StoredWeights, num_layers: int) -> None:
         )
 
 
-def check_out(out: Path) -> None:
-    """Raises `ExitServeError` if a checkpoint cannot be written there."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        raise ExitServeError(f"--out '{out}' exists; give another, or remove it.")
-
-
 def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
     """Writes the checkpoint, or, where anything fails, nothing.
 
@@ -91,7 +84,7 @@ def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None)
         ExitServeError: the destination exists or cannot be written, the data cannot be read, or
             the perplexity cannot be measured.
     """
-    check_out(job.out)
+    check_new_folder(job.out)
     kept = job.weights.first(job.num_layers)
     check_names(kept, job.num_layers)
     if job.data and job.config.get("quantization_config"):
@@ -107,7 +100,7 @@ def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None)
         partial.mkdir(parents=True)
         write_weights(kept, partial, advance)
         _write_config(job, partial)
-        for path in files_to_copy(job.directory):
+        for path in files_beside_weights(job.directory):
             (partial / path).parent.mkdir(exist_ok=True)
             shutil.copyfile(job.directory / path, partial / path)
         found = None if windows is None else measure_perplexity(partial, windows, job.data)

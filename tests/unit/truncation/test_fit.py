@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from exitserve.checkpoint import read_config
 from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
+from exitserve.stored_weights import read_weights
 from exitserve.truncation.fit import (
     USABLE,
     Load,
@@ -20,7 +21,6 @@ from exitserve.truncation.fit import (
     parse_size,
     sizes_of,
 )
-from exitserve.truncation.weights import read_weights
 
 SIZES = st.builds(
     Sizes,

@@ -16,7 +16,7 @@ from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.cli import main
 from exitserve.decoder import FAMILIES, capture_hidden, decoder_parts
-from exitserve.truncation.weights import INDEX
+from exitserve.stored_weights import INDEX
 
 EXPERTS = {"num_experts_per_tok": 2}
 WINDOWS = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}

@@ -1,0 +1,185 @@
+"""`exitserve import`: names the exits of a checkpoint that was trained elsewhere.
+
+Layer dropout with an early-exit loss (LayerSkip) and the aligned loss leave one norm and one head
+that every exit shares, which is what is served here; only the list of layers is missing. Light to
+import; no tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitserve.arguments import add_revision
+from exitserve.checkpoint import (
+    BLOCK,
+    MultiExit,
+    check_exit_layers,
+    num_layers_of,
+    read_config,
+    write_multi_exit,
+)
+from exitserve.errors import ExitServeError, shown
+from exitserve.files import check_new_folder
+from exitserve.first_layers import layer_of
+from exitserve.hub import CARD, files_beside_weights, local_checkpoint
+from exitserve.stored_weights import INDEX, StoredTensor, read_weights, weight_files
+
+DESCRIPTION = """\
+Write a copy of a checkpoint that names its exits, for one that was trained elsewhere.
+
+  exitserve import facebook/layerskip-llama3.2-1B --exit-layers 4,8,12 --out DIR
+  exitserve import jiachenjiang/aligned-GPT2 --out DIR       it names its exits itself
+
+Exits must share the model's norm and head, as after training with layer dropout and early-exit
+loss (LayerSkip) or with the aligned loss; heads of their own are refused. Safetensors only. To try
+exits without a copy: exitserve serve MODEL --exit-layers 4,8,12.
+"""
+
+ALIGNED_LAYERS = "lm_head_layer_indices"
+"""Key of the aligned-training paper's GPT-2: depths whose states go through the head."""
+
+PLAIN_NAMES = {"MultiExitGPT2": "GPT2LMHeadModel"}
+"""Architectures that compute what an ordinary one does, by the name of that."""
+
+_SHARED = re.compile(
+    r"(?:^|\.)(?:embed_tokens|wte|wpe|norm|ln_f|lm_head)\.[a-z_]+$|(?:^|\.)rotary_emb\.inv_freq$"
+)
+"""Names of tensors outside the layers of a decoder with one norm and one head."""
+_OF_AN_EXIT = re.compile(r"exit|early|classifier|lm_?head")
+"""In the name of a tensor inside a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Import:
+    directory: Path
+    config: dict[str, Any]
+    """To be written, without the block."""
+    block: MultiExit
+    out: Path
+
+
+def add_import(subparsers: Any) -> None:
+    """Adds the `import` command."""
+    parser = subparsers.add_parser(
+        "import",
+        help="name the exits of a checkpoint trained elsewhere",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    add_revision(parser)
+    parser.add_argument(
+        "--exit-layers",
+        type=_layers,
+        metavar="N,N",
+        help="depths at which tokens may exit (default: what the checkpoint names)",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    parser.set_defaults(run=_run)
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers and commas, such as 4,8,16"
+        ) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_new_folder(Path(args.out))
+    config = read_config(args.model, args.revision)
+    layers = exit_layers_of(config, args.exit_layers, args.model)
+    directory = local_checkpoint(args.model, args.revision)
+    check_shared_head(read_weights(directory).tensors)
+    objective = "aligned" if ALIGNED_LAYERS in config else "imported"
+    block = MultiExit(exit_layers=layers, objective=objective)
+    out = Path(args.out)
+    _write(_Import(directory=directory, config=plain_config(config), block=block, out=out))
+    listed = ",".join(map(str, layers))
+    print(f"{out}: exits after layers {listed} of {num_layers_of(config)}.")
+    print(f"Next: exitserve serve {out} --exit-threshold 0.8, or exitserve calibrate {out} ...")
+    if config.get("architectures") == plain_config(config).get("architectures"):
+        print(f"The same without a copy: exitserve serve {args.model} --exit-layers {listed}")
+    return 0
+
+
+def exit_layers_of(
+    config: Mapping[str, Any], given: Sequence[int] | None, model: str
+) -> tuple[int, ...]:
+    """The exits to write: those given, or those that the aligned paper's format names.
+
+    Raises:
+        ExitServeError: the checkpoint has the block already, is of no supported family, or names
+            no exits, or the layers do not fit it.
+    """
+    from exitserve.decoder import FAMILIES  # loads torch
+
+    if BLOCK in config:
+        raise ExitServeError(
+            f"'{model}' has a {BLOCK} block already; serve it as it is. Other exits for one "
+            f"server: exitserve serve {model} --exit-layers N,N."
+        )
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ExitServeError(
+            f"model type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    num_layers = num_layers_of(config)
+    named = config.get(ALIGNED_LAYERS)
+    if given is None and isinstance(named, list):
+        # Depths in any order, the last layer among them.
+        given = sorted({layer for layer in named if layer != num_layers})
+    if not given:
+        raise ExitServeError(
+            f"'{model}' names no exits; give --exit-layers with depths below {num_layers} that "
+            f"were trained as exits, such as --exit-layers {max(num_layers // 4, 1)}."
+        )
+    return check_exit_layers(given, num_layers)
+
+
+def check_shared_head(tensors: Sequence[StoredTensor]) -> None:
+    """Raises `ExitServeError` for a tensor that is no part of a decoder with one norm and head."""
+    for tensor in tensors:
+        in_layer = layer_of(tensor.name) is not None
+        known = not _OF_AN_EXIT.search(tensor.name) if in_layer else _SHARED.search(tensor.name)
+        if not known:
+            raise ExitServeError(
+                f"tensor '{tensor.name}' is no part of a decoder with one norm and one head. Exits "
+                f"with heads of their own cannot be served; train exits that share the head "
+                f"instead: exitserve train with objectives: [aligned]."
+            )
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as plain transformers and vLLM know it."""
+    plain = {key: value for key, value in config.items() if key not in (ALIGNED_LAYERS, "auto_map")}
+    names = config.get("architectures") or []
+    plain["architectures"] = [PLAIN_NAMES.get(name, name) for name in names]
+    return plain
+
+
+def _write(job: _Import) -> None:
+    """Writes the copy, or, where anything fails, nothing."""
+    partial = job.out.parent / f".{job.out.name}.partial"
+    names = [Path(name) for name in weight_files(job.directory)]
+    extra = [Path(name) for name in (INDEX, CARD) if (job.directory / name).is_file()]
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in (*names, *extra, *files_beside_weights(job.directory)):
+            (partial / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(job.directory / path, partial / path)
+        write_multi_exit(partial, job.block, job.config)
+        partial.replace(job.out)
+    except OSError as error:
+        raise ExitServeError(f"cannot write '{job.out}': {error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
