@@ -85,6 +85,8 @@ def test_mistakes_are_named(make_recipe: MakeRecipe, override: str, message: str
 def test_contradictions_between_keys(make_recipe: MakeRecipe) -> None:
     with pytest.raises(ExitServeError, match=r"adagc replaces training\.max_grad_norm"):
         load_recipe(make_recipe(), ["adagc={}", "training.max_grad_norm=1.0"])
+    with pytest.raises(ExitServeError, match=r"adagc compares gradients.*training\.fp16 scales"):
+        load_recipe(make_recipe(), ["adagc={}", "training.fp16=true"])
     with pytest.raises(ExitServeError, match="exit_aware freezes positions at exit layers"):
         load_recipe(make_recipe(), ["exit_aware={}", "exit_layers=[]"])
     with pytest.raises(ExitServeError, match="which lora does not"):
@@ -136,6 +138,14 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("training.lerning_rate=1", "'training.lerning_rate' is unknown. Did you mean 'learning"),
         ("training.seed=1", "'training.seed': set 'seed' instead"),
         ("training.eval_strategy=sometimes", "'training'"),
+        ("training.label_names=[classes]", r"label_names' is always \['labels'\] here"),
+        (
+            "training.report_to=tensorbord",
+            "Did you mean 'tensorboard'.*Allowed: none, all",
+        ),
+        ("training.report_to=wandb", "'wandb' needs its package.* choose among tensorboard"),
+        ("training.deepspeed=zero3.json", "DeepSpeed is not supported; shard with FSDP 2"),
+        ("router_aux_loss_coef=0.1", "a llama has no routers"),
         ("config.hiden_size=8", "'config.hiden_size' is unknown to llama. Did you mean 'hidden"),
         ("config.architecture=lama", "not supported; allowed: .* Did you mean 'llama'"),
         ("exit_layers=[4, 9]", "exit layer 9 is out of range: the model has 4 layers"),
@@ -231,3 +241,32 @@ def test_missing_training_packages_are_named(make_recipe: MakeRecipe) -> None:
     assert done.returncode == 2
     assert "needs the package 'yaml'" in done.stderr
     assert "exitserve[train]" in done.stderr
+
+
+def test_a_launch_with_deepspeed_is_refused(
+    make_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ExitServeError, match="DeepSpeed is not supported"):
+        train(make_recipe())
+
+
+def test_where_a_run_logs_to(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: Train
+) -> None:
+    from exitserve_training import arguments
+
+    def chosen(*overrides: str) -> tuple[list[str], list[str]]:
+        recipe = load_recipe(make_recipe(), overrides)
+        return arguments.reporters(recipe), list(arguments.training_arguments(recipe).report_to)
+
+    assert chosen() == (["tensorboard"], [])
+    assert chosen("training.report_to=none") == ([], [])
+    monkeypatch.setattr(
+        arguments, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"]
+    )
+    # The Trainer makes W&B's callback; TensorBoard's is ours, for its folder.
+    assert chosen("training.report_to=wandb") == (["wandb"], ["wandb"])
+    assert chosen("training.report_to=[tensorboard, wandb]")[1] == ["wandb"]
+    assert train(make_recipe(), "training.report_to=none", "training.max_steps=1") == 0
+    assert not (tmp_path / "out" / "logs").exists()

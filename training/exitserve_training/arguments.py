@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.recipe import Recipe
@@ -25,8 +29,22 @@ _OURS = {
 }
 """Training arguments that a key of the recipe sets."""
 
+TENSORBOARD = "tensorboard"
+
+_SETTLED: dict[str, Any] = {
+    # The data have no column that the loss does not need.
+    "remove_unused_columns": False,
+    "label_names": ["labels"],
+}
+"""Training arguments that have no other value here."""
+
 _COUNTED = {"text": "all", "images": "no"}
 """What the Trainer counts as tokens seen, where there is no padding."""
+
+NO_DEEPSPEED = (
+    "DeepSpeed is not supported; shard with FSDP 2: `accelerate launch --use_fsdp --fsdp_version 2 "
+    "-m exitserve train ...`."
+)
 
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
 """TRL's arguments that work here; this package prepares chats and computes their loss."""
@@ -45,11 +63,9 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         "seed": recipe.seed,
         "bf16": recipe.bf16,
         # The TensorBoard callback is given explicitly, to choose its folder.
-        "report_to": "none",
+        "report_to": [name for name in reporters(recipe) if name != TENSORBOARD] or "none",
         "restore_callback_states_from_checkpoint": recipe.resume,
-        # The data have no column that the loss does not need.
-        "remove_unused_columns": False,
-        "label_names": ["labels"],
+        **_SETTLED,
     }
     if recipe.adagc is not None:
         fixed["max_grad_norm"] = 0.0
@@ -62,6 +78,34 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         return kind(**{**_defaults(recipe), **given, **fixed})
     except (TypeError, ValueError) as error:
         raise ExitServeError(f"recipe key 'training': {' '.join(str(error).split())}") from error
+
+
+def reporters(recipe: Recipe) -> list[str]:
+    """Where the run logs to, as `training.report_to` says; by default TensorBoard.
+
+    Raises:
+        ExitServeError: an unknown name, or one whose package is not installed.
+    """
+    given = recipe.training.get("report_to") or TENSORBOARD
+    names: list[str] = [given] if isinstance(given, str) else list(given)
+    if "none" in names:
+        return []
+    available = [str(name) for name in get_available_reporting_integrations()]  # type: ignore[no-untyped-call]
+    if "all" in names:
+        return available
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            allowed = ["none", "all", *sorted(INTEGRATION_TO_CALLBACK)]
+            raise ExitServeError(
+                f"recipe key 'training.report_to': {name!r} is unknown.{nearest(name, allowed)} "
+                f"Allowed: {', '.join(allowed)}."
+            )
+        if name not in available:
+            raise ExitServeError(
+                f"recipe key 'training.report_to': {name!r} needs its package, which is not "
+                f"installed; install it, or choose among {', '.join(available)}, none."
+            )
+    return names
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
@@ -110,6 +154,12 @@ def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
                 f"recipe key 'training.{key}' is unknown.{nearest(key, sorted(known))} "
                 f"Allowed: the fields of transformers.TrainingArguments."
             )
+        if key in _SETTLED and recipe.training[key] != _SETTLED[key]:
+            raise ExitServeError(
+                f"recipe key 'training.{key}' is always {_SETTLED[key]!r} here; leave it out."
+            )
+        if key == "deepspeed" and recipe.training[key]:
+            raise ExitServeError(NO_DEEPSPEED)
         if key == "label_smoothing_factor" and recipe.training[key]:
             raise ExitServeError(
                 f"recipe key 'training.{key}': no objective smooths its labels; leave it out."

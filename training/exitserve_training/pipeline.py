@@ -23,7 +23,12 @@ from transformers import (
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from exitserve.errors import ExitServeError
-from exitserve_training.arguments import training_arguments
+from exitserve_training.arguments import (
+    NO_DEEPSPEED,
+    TENSORBOARD,
+    reporters,
+    training_arguments,
+)
 from exitserve_training.callbacks import Clock, Gradients
 from exitserve_training.folder import (
     after_failure,
@@ -117,6 +122,8 @@ def _first_then_others(is_first: bool, work: Callable[[], TrainerInputs]) -> Tra
 
 
 def _checked_arguments(recipe: Recipe) -> TrainingArguments:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ExitServeError(NO_DEEPSPEED)
     arguments = training_arguments(recipe)
     if arguments.n_gpu > 1:
         raise ExitServeError(
@@ -136,9 +143,12 @@ def _checked_arguments(recipe: Recipe) -> TrainingArguments:
 def _trainer(
     recipe: Recipe, setup: TrainingSetup, prepared: TrainerInputs, arguments: TrainingArguments
 ) -> MultiExitTraining:
-    logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
-    # Its constructor takes the folder from the environment only.
-    logs.logging_dir = str(Path(recipe.output_dir) / "logs")
+    callbacks: list[TrainerCallback] = [Clock(), Gradients.of(recipe.adagc), StopOnTerm()]
+    if TENSORBOARD in reporters(recipe):
+        logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
+        # Its constructor takes the folder from the environment only.
+        logs.logging_dir = str(Path(recipe.output_dir) / "logs")
+        callbacks.append(logs)
     common: dict[str, Any] = {
         "model": prepared.model,
         "recipe": recipe,
@@ -147,7 +157,7 @@ def _trainer(
         "train_dataset": prepared.data["train"],
         "eval_dataset": prepared.data["validation"],
         "processing_class": prepared.processor,
-        "callbacks": [Clock(), Gradients.of(recipe.adagc), logs, StopOnTerm()],
+        "callbacks": callbacks,
     }
     if recipe.data.format == "chat":
         from exitserve_training.chats import ChatTrainer
