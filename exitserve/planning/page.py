@@ -90,8 +90,8 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms, the head "
         f"{cost['head_ms']:.3g} ms, the rest {cost['rest_ms']:.3g} ms.",
         f"A check costs {cost['check_in_layers']:.1f} layers{_screens(data)}; the keys and "
-        f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token takes "
-        f"{shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
+        f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token "
+        f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
     advice = [_advice_line(one) for one in data["advice"]]
     return lines + [_verdict_line(one, data) for one in data["verdicts"]] + advice

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exitserve.gates import Gate
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from exitserve.engine.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch
 from exitserve.engine.rails.requests import RailsRequests, Sampled
 from exitserve.engine.state import EngineState
-from exitserve.gates import Gate
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve_kernels.propagate_kv import KeyNorm, fill, normalised
 
