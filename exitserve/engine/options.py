@@ -40,7 +40,7 @@ OPTIONS = (
     "exit_path",
     "num_drafts",
 )
-QUANTISED = ("compressed-tensors",)
+QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
 """Quantisation methods that exits were tried with."""
 FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
 PROPOSER = "exitserve.engine.hooks.drafting.Drafter"

@@ -1,15 +1,21 @@
-"""An 8-bit checkpoint (compressed-tensors, int8 weights and activations) of the bundled model.
+"""Quantised checkpoints of the bundled model: int8 weights and activations, 4-bit weights.
 
-Propagation works from dequantised weights where a layer would also round its activations, so the
-oracle's tokens are not promised; that the machinery adds up, and full depth is plain vLLM's, is.
+Propagation works from dequantised weights where a layer of 8 bits would also round its activations,
+so the oracle's tokens are not promised; that the machinery adds up, and full depth is plain vLLM's,
+is.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
 
@@ -40,6 +46,74 @@ def test_rows_exit_and_full_depth_is_plain_vllm(start, start_plain, quantised, j
         prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True), use_tqdm=False
     )
     for index in (1, 3):
+        assert outcomes[index][0] == list(answers[index].outputs[0].token_ids)
+
+
+def packed(numbers: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """[I, O] of 0 to 15 as int32 [I, O / 8], eight in each."""
+    parts = numbers.long().unflatten(1, (-1, 8))
+    joined = sum(parts[:, :, place] << 4 * shift for shift, place in enumerate(order))
+    return joined.to(torch.int32).contiguous()
+
+
+def four_bits(weight: Tensor, method: str) -> dict[str, Tensor]:
+    """A projection [O, I], rounded to 4 bits in groups of 64 inputs, as a method stores it."""
+    groups = weight.T.float().unflatten(0, (-1, 64))
+    scales = (groups.abs().amax(dim=1) / 7).half()
+    numbers = ((groups / scales[:, None]).round() + 8).clamp(0, 15).flatten(0, 1)
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        zeros = packed(torch.full(scales.shape, 8), order)
+        return {"qweight": packed(numbers, order), "qzeros": zeros, "scales": scales}
+    return {
+        "qweight": packed(numbers.T).T.contiguous(),
+        "qzeros": packed(torch.full(scales.shape, 7)),  # stored less one
+        "scales": scales,
+        "g_idx": torch.arange(len(numbers), dtype=torch.int32) // 64,
+    }
+
+
+@pytest.fixture(params=["gptq", "awq"])
+def weights_of_four_bits(request, bundled, tmp_path_factory) -> Path:
+    """The bundled model with weights of 4 bits."""
+    method, tensors = request.param, {}
+    directory = tmp_path_factory.mktemp(method)
+    shutil.copytree(bundled, directory, dirs_exist_ok=True)
+    for name, weight in load_file(bundled / "model.safetensors").items():
+        if ".layers." in name and name.endswith("_proj.weight"):
+            own = four_bits(weight, method).items()
+            tensors |= {f"{name.removesuffix('weight')}{part}": one for part, one in own}
+        else:
+            tensors[name] = weight
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    shape = {"gptq": {"desc_act": False, "sym": True}, "awq": {"zero_point": True}}[method]
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 64, **shape}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_weights_of_four_bits(start, start_plain, weights_of_four_bits, job, jobs) -> None:
+    """Full depth judges drafts by vLLM's own layers, and propagation reads what these multiply."""
+    from vllm import SamplingParams
+
+    skipping = {"exit_threshold": 0.5, "exit_mode": "confidence"}
+    fields = ({"exit_layer": 6}, {"exit_threshold": 1.0}, skipping, {})
+    asked = [job(one.prompt, field, max_tokens=32) for one, field in zip(jobs, fields, strict=True)]
+    asked += [job(one.prompt, {}, max_tokens=32) for one in jobs]
+    exits = {"mode": "verify", "exit_threshold": 0.4, "exit_checks": "all"}
+    harness = start(
+        weights_of_four_bits, exits=exits, dtype="bfloat16", enable_prefix_caching=False
+    )
+    outcomes = harness.run(asked)
+    assert set(outcomes[0][1][1:]) == {6} and {3, 12} <= set(outcomes[2][1])
+    stats = harness.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+    plain = start_plain(weights_of_four_bits, dtype="bfloat16")
+    prompts = [{"prompt_token_ids": one.prompt} for one in asked]
+    greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    answers = plain.generate(prompts, greedy, use_tqdm=False)
+    for index in (1, 3, 4, 5, 6, 7):
         assert outcomes[index][0] == list(answers[index].outputs[0].token_ids)
 
 
