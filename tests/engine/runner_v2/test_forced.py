@@ -1,0 +1,36 @@
+"""Random weights whose drafts are accepted by lot, on the runner of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exitserve.bench.forced import start_forced_engine
+from exitserve.engine.launch import greedy_params
+
+
+@pytest.mark.parametrize("mode", ["verify", "defer"])
+def test_as_often_as_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    exits = {"mode": mode, "exit_threshold": 0.5, "exit_path": "rails", "num_drafts": 3}
+    engine = start_forced_engine(
+        model,
+        {"confidence": 0.8, "acceptance": 0.9},
+        exits=exits,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=64 << 20,
+        load_format="dummy",
+    )
+    prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
+    found = engine.generate(prompts, greedy_params(48), use_tqdm=False)
+    assert all(len(one.outputs[0].token_ids) == 48 for one in found)
+    stats = engine.collective_rpc("exit_stats")[0]
+    # Of three drafts 0.9, 0.9^2 and 0.9^3 are accepted; some hundred draws.
+    share = stats["accepted_tokens"] / stats["drafted_tokens"]
+    assert share == pytest.approx((0.9 + 0.9**2 + 0.9**3) / 3, abs=0.09)
+    engine.llm_engine.engine_core.shutdown()
