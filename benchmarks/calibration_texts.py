@@ -4,7 +4,8 @@
 
 Writes .jsonl files with one piece of text a row: `code-a` and `code-b`, Python files of installed
 packages that the model's recipe leaves out because their packages are large; `tests-a`, files of
-tests, a kind of code that the recipe leaves out altogether; `prose`, paragraphs of a text file.
+tests, a kind of code that the recipe leaves out altogether; `mixed-a` and `mixed-b`, both kinds of
+code; `prose`, paragraphs of a text file.
 
 Which files a recipe draws from a large package depends on all that is installed, so a few of these
 (at most its 3 MB of each large package) may have been trained on elsewhere. A promise needs draws
@@ -48,10 +49,15 @@ def main() -> None:
     _write(args.out / "code-a.jsonl", unused[:half])
     _write(args.out / "code-b.jsonl", unused[half:])
     tests = _texts(max_package_bytes=None, exclude=[])
-    _write(
-        args.out / "tests-a.jsonl",
-        _drawn(text for name, text in tests.items() if any(part in name for part in TESTS)),
-    )
+    tested = _drawn(text for name, text in tests.items() if any(part in name for part in TESTS))
+    _write(args.out / "tests-a.jsonl", tested)
+    middle = len(tested) // 2
+    for name, own in (
+        ("mixed-a", unused[:half] + tested[:middle]),
+        ("mixed-b", unused[half:] + tested[middle:]),
+    ):
+        random.Random(SEED).shuffle(own)
+        _write(args.out / f"{name}.jsonl", own)
     if args.prose:
         text = args.prose.read_text(encoding="utf-8-sig")
         starts = range(0, len(text), CHARACTERS)

@@ -48,8 +48,10 @@ class Gambler:
         self._limit = limit
         self._boldest = BOLDNESS / (1.0 - limit)
         self._aim = 2.0 * math.log(1.0 / delta) / max(1, planned)
-        # Regularised, so that the first bets are small.
-        self._count, self._total, self._squares = 1, 0.5, 0.25
+        # Regularised by one loss of mean `limit`, with the largest variance that such losses can
+        # have. (Waudby-Smith and Ramdas take 1/2 and 1/4; where the limit is small, losses vary far
+        # less, and bets that expect so much stay timid for hundreds of losses.)
+        self._count, self._total, self._squares = 1, limit, limit * (1.0 - limit)
         self._capital = self._highest = 0.0
 
     def bet_on(self, loss: float) -> None:
