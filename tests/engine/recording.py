@@ -181,6 +181,23 @@ def launched(call: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
+def collective(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One of vLLM's, a method of a group; on a CPU it may write into what it is given."""
+
+    def meet(group: Any, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if (graph := RecordedGraph.captures) is None:
+            return call(group, given, *args, **kwargs)
+        with _disable_current_modes():
+            graph.about_to_write(given)
+            found = call(group, given, *args, **kwargs)
+        made = {} if place(found) == place(given) else {0: found}
+        graph.make(*made.values())
+        graph.add(lambda: call(group, given, *args, **kwargs), made)
+        return found
+
+    return meet
+
+
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Puts recorded graphs in the place of CUDA's."""
     from exitserve.engine.layers import branches
