@@ -1,0 +1,17 @@
+"""Segments that are compiled, with the norm behind them, on runner V2; without graphs."""
+
+from __future__ import annotations
+
+
+def test_exits_that_the_device_decides(start, oracle, expect, make_checkpoint, random_jobs) -> None:
+    model = make_checkpoint("llama")
+    jobs = [one for one in random_jobs(max_tokens=12) if one.fields.get("exit_mode") != "defer"]
+    harness = start(model, exits={"exit_checks": "paying"}, enforce_eager=False, max_num_seqs=8)
+    reference = oracle(model)
+    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
+
+
+def test_drafts_and_their_judge(start, model, random_jobs, asking, expected, drafting) -> None:
+    jobs = asking(random_jobs(count=4, max_tokens=12))
+    harness = start(model, enforce_eager=False, **drafting)
+    assert harness.run(jobs) == expected(model, jobs)
