@@ -7,12 +7,13 @@ they are in; so the card's memory is free again for the next.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +43,8 @@ class EngineSpec:
     llm: Mapping[str, Any]
     """Arguments of `vllm.LLM`."""
     vocab_size: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More of the environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class Passed:
     """[B] layers run for each of them; None unless asked for, and of plain vLLM."""
     checks: int = 0
     """Reads of the LM head for exits: a check, or the logits of tokens that exit unchecked."""
+    preemptions: int = 0
+    """Since the engine's start, where it counts (`disable_log_stats=False`)."""
 
 
 class Child:
@@ -78,7 +83,7 @@ class Child:
     def ready(self, seconds: float) -> dict[str, Any]:
         """Waits for the engine, and says how it runs; raises `StageError`."""
         found: dict[str, Any] = self._answer(seconds)
-        return found
+        return found | told(self._log)
 
     def run(self, setting: Setting, work: Work, seconds: float, *, traced: bool) -> Passed:
         """One batch; raises `StageError`."""
@@ -113,6 +118,23 @@ class Child:
         self._process.join()
 
 
+SAID = {
+    "graph_gib": r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB",
+    "planned_graph_gib": r"Estimated CUDA graph memory: ([\d.]+) GiB total",
+    "attention": r"Using (\w+) attention backend",
+}
+"""What vLLM says of itself in its log alone: the memory that graphs took, by what is free on the
+card before and after, so with what cuBLAS and the allocator take for them; and what it planned."""
+
+
+def told(log: Path) -> dict[str, Any]:
+    """What an engine's log says of how it runs."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    found = {name: re.findall(pattern, text) for name, pattern in SAID.items()}
+    said = {name: values[-1] for name, values in found.items() if values}
+    return {k: float(v) if k.endswith("gib") else v for k, v in said.items()}
+
+
 @dataclass(frozen=True)
 class _Failure:
     what: str
@@ -124,11 +146,15 @@ def _serve(pipe: Connection, spec: EngineSpec, log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ.update(spec.variables)
     engine = None
     try:
         engine, facts = _start(spec)
         pipe.send(facts)
-        engines = Engines(engine, None) if spec.exits is None else Engines(None, engine)
+        rivals = {"ngram": engine} if "speculative_config" in spec.llm else {}
+        engines = Engines(engine, None, rivals=rivals)
+        if spec.exits is not None:
+            engines = Engines(None, engine, engine)
         while (order := pipe.recv()) is not None:
             pipe.send(_passed(engines, spec, *order))
     except EOFError:  # the parent is gone
@@ -158,6 +184,8 @@ def _start(spec: EngineSpec) -> tuple[Any, dict[str, Any]]:
         "graphs": str(getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
     }
+    if spec.exits is not None:
+        facts["kernels"] = engine.collective_rpc("exit_kernels")[0]
     return engine, facts
 
 
@@ -168,13 +196,14 @@ def _passed(
     fields = setting.fields(work.batch)
     batch = [BatchRequest(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
     if spec.exits is None or not traced:
-        found = engines.run_batch(setting, batch, work.max_tokens)
+        found = engines.run_batch(setting, batch, work.max_tokens, every=work.every)
         return Passed(tokens=found.tokens, times=found.times)
     before = engines.counts(setting)
-    found = engines.run_batch(setting, batch, work.max_tokens, "gpu")
+    found = engines.run_batch(setting, batch, work.max_tokens, "gpu", every=work.every)
     return Passed(
         tokens=found.tokens,
         times=found.times,
         depths=engines.depths(setting, "gpu"),
         checks=engines.counts(setting)["checks"] - before["checks"],
+        preemptions=engines.preemptions(setting),
     )

@@ -63,6 +63,7 @@ def engines(run: StageRun) -> StageOutcome:
             outcome.failures += _failures(shape, found, own)
             outcome.page = f"{before}{_page(shape, rows, facts)}\n\n"
             run.publish("engines", outcome)
+        outcome.verdict += _verdict_lines(shape, rows)
         say(f"{shape.name}: done")
     return outcome
 
@@ -114,7 +115,8 @@ def _case(run: StageRun, shape: Shape, case: EngineCase, found: Found) -> dict[s
         "ms": _milliseconds(mine.gaps for mine, _ in pairs),
         "plain_tokens_per_second": [round(its.rate, 2) for _, its in pairs],
         "tokens_per_second": [round(mine.rate, 2) for mine, _ in pairs],
-        "limit": round(_limit(run, shape, case, own), 4),
+        # Drafts, whose work is not that of depths, have no limit here.
+        "limit": None if case.drafts else round(_limit(run, shape, case, own), 4),
         "mean_depth": round(depth, 3),
         "as_ordered": abs(depth - case.layers) <= FAR_OFF * shape.layers_of("plain"),
         "exit_heads_per_step": round(own.traced.checks / steps, 3),
@@ -175,12 +177,28 @@ def _page(shape: Shape, cases: list[dict[str, Any]], facts: list[dict[str, Any]]
         told = [
             f"{name} {one['compilation']}, graphs {one['graphs']}, "
             f"{'async' if one['async_scheduling'] else 'sync'} scheduling, "
-            f"started in {one['start_seconds']:.0f} s"
+            f"started in {one['start_seconds']:.0f} s, "
+            f"graphs take {one.get('graph_gib', 0.0):.2f} GiB"
             + ("" if name in phase["together"] else " (did not fit beside the others: by itself)")
             for name, one in phase["engines"].items()
         ]
         lines.append(f"Engines: {'; '.join(told)}." if told else "No engine started.")
     return "\n".join(lines)
+
+
+TOLD = ("forced", "verify", "ngram")
+"""Engines whose rows are in the verdict; of "exits", those whose tokens all exit."""
+
+
+def _verdict_lines(shape: Shape, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each kind of row: speeds over plain vLLM's, by batch size."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["engine"] in TOLD or row["setting"].startswith("exit at"):
+            speed = f"{row['speed']['median']:.2f}" if "speed" in row else "failed"
+            work = f"{row['batch']} x {row['prompt_tokens']}"
+            found.setdefault(row["case"], []).append(f"{speed} ({work})")
+    return [f"{shape.name}, {case}: {', '.join(told)}" for case, told in found.items()]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -194,7 +212,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['plain_ms']:.2f}",
         f"{row['ms']:.2f}",
         f"{speed['median']:.2f} ({speed['min']:.2f}-{speed['max']:.2f})",
-        f"{row['limit']:.2f}",
+        "-" if row["limit"] is None else f"{row['limit']:.2f}",
         f"{row['mean_depth']:.1f}",
         f"{row['exit_heads_per_step']:.2f}",
         target,

@@ -49,7 +49,8 @@ def _outcome_of_tests(run: StageRun, report: Path, log: Path) -> StageOutcome:
     page = f"{passed} passed, {len(failed)} failed, {skipped} skipped in {seconds:.0f} s"
     if run.tiny:
         page += ", in Triton's interpreter"
-    outcome = StageOutcome({"passed": passed, "failed": failed, "skipped": skipped}, page)
+    found = {"passed": passed, "failed": failed, "skipped": skipped}
+    outcome = StageOutcome(found, page, verdict=[page])
     if failed:
         outcome.failures.append(f"{len(failed)} tests fail. {last_lines(log)}")
     elif not passed:

@@ -1,14 +1,14 @@
-"""All that needs a GPU, in one run: the kernels' tests, times and errors, and whole engines.
+"""All that needs a GPU, in three calls of at most nine minutes, each of use alone.
 
-    python benchmarks/gpu/run.py --out DIR
+    python benchmarks/gpu/run.py --call right --out DIR     answers are those that they must be
+    python benchmarks/gpu/run.py --call fast --out DIR      engines beside plain vLLM, timed
+    python benchmarks/gpu/run.py --call kernels --out DIR   kernels' tests, times and errors
+    python benchmarks/gpu/run.py --plan                     what each call takes and carries
 
 Works on a bare machine without a network too, with a vLLM that was packed for it (README.md).
-Prints its tables last, and writes them to gpu.md in DIR, all numbers to gpu.json. A stage that
-fails does not stop the others; it is shown with its last lines, and the exit status is 1.
-
-    python benchmarks/gpu/run.py --tiny
-
-shows on a CPU that the script runs; its numbers say nothing of a GPU.
+Prints its tables, and its verdict last, and writes them to gpu.md in DIR, all numbers to gpu.json.
+A stage that fails does not stop the others; it is shown with its last lines, and the exit status is
+1. With --tiny a call shows on a CPU that it runs; its numbers say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,31 @@ import environment
 if TYPE_CHECKING:
     from stages import StageOutcome
 
-STAGES = ("tests", "kernels", "errors", "engines")
+CALLS = {
+    "right": ("branches", "answers"),
+    "fast": ("engines",),
+    "kernels": ("tests", "kernels", "errors"),
+}
+"""The stages of each call, the most telling one first."""
+STAGES = tuple(stage for stages in CALLS.values() for stage in stages)
+CARRIES = {
+    "right": "the checkout and vLLM; it makes its model",
+    "fast": "the checkout and vLLM; its models are shapes",
+    "kernels": "the checkout and vLLM, with pytest and hypothesis",
+}
 SHAPE_NAMES = ("llama-3-8b", "qwen3-4b")
-MINUTES = 8.0
+MINUTES = 8.5
+"""Of a call: the machine starts and stops within nine."""
 ROUNDS = 5
+VERDICT_LINES = 10
 
 
 def main() -> int:
     """Runs the stages; returns the exit status."""
     options = _options()
+    if options.plan:
+        print(plan())
+        return 0
     if not environment.is_ready():
         environment.start_again(sys.argv)
     # So that engines are stopped and folders removed then, too.
@@ -52,7 +69,8 @@ def main() -> int:
     finally:
         environment.clean_up()
     print((options.out / "gpu.md").read_text(encoding="utf-8"))
-    print(f"all numbers: {options.out / 'gpu.json'}")
+    print(f"all numbers: {options.out / 'gpu.json'}\n")
+    print("\n".join(verdict(outcomes)))
     return 1 if any(outcome.failures for outcome in outcomes.values()) else 0
 
 
@@ -62,7 +80,12 @@ def _options() -> argparse.Namespace:
     )
     out = os.environ.get("OUT", "gpu-out")
     parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="default $OUT")
-    parser.add_argument("--only", type=_names(STAGES), default=STAGES, metavar="STAGE,STAGE")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--call", choices=tuple(CALLS))
+    what.add_argument(
+        "--only", type=_names(STAGES), metavar="STAGE,STAGE", help=f"of {', '.join(STAGES)}"
+    )
+    what.add_argument("--plan", action="store_true", help="what each call takes and carries")
     parser.add_argument("--shapes", type=_names(SHAPE_NAMES), default=SHAPE_NAMES, metavar="S,S")
     parser.add_argument("--quick", action="store_true", help="two cases a shape, two rounds")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, a tiny shape")
@@ -87,7 +110,48 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds is None:
         options.rounds = 2 if options.quick else ROUNDS
+    options.only = options.only or CALLS.get(options.call, ())
     return options
+
+
+def plan() -> str:
+    """What each call takes and carries."""
+    lines = [
+        f"--call {call:8} at most {MINUTES:g} minutes: {', '.join(stages)}; {CARRIES[call]}"
+        for call, stages in CALLS.items()
+    ]
+    sizes = ", ".join(f"{name} {size / (1 << 20):.0f} MiB" for name, size in _sizes().items())
+    return "\n".join([*lines, f"here: {sizes}; models/ and runs/ may stay behind."])
+
+
+def _sizes() -> dict[str, int]:
+    """Bytes of what travels: the files that git knows, and a vLLM that was packed."""
+    listed = subprocess.run(
+        ["git", "-C", str(environment.ROOT), "ls-files", "-z", ":!models", ":!runs"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split("\0")
+    paths = [environment.ROOT / name for name in listed if name]
+    packed = environment.UNPACK.parents[1]
+    return {
+        "the checkout": sum(path.stat().st_size for path in paths if path.is_file()),
+        packed.name: sum(path.stat().st_size for path in packed.rglob("*") if path.is_file()),
+    }
+
+
+def verdict(outcomes: Mapping[str, StageOutcome]) -> list[str]:
+    """All stages on ten lines: whether all is well, then what each of them found."""
+    failed = [name for name, outcome in outcomes.items() if outcome.failures]
+    words = f"FAILED: {', '.join(failed)}" if failed else "all is well"
+    lines = [f"VERDICT: {words}"]
+    for name, outcome in outcomes.items():
+        told = outcome.verdict or [line for text in outcome.failures for line in text.splitlines()]
+        lines += [f"{name}: {line}"[:160] for line in told]
+    if len(lines) > VERDICT_LINES:
+        left = len(lines) - VERDICT_LINES + 1
+        lines[VERDICT_LINES - 1 :] = [f"and {left} lines more, above"]
+    return lines
 
 
 def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
@@ -117,6 +181,7 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
     facts = environment.facts()
     from engine_table import engines
     from kernel_stages import errors, kernels, tests
+    from right import answers, branches
     from stages import StageError, StageOutcome, StageRun, say
 
     outcomes: dict[str, StageOutcome] = {}
@@ -140,7 +205,8 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
     )
     # vLLM's default; packed ones are told otherwise.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
-    stages = dict(zip(STAGES, (tests, kernels, errors, engines), strict=True))
+    known = (branches, answers, engines, tests, kernels, errors)
+    stages = dict(zip(STAGES, known, strict=True))
     for name in options.only:
         say(name)
         started = time.monotonic()

@@ -15,11 +15,12 @@ from typing import Any
 
 import environment
 from child import Child, EngineSpec, Passed
-from shapes import ENGINES, SHARE, EngineCase, Shape, Work
+from shapes import DRAFTS, ENGINES, SHARE, EngineCase, Shape, Work
 from stages import StageError, StageRun, say
 
 from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.measures import Timing, timing_of
+from exitserve.bench.rivals import speculation_of
 from exitserve.bench.settings import PLAIN, Setting
 from exitserve.costs import DecoderShape, shape_of
 from exitserve.errors import ExitServeError
@@ -129,10 +130,17 @@ def _spec(
     }
     if run.tiny:
         llm["enforce_eager"] = True
+    if engine == "ngram":
+        llm["disable_log_stats"] = False  # drafts are counted
+        llm["speculative_config"] = speculation_of("ngram", DRAFTS) | {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [SHARE ** (count + 1) for count in range(DRAFTS)],
+        }
+    forced = {"confidence": SHARE, "acceptance": SHARE if engine == "verify" else 1.0}
     return EngineSpec(
         model_dir=shape.write(folder, engine),
         exits=shape.exits(engine, both=run.both_exits),
-        forced={"confidence": SHARE, "acceptance": 1.0} if engine == "forced" else None,
+        forced=forced if engine in ("forced", "verify") else None,
         llm=llm | dict(run.llm),
         vocab_size=int(shape.config["vocab_size"]),
     )

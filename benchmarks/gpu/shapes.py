@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exitserve.arguments import verify_options
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.checkpoint import MultiExit, write_multi_exit
 
+VERIFY = Setting(mode="verify", exit_threshold=0.5)
+NGRAM = Setting(mode="rival", rival="ngram")
 SHARE = 0.7
 """Of the tokens, that exit where depths are drawn by lot."""
 NEVER = 0.99999
@@ -27,6 +30,8 @@ class Work:
     keeps_prompts: bool = False
     """Whether all passes but the first find the prompts in the prefix cache. Prompts are not
     timed; long ones take their time."""
+    every: int = 0
+    """Steps of the engine between two requests, if they do not start together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,11 @@ class EngineCase:
     """Least speed over plain vLLM's."""
     same_tokens: bool = False
     """Whether the tokens must be plain vLLM's."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether several tokens are judged at once."""
+        return self.engine in ("verify", "ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +90,11 @@ class Shape:
             engine: of `ENGINES`.
             both: whether the engine "exits" keeps both exit layers, and so checks twice a token.
         """
-        if engine in ("plain", "truncated"):
+        if engine in ("plain", "truncated", "ngram"):
             return None
         options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
+        if engine == "verify":
+            return options | verify_options(DRAFTS)
         if both and engine != "forced":
             options["exit_layers"] = list(self.exit_layers)
         return options
@@ -90,15 +102,17 @@ class Shape:
 
 Targets = Mapping[str, float]
 
-ENGINES = ("plain", "exits", "forced", "truncated")
+ENGINES = ("plain", "exits", "forced", "truncated", "verify", "ngram")
 """In the order in which they get a place on the card. Depths are drawn by lot for all requests of
 an engine or for none, so "forced" is one of its own."""
+DRAFTS = 4
+"""Of "verify" and "ngram"; each is accepted by lot, with the probability `SHARE`."""
 
 
 def _cases(
     shape: tuple[int, int, int], works: tuple[Work, Work, Work], long: Work, targets: Targets
 ) -> tuple[tuple[EngineCase, ...], ...]:
-    """Both phases.
+    """All phases.
 
     Args:
         shape: exit layer, layers, layers of the truncated model.
@@ -137,8 +151,16 @@ def _cases(
         case(f"{SHARE:.0%} exit at {where}", "forced", never, one, by_lot, "share"),
         case(f"truncated to {truncated} of {layers}", "truncated", PLAIN, one, truncated, "short"),
     )
+    drafts = tuple(
+        case(f"{name}, {DRAFTS} drafts, {SHARE:.0%} right", engine, setting, work, layers, "")
+        for work in works
+        for name, engine, setting in (
+            (f"verify, drafts of {where}", "verify", VERIFY),
+            ("vLLM's n-grams", "ngram", NGRAM),
+        )
+    )
     far = case(f"{SHARE:.0%} exit at {where}", "forced", never, long, by_lot, "long")
-    return short, (far,)
+    return short, drafts, (far,)
 
 
 def _works(prompt_tokens: int, max_tokens: int) -> tuple[Work, Work, Work]:

@@ -61,6 +61,8 @@ class StageOutcome:
     page: str = ""
     """To be printed at the end."""
     failures: list[str] = field(default_factory=list)
+    verdict: list[str] = field(default_factory=list)
+    """The page in a line or two, for the end."""
     seconds: float = 0.0
 
 
