@@ -33,6 +33,9 @@ OBJECTIVES: dict[str, list[Any]] = {
     "aligned, no alternation": [{"name": "aligned", "layers": "all", "alternate": False}],
     "cosine-regularised": ["ce", "cosine_alignment"],
     "separate classifiers": [{"name": "separate_classifiers", "layers": "all"}],
+    "separate classifiers, alternating": [
+        {"name": "separate_classifiers", "layers": "all", "alternate": True}
+    ],
 }
 """The paper's own method, what it alternates with, and what it is compared with."""
 

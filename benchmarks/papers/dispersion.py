@@ -2,9 +2,11 @@
 
     python benchmarks/papers/dispersion.py family --data NOVELS/*.txt
     python benchmarks/papers/dispersion.py losses --data NOVELS/*.txt
+    python benchmarks/papers/dispersion.py middle --data NOVELS/*.txt
 
 `family`: condensation in three sizes, from initialisation along training (its figures 2 and 4).
 `losses`: with and without the dispersion loss and its three alternatives (table 2, figure 6).
+`middle`: the same after plain training, as the paper's mid-training (table 2).
 Three seeds a variant; results go to docs/papers/results.
 """
 
@@ -20,6 +22,7 @@ from study import Run, Study, seeds_of, study_command, train_quietly
 
 SIZES = {"4 layers, D = 64": (4, 64), "6 layers, D = 128": (6, 128), "8 layers, D = 192": (8, 192)}
 STEPS = 200
+MORE_STEPS = 300
 SAVED = 50
 """A checkpoint each so many steps is measured."""
 
@@ -63,6 +66,30 @@ def losses(novels: list[str]) -> Study:
     )
 
 
+def middle(novels: list[str]) -> Study:
+    """The same losses from plain weights on: what table 2 has, of a model trained here."""
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return {**measures.curve(folder), **measures.spread_of_states(folder, novels[-1:])}
+
+    size = SIZES["4 layers, D = 64"]
+    begin = _gpt2(novels, ["ce"], *size)
+    return Study(
+        "dispersion-middle",
+        [
+            Run(variant, seed, _gone_on(_gpt2(novels, objectives, *size)), measure, begin)
+            for seed, variant, objectives in seeds_of(LOSSES)
+        ],
+    )
+
+
+def _gone_on(recipe: Recipe) -> Recipe:
+    """300 steps more, at a quarter of the rate."""
+    training = {**recipe["training"], "max_steps": MORE_STEPS, "warmup_steps": 15}
+    training["learning_rate"] = training["learning_rate"] / 4
+    return {**recipe, "training": training}
+
+
 def _gpt2(novels: list[str], objectives: list[Any], layers: int, hidden: int) -> Recipe:
     recipe = decoder(novels, objectives)
     recipe["config"] = {
@@ -95,4 +122,4 @@ def _along(name: str, seed: int, recipe: Recipe, texts: list[str]) -> Run:
 
 
 if __name__ == "__main__":
-    study_command(__doc__, {"family": family, "losses": losses})
+    study_command(__doc__, {"family": family, "losses": losses, "middle": middle})

@@ -43,6 +43,8 @@ class Run:
     recipe: dict[str, Any]
     """As a recipe file has it, without `output_dir` and `seed`."""
     measure: Measure
+    begin: dict[str, Any] | None = None
+    """A recipe that is run first, with the same seed: `recipe` goes on from its model."""
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return int(self.recipe["training"]["max_steps"])
+        return sum(int(one["training"]["max_steps"]) for one in (self.begin, self.recipe) if one)
 
 
 class Study:
@@ -148,7 +150,12 @@ def train_quietly(recipe: dict[str, Any], output: Path, seed: int, **training: A
 def _made(run: Run) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        output = train_quietly(run.recipe, Path(folder) / "run", run.seed)
+        recipe = run.recipe
+        if run.begin is not None:
+            begun = train_quietly(run.begin, Path(folder) / "begun", run.seed)
+            recipe = {k: v for k, v in recipe.items() if k not in ("config", "tokenizer")}
+            recipe["model"] = str(begun)
+        output = train_quietly(recipe, Path(folder) / "run", run.seed)
         seconds = time.perf_counter() - started
         return {"seconds": round(seconds, 1), "steps": run.steps, **run.measure(output)}
 

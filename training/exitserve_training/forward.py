@@ -187,6 +187,7 @@ class MultiExitForward:
             embed=embedding,
             vocab_size=self._vocab_size,
             depth=None if self._skipped is None else self._skipped.depth,
+            inputs=task_batch.inputs,
         )
 
     def _quality(self, batch: LossInputs) -> Quality:

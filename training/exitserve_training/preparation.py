@@ -48,6 +48,7 @@ from exitserve_training.models import (
     start_head_from_embeddings,
     task_for,
 )
+from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.registry import check_layers
 from exitserve_training.packing import (
     fingerprint,
@@ -112,6 +113,7 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
     check_layers(recipe.objectives, layers, num_layers)
     router_balance(config, recipe.router_aux_loss_coef)
+    _check_teacher(recipe, config, task)
     if task == "hidden token":
         for key in ("exit_aware", "sample_texts"):
             if getattr(recipe, key):
@@ -121,6 +123,26 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     elif "mask_share" in recipe.model_fields_set:
         raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
     return TrainingSetup(config, task, exits)
+
+
+def _check_teacher(recipe: Recipe, config: PreTrainedConfig, task: Task) -> None:
+    """Raises `ExitServeError` for a teacher that says something else than the model."""
+    for options in recipe.objectives:
+        path = options.teacher_path(recipe.model) if isinstance(options, KLToLastOptions) else None
+        if path is None:
+            continue
+        if task == "class":
+            raise ExitServeError(
+                f"objective {options.name!r}: teacher is for language models, not for "
+                f"classifiers; leave it out."
+            )
+        size = check_model(path, task).vocab_size
+        # From scratch the tokenizer has the last word, and a teacher's size is its own.
+        if recipe.model is not None and size != config.vocab_size:
+            raise ExitServeError(
+                f"objective {options.name!r}: the teacher '{path}' has a vocabulary of {size}, "
+                f"the model one of {config.vocab_size}; give a teacher with the same tokenizer."
+            )
 
 
 def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInputs:

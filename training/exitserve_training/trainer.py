@@ -21,8 +21,13 @@ from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.models import freeze_head
+from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import NonFiniteLossError, build_objectives
+from exitserve_training.objectives.weighted_sum import (
+    NonFiniteLossError,
+    Objectives,
+    build_objectives,
+)
 from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
@@ -65,8 +70,12 @@ class MultiExitTraining(MultiExitCheckpoints):
         # It reads each loss from the device; one that is not finite ends the run anyway.
         arguments.logging_nan_inf_filter = False
         if arguments.ddp_find_unused_parameters is None:
-            # Every objective's gradient reaches all that is trained (tests/train).
-            arguments.ddp_find_unused_parameters = False
+            # Every objective's gradient reaches all that is trained (tests/train), but on plain
+            # steps that of heads which exits have of their own.
+            arguments.ddp_find_unused_parameters = any(
+                isinstance(options, SeparateClassifiersOptions) and options.alternate
+                for options in recipe.objectives
+            )
         super().__init__(model=trained, **kwargs)
         if self._has_adapters and self.is_fsdp_enabled:
             raise ExitServeError(
@@ -79,16 +88,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         self.parts: ModelParts = model_parts(model)
         num_layers = self.parts.num_layers
         self.eval_layers = (*exits.exit_layers, num_layers)
-        objectives = build_objectives(
-            recipe.objectives,
-            BuildContext(
-                exit_layers=exits.exit_layers,
-                num_layers=num_layers,
-                hidden_size=model.config.hidden_size,
-                head=self.parts.head,
-                seed=recipe.seed,
-            ),
-        )
+        objectives = self._objectives(recipe, model)
         objectives.to(self.args.device)
         if not any(options.trains_head for options in recipe.objectives if options.weight):
             freeze_head(model, self.parts.head)
@@ -108,6 +108,18 @@ class MultiExitTraining(MultiExitCheckpoints):
             # Layer by layer: the hooks that read hidden states must stay outside.
             for layer in self.parts.layers:
                 layer.forward = torch.compile(layer.forward)
+
+    def _objectives(self, recipe: Recipe, model: PreTrainedModel) -> Objectives:
+        """What the recipe minimises, for this model."""
+        context = BuildContext(
+            exit_layers=self.exits.exit_layers,
+            num_layers=self.parts.num_layers,
+            hidden_size=model.config.hidden_size,
+            head=self.parts.head,
+            seed=recipe.seed,
+            initial_model=recipe.model,
+        )
+        return build_objectives(recipe.objectives, context)
 
     def save_result(self, output_dir: str) -> None:
         """Saves the trained model as an ordinary checkpoint, adapters merged into it.

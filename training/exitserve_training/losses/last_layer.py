@@ -120,7 +120,8 @@ def kl_to_last(
             (whose number has no effect, as its divergence is 0).
         temperature: T > 0, dividing the logits of both sides.
         teacher: what reads the last layer, where `classifier` is the layers' own (the multi-exit
-            models with a classifier per exit); None for the shared one.
+            models with a classifier per exit, or a teacher that is another model, whose states
+            may have another width); None for the shared one.
         mask: bool [B, T], the tokens that count; None for all. The loss is a mean over them, and
             0 where none counts.
 
@@ -130,7 +131,7 @@ def kl_to_last(
     """
     if not (temperature > 0.0 and math.isfinite(temperature)):
         raise ExitServeError(f"temperature {temperature} must be a positive number, such as 1.0.")
-    inner, last = _weighted_layers(hidden_states, exit_layers, weights)
+    inner, last = _weighted_layers(hidden_states, exit_layers, weights, width=teacher is None)
     counted = _counted_tokens(last, mask)
     target = _rows(last.detach(), counted)
     tokens = max(target.shape[0], 1)
@@ -195,8 +196,12 @@ def _weighted_layers(
     hidden_states: Sequence[Tensor | None],
     exit_layers: Sequence[int] | None,
     weights: str | Sequence[float],
+    width: bool = True,
 ) -> tuple[list[tuple[float, Tensor]], Tensor]:
-    """The counted layers below L with their weights, and the last layer's states."""
+    """The counted layers below L with their weights, and the last layer's states.
+
+    With `width` all have to be of the last layer's D.
+    """
     if not hidden_states:
         raise ExitServeError("hidden_states is empty; give one tensor per layer.")
     layers = counted_layers(len(hidden_states), exit_layers)
@@ -213,7 +218,7 @@ def _weighted_layers(
         states = hidden_states[layer - 1]
         if states is None:
             raise ExitServeError(f"hidden_states has no tensor for layer {layer}, which counts.")
-        if states.shape != last.shape:
+        if states.shape[: 3 if width else 2] != last.shape[: 3 if width else 2]:
             raise ExitServeError(
                 f"hidden states of layer {layer} have shape {tuple(states.shape)}, those of the "
                 f"last layer {tuple(last.shape)}; expected the same [B, T, D]."

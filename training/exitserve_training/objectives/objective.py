@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -38,6 +38,8 @@ class LossInputs:
     vocab_size: int
     depth: Tensor | None = None
     """[B, T]: the depth at which a position was frozen, L where it was not; None: nowhere."""
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model's body was given: `input_ids` and the like."""
 
     def reached(self, layer: int) -> Tensor:
         """Bool [B, T]: tokens that have a state of their own at `layer`, not a frozen one."""

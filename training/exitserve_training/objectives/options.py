@@ -33,6 +33,8 @@ class BuildContext:
     """The model's norm and head."""
     seed: int
     """Of everything drawn."""
+    initial_model: str | None = None
+    """Directory or hub id that the run began from; None from scratch."""
 
 
 class ObjectiveOptions(Strict):

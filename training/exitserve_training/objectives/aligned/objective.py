@@ -30,6 +30,7 @@ from exitserve_training.objectives.aligned.options import (
     KLToLastOptions,
     SeparateClassifiersOptions,
 )
+from exitserve_training.objectives.aligned.teacher import FrozenTeacher
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext
 
@@ -128,8 +129,8 @@ class SeparateClassifiers(Objective):
         self.soft_cap = context.head.soft_cap
 
     def layers(self, step: int) -> Sequence[int]:
-        """All its exits and the last layer."""
-        return tuple(self.scale)
+        """All its exits and the last layer; on a plain step, the last alone."""
+        return (self.num_layers,) if self._is_plain(step) else tuple(self.scale)
 
     def classifiers(self) -> Mapping[int, Classifier]:
         """The exits' own heads."""
@@ -138,6 +139,9 @@ class SeparateClassifiers(Objective):
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
         last = self.num_layers
+        if self._is_plain(batch.step):
+            loss, metrics = _cross_entropy(batch, batch.classifier, {last: 1.0})
+            return loss, {**metrics, "ce_loss": loss.detach()}
         loss, metrics = _cross_entropy(batch, batch.classifier, {last: self.scale[last]})
         for layer in self.inner:
             states = batch.hidden[layer]
@@ -150,6 +154,9 @@ class SeparateClassifiers(Objective):
             loss = loss + self.options.kl * divergence
             metrics["separate_classifiers_kl"] = divergence.detach()
         return loss, {**metrics, "separate_classifiers_loss": loss.detach()}
+
+    def _is_plain(self, step: int) -> bool:
+        return self.options.alternate and step % 2 == 1
 
     def _head(self, layer: int) -> OutputHead:
         own = self.heads[str(layer)]
@@ -207,16 +214,36 @@ class CosineAlignment(_TowardsLast[CosineAlignmentOptions]):
 
 
 class KLToLast(_TowardsLast[KLToLastOptions]):
-    """Turns what layers predict towards what the last one predicts."""
+    """Turns what layers predict towards what the last one predicts, or a frozen teacher's."""
+
+    def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        path = options.teacher_path(context.initial_model)
+        self.teacher = None if path is None else FrozenTeacher(path)
+        self.scale = layer_weights(self.chosen, options.weights)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
+        if self.teacher is not None:
+            return self._from_teacher(batch, self.teacher)
         loss = kl_to_last(
             [batch.hidden.get(layer) for layer in range(1, self.num_layers + 1)],
             batch.classifier,
             exit_layers=self.chosen,
             weights=self.options.weights,
             temperature=self.options.temperature,
+            mask=_labelled(batch, self.num_layers),
+        )
+        return loss, {"kl_to_last_loss": loss.detach()}
+
+    def _from_teacher(self, batch: LossInputs, teacher: FrozenTeacher) -> tuple[Tensor, Metrics]:
+        """The teacher's states stand behind those of all chosen layers, L among them."""
+        loss = kl_to_last(
+            [*(batch.hidden[layer] for layer in self.chosen), teacher.states(batch.inputs)],
+            batch.classifier,
+            weights=[*self.scale, 0.0],
+            temperature=self.options.temperature,
+            teacher=teacher.head,
             mask=_labelled(batch, self.num_layers),
         )
         return loss, {"kl_to_last_loss": loss.detach()}

@@ -93,6 +93,8 @@ class SeparateClassifiersOptions(_WeightedLayers):
     name: Literal["separate_classifiers"] = "separate_classifiers"
     detach: bool = False
     """Train the heads on a backbone that only the last layer's loss moves (DeeBERT's way)."""
+    alternate: bool = False
+    """Every second optimizer step is plain last-layer cross-entropy, as `aligned` has it."""
     kl: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Adds so much of KL(last layer || exit) for each exit."""
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
@@ -109,10 +111,30 @@ class CosineAlignmentOptions(_WeightedLayers):
 
 
 class KLToLastOptions(_WeightedLayers):
-    """KL(last layer || exit layer) through the shared head: distillation from the last layer."""
+    """KL(teacher || exit layer) through the shared head: distillation from the last layer."""
 
     implementation = "exitserve_training.objectives.aligned.objective:KLToLast"
     trains_head = True
 
     name: Literal["kl_to_last"] = "kl_to_last"
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    teacher: str | None = None
+    """Null: the model's own last layer, as it learns. `initial`: the model as the run found it, or
+    a directory or hub id; then the last layer is a pupil too."""
+
+    def teacher_path(self, initial_model: str | None) -> str | None:
+        """The frozen teacher's directory or hub id; None without one.
+
+        Raises:
+            ExitServeError: it is to be the initial model, and there is none.
+        """
+        if self.teacher == "initial" and initial_model is None:
+            raise ExitServeError(
+                f"objective {self.name!r}: teacher=initial is the model that is fine-tuned, and "
+                f"this run is from scratch; give a directory or hub id."
+            )
+        return initial_model if self.teacher == "initial" else self.teacher
+
+    @property
+    def _needs_inner(self) -> bool:
+        return self.teacher is None
