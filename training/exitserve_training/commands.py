@@ -17,6 +17,8 @@ from exitserve_training.inspect.command import add_inspect
 from exitserve_training.recipe_help import RECIPE_HELP
 
 if TYPE_CHECKING:
+    from exitserve_training.recipe import Recipe
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ERROR_DELAY_S = 15.0
@@ -44,6 +46,11 @@ def add_commands(subparsers: Subparsers) -> None:
         metavar="key=value",
         help="replaces a recipe key, dotted where nested: training.max_steps=100",
     )
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="print the memory and time that the run will take, and end",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -66,6 +73,8 @@ def _train_recipe(args: argparse.Namespace) -> int:
         from exitserve_training.recipe import load_recipe
 
         recipe = load_recipe(args.recipe, args.overrides)
+        if args.estimate:
+            return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.
         from exitserve_training.pipeline import RunStoppedError, train
     except ModuleNotFoundError as error:
@@ -87,4 +96,14 @@ def _train_recipe(args: argparse.Namespace) -> int:
         f"Checkpoint and report: {recipe.output_dir}",
         soft_wrap=True,
     )
+    return 0
+
+
+def _print_estimate(recipe: Recipe) -> int:
+    from exitserve_training.estimate import estimate
+
+    rows = estimate(recipe).rows()
+    width = max(len(what) for what, _ in rows)
+    for what, much in rows:
+        print(f"{what:{width}}  {much}")
     return 0

@@ -1,0 +1,240 @@
+"""What a run will take, before it reads data or weights: memory from shapes, time from a probe.
+
+The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments. What layers
+keep for backward is a formula over their sizes, right within a factor of two for Llama-like ones.
+Time is that of the products and of the optimizer's memory traffic, at rates measured here in a
+second; whatever else a step does comes on top.
+
+Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from exitserve.errors import ExitServeError
+from exitserve_training.arguments import training_arguments
+from exitserve_training.losses.chunked import CHUNK_TOKENS
+from exitserve_training.models import build_config, build_model, model_config
+from exitserve_training.objectives.aligned.options import KLToLastOptions
+from exitserve_training.objectives.options import BuildContext
+from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.parts import ModelParts, model_parts
+from exitserve_training.preparation import TrainingSetup, training_setup
+from exitserve_training.recipe import Recipe
+from exitserve_training.tokenization import load_tokenizer
+
+GIB = 2**30
+_ADAMW_TRAFFIC = 28
+"""Bytes a weight: reads of weight, gradient and two moments, writes of three of them."""
+_PROBES = {"cpu": (512, 2**22)}
+_LARGE_PROBE = (4096, 2**26)
+"""Rows of the square product that is timed, and numbers of the addition, by device: a GPU that gets
+little to do is timed at its latency."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one process."""
+
+    parameters: int
+    trained: int
+    bytes_of: dict[str, int]
+    """What takes memory, to its bytes, as they are all there when backward begins."""
+    tokens_per_step: int
+    """Of all processes."""
+    seconds_per_step: float
+    steps: int | None
+    """None where the length of the data decides."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return sum(self.bytes_of.values())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: what, and how much."""
+        memory = [(what, f"{size / GIB:.2f} GiB") for what, size in self.bytes_of.items() if size]
+        rows = [
+            ("parameters", f"{self.parameters:,}, of which {self.trained:,} learn"),
+            *memory,
+            ("memory in all, about", f"{self.total_bytes / GIB:.2f} GiB"),
+            ("tokens a step", f"{self.tokens_per_step:,}"),
+            ("a step, at least", f"{self.seconds_per_step:.2f} s"),
+        ]
+        if self.steps is not None:
+            hours = self.steps * self.seconds_per_step / 3600
+            whole = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+            rows.append((f"{self.steps:,} steps, at least", whole))
+        return rows
+
+
+def estimate(recipe: Recipe) -> Estimate:
+    """Reads the recipe and the model's config; loads no weights and writes nothing.
+
+    Raises:
+        ExitServeError: the recipe cannot be done, or trains no language model.
+    """
+    if recipe.data.is_classification:
+        raise ExitServeError(
+            f"--estimate is for language models, and data.format={recipe.data.format} trains a "
+            f"classifier."
+        )
+    setup = training_setup(recipe)
+    config = _sized(recipe, setup)
+    with torch.device("meta"):
+        model = build_model(config, setup.task)
+        parts = model_parts(model)
+        own = _objective_parameters(recipe, setup, model, parts)
+    arguments = training_arguments(recipe)
+    trained = _trained(recipe, model, parts) + own
+    rows, length = arguments.per_device_train_batch_size, recipe.data.sequence_length
+    checkpointed = bool(arguments.gradient_checkpointing)
+    micro_tokens = rows * length
+    parameters = model.num_parameters()
+    frozen = _teacher_parameters(recipe)
+    accumulated = micro_tokens * arguments.gradient_accumulation_steps
+    flops = accumulated * _flops_per_token(recipe, parts, parameters, frozen, checkpointed)
+    rate, bandwidth = _rates(arguments.device, recipe.bf16)
+    return Estimate(
+        parameters=parameters,
+        trained=trained,
+        bytes_of={
+            "weights": 4 * (parameters + own),
+            "a frozen teacher's": 4 * frozen,
+            "gradients": 4 * trained,
+            "optimizer states": (4 if recipe.optimizer == "muon" else 8) * trained,
+            "states kept for backward": micro_tokens
+            * _kept_per_token(config, parts, checkpointed)
+            * (2 if recipe.bf16 else 4),
+            "logits of a chunk": 3 * 4 * min(micro_tokens, CHUNK_TOKENS) * config.vocab_size,
+        },
+        tokens_per_step=accumulated * arguments.world_size,
+        seconds_per_step=flops / rate + trained * _ADAMW_TRAFFIC / bandwidth,
+        steps=arguments.max_steps if arguments.max_steps > 0 else None,
+    )
+
+
+def _sized(recipe: Recipe, setup: TrainingSetup) -> PreTrainedConfig:
+    """The config with the vocabulary that the tokenizer will give it."""
+    if recipe.config is None or recipe.config.get("vocab_size") is not None:
+        return setup.config
+    assert recipe.tokenizer is not None
+    trained = recipe.tokenizer.train_bpe
+    path = str(recipe.tokenizer.path)
+    size = len(load_tokenizer(path)) if trained is None else trained.vocab_size
+    return build_config({**recipe.config, "vocab_size": size})
+
+
+def _objective_parameters(
+    recipe: Recipe, setup: TrainingSetup, model: PreTrainedModel, parts: ModelParts
+) -> int:
+    """How many the objectives have of their own: heads and projectors."""
+    config: Any = model.config
+    context = BuildContext(
+        exit_layers=setup.exits.exit_layers,
+        num_layers=parts.num_layers,
+        hidden_size=config.hidden_size,
+        head=parts.head,
+        seed=recipe.seed,
+    )
+    # A teacher would be loaded, and is counted by itself.
+    chosen = [o for o in recipe.objectives if not isinstance(o, KLToLastOptions)]
+    return sum(p.numel() for p in build_objectives(chosen, context).parameters())
+
+
+def _trained(recipe: Recipe, model: PreTrainedModel, parts: ModelParts) -> int:
+    """Parameters of the model that learn, or of its adapters."""
+    if recipe.lora is not None:
+        named = recipe.lora.target_modules
+        return sum(
+            recipe.lora.rank * sum(module.weight.shape)
+            for name, module in parts.layers.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)
+            and (isinstance(named, str) or name.rpartition(".")[2] in named)
+        )
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _teacher_parameters(recipe: Recipe) -> int:
+    total = 0
+    for options in recipe.objectives:
+        path = options.teacher_path(recipe.model) if isinstance(options, KLToLastOptions) else None
+        if path is not None:
+            with torch.device("meta"):
+                total += build_model(model_config(path)).num_parameters()
+    return total
+
+
+def _kept_per_token(config: PreTrainedConfig, parts: ModelParts, checkpointed: bool) -> int:
+    """Numbers that backward needs of each token: per layer 6 D, the heads' twice, and 4 I."""
+    sizes: Any = config
+    hidden = int(sizes.hidden_size)
+    if checkpointed:
+        # What enters each layer, and one layer whole while it runs again.
+        return parts.num_layers * hidden + _kept_by_layer(sizes, hidden)
+    return parts.num_layers * _kept_by_layer(sizes, hidden)
+
+
+def _kept_by_layer(sizes: Any, hidden: int) -> int:
+    heads = int(sizes.num_attention_heads)
+    width = int(getattr(sizes, "head_dim", None) or hidden // heads)
+    keys = int(getattr(sizes, "num_key_value_heads", None) or heads)
+    inner = int(getattr(sizes, "intermediate_size", None) or 4 * hidden)
+    if hasattr(sizes, "num_experts_per_tok"):
+        inner = sizes.num_experts_per_tok * int(getattr(sizes, "moe_intermediate_size", inner))
+    return 6 * hidden + 2 * width * (2 * heads + 2 * keys) + 4 * inner
+
+
+def _flops_per_token(
+    recipe: Recipe, parts: ModelParts, parameters: int, teacher: int, checkpointed: bool
+) -> float:
+    """2 a weight forward, 4 backward; the head once for each layer that is read."""
+    linear: Any = parts.head.linear
+    head: int = sum(p.numel() for p in linear.parameters())
+    read = 1.0
+    for options in recipe.objectives:
+        layers: Any = getattr(options, "layers", None)
+        if layers is not None and getattr(options, "trains_head", False):
+            found = len(options.layers_used(_exits(recipe, parts), parts.num_layers)) - 1
+            sampled = getattr(options, "sample", None)
+            found = found if sampled is None else min(found, sampled)
+            read += found / 2 if getattr(options, "alternate", False) else found
+    body = parameters - head
+    return (8.0 if checkpointed else 6.0) * body + 6.0 * read * head + 2.0 * teacher
+
+
+def _exits(recipe: Recipe, parts: ModelParts) -> list[int]:
+    if recipe.exit_layers == "all":
+        return list(range(1, parts.num_layers))
+    return recipe.exit_layers
+
+
+def _rates(device: torch.device, bf16: bool) -> tuple[float, float]:
+    """Operations and bytes a second of this machine, now: of a product, and of an addition."""
+    kind = torch.bfloat16 if bf16 else torch.float32
+    rows, numbers = _PROBES.get(device.type, _LARGE_PROBE)
+    a = torch.randn(rows, rows, device=device).to(kind)
+    long = torch.zeros(numbers, device=device)
+    product = _seconds(lambda: a @ a, device)
+    addition = _seconds(lambda: long.add_(1.0), device)
+    return 2.0 * rows**3 / product, 2.0 * 4.0 * len(long) / addition
+
+
+def _seconds(work: Any, device: torch.device) -> float:
+    """The median of five, after one that counts not."""
+    times = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return sorted(times[1:])[2]
