@@ -20,7 +20,7 @@ IGNORED = -100
 FORMS = ("messages", "texts", "message lists")
 
 
-@pytest.mark.parametrize("loss_on", ["completion", "all"])
+@pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
 def test_every_form_of_row_gives_the_same(
     chat_recipe: MakeRecipe, marked_chat_model: Path, loss_on: str, chat_row: ChatRow
 ) -> None:
@@ -64,6 +64,27 @@ def test_of_several_turns_the_last_answer_is_learnt(
     learnt = [token for token in row["labels"] if token != IGNORED]
     # A template that marks the end itself gets no other mark.
     assert tokenizer.decode(learnt) in ("2 now<|im_end|>\n", "2 then<|im_end|>\n")
+
+
+def test_of_several_turns_all_answers_are_learnt(
+    chat_recipe: MakeRecipe, marked_chat_model: Path
+) -> None:
+    turns = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
+    rows = [messages(*turns, ("assistant", f"2 {end}"), ("user", "Thanks")) for end in "ab"]
+    recipe = load_recipe(chat_recipe(rows, data={"loss_on": "assistant"}))
+    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
+    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
+    learnt = [token for token in row["labels"] if token != IGNORED]
+    assert tokenizer.decode(learnt) in [f"1<|im_end|>\n2 {end}<|im_end|>\n" for end in "ab"]
+    at = [i for i, label in enumerate(row["labels"]) if label != IGNORED]
+    assert [row["input_ids"][i] for i in at] == learnt
+    # Qwen3's way: what is thought is shown for the last answer alone.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{% if loop.last and m['role'] == 'assistant' %}"
+        "<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
+    )
+    with pytest.raises(ExitServeError, match=r"renders message 3 otherwise once more messages"):
+        load_chats(recipe.data, tokenizer, 0)
 
 
 def test_what_does_not_fit_at_all_ends_before_anything_is_written(

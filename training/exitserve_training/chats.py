@@ -114,7 +114,12 @@ def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
             f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
             f"`prompt` and `completion`."
         )
-    if loss_on == "all":
+    if loss_on == "assistant" and not any(m["role"] == "assistant" for m in given + learnt):
+        raise ExitServeError(
+            f"{name}: the assistant says nothing, so with data.loss_on=assistant there is nothing "
+            f"to learn; set data.loss_on=all, or leave the row out."
+        )
+    if loss_on != "completion":
         return _Chat(name, [], given + learnt)
     if learnt[-1]["role"] != "assistant":
         raise ExitServeError(
@@ -164,6 +169,8 @@ def _encoded(
     for chat in tqdm(chats, desc="tokenising", disable=None):
         tokens, start = _tokens(chat, tokenizer, special)
         labels = [IGNORED] * start + tokens[start:]
+        if recipe.loss_on == "assistant":
+            labels = _labels_of_turns(chat, tokens, tokenizer)
         num_cut += len(tokens) > length
         # Nothing comes before the first token: it has no label that anything could learn.
         if any(label != IGNORED for label in labels[1:length]):
@@ -192,13 +199,46 @@ def _tokens(
     """
     whole = _rendered(chat, chat.given + chat.learnt, tokenizer)
     given = _rendered(chat, chat.given, tokenizer, before_answer=True) if chat.given else []
-    shorter = min(len(given), len(whole))
-    start = next((i for i in range(shorter) if given[i] != whole[i]), shorter)
+    start = _common(given, whole)
     # A template that does not mark the end of an answer would teach the model never to stop. Of
     # the last two tokens, because some write a line end behind their mark.
     if tokenizer.eos_token_id is not None and special.isdisjoint(whole[-2:]):
         whole.append(tokenizer.eos_token_id)
     return whole, start
+
+
+def _labels_of_turns(
+    chat: _Chat, tokens: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """The tokens of the assistant's turns, and `IGNORED` for all others.
+
+    Raises:
+        ExitServeError: the template renders a turn otherwise once others follow it.
+    """
+    labels = [IGNORED] * len(tokens)
+    for number, message in enumerate(chat.learnt):
+        if message["role"] != "assistant":
+            continue
+        before, until = chat.learnt[:number], chat.learnt[: number + 1]
+        is_last = len(until) == len(chat.learnt)
+        given = _rendered(chat, before, tokenizer, before_answer=True) if before else []
+        start = _common(given, tokens)
+        whole = tokens if is_last else _rendered(chat, until, tokenizer)
+        end = _common(whole, tokens)
+        # The last token may be another where what follows is joined to it.
+        if end < len(whole) - 1 or end <= start:
+            raise ExitServeError(
+                f"{chat.name}: the chat template renders message {number + 1} otherwise once more "
+                f"messages follow, so it cannot be learnt there; set data.loss_on=completion."
+            )
+        labels[start:end] = tokens[start:end]
+    return labels
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def _rendered(

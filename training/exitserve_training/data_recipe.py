@@ -79,8 +79,8 @@ class DataRecipe(Strict):
     format: Literal["text", "chat", "labelled", "images"] = "text"
     """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`.
     `labelled`: rows with a text and its class. `images`: folders, one a class."""
-    loss_on: Literal["completion", "all"] = "completion"
-    """Of a chat: train on the last answer alone, or on all of it."""
+    loss_on: Literal["completion", "assistant", "all"] = "completion"
+    """Of a chat: train on the last answer alone, on all of the assistant's, or on all of it."""
     files: list[str] = Field(default_factory=list)
     """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
     dataset: str | None = None
