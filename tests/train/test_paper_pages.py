@@ -95,7 +95,9 @@ def test_a_study_goes_on_where_it_stopped(
             "eval_steps": 1,
         },
     }
-    runs = [study.Run("plain", seed, recipe, measure) for seed in (0, 1)]
+    # The second goes on from a model that another recipe has begun.
+    runs = [study.Run("plain", 0, recipe, measure), study.Run("plain", 1, recipe, measure, recipe)]
+    assert [run.steps for run in runs] == [2, 4]
     study.Study("small", runs[:1], tmp_path).go_on()
     study.Study("small", runs, tmp_path).go_on()
     assert len(measured) == 2, "the first run is not made again"

@@ -27,6 +27,7 @@ from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
+from exitserve_training.classification.scores import Scores, scores
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.models import check_model, load_model
@@ -225,7 +226,7 @@ def _report(
                 "wall_speedup": statistics.median(ratios),
                 "wall_speedup_range": [min(ratios), max(ratios)],
                 "agreement": float((found.classes == full.classes).double().mean()),
-                "accuracy": _accuracy(found, known),
+                **_scores(found, known, len(names)),
             }
         )
     return {
@@ -239,15 +240,17 @@ def _report(
         "repeats": settings.repeats,
         "threads": torch.get_num_threads(),
         "full_seconds": statistics.median(rounds.full),
-        "full_accuracy": _accuracy(full, known),
+        **{f"full_{key}": value for key, value in _scores(full, known, len(names)).items()},
         "thresholds": results,
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def _accuracy(predictions: Predictions, known: Tensor | None) -> float | None:
-    return None if known is None else float((predictions.classes == known).double().mean())
+def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) -> Scores:
+    if known is None:
+        return dict.fromkeys(("accuracy", "f1", "matthews"))
+    return scores(predictions.classes, known, num_classes)
 
 
 def _predictions(

@@ -12,6 +12,8 @@ from exitserve.report import machine_line, markdown_table
 HEADERS = (
     "threshold",
     "accuracy",
+    "F1",
+    "Matthews",
     "agreement",
     "mean depth",
     "depth speedup",
@@ -25,6 +27,8 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         [
             f"{way['threshold']:g}",
             _share(way["accuracy"]),
+            _share(way["f1"]),
+            _share(way["matthews"]),
             _share(way["agreement"]),
             f"{way['mean_depth']:.2f} of {report['num_layers']}",
             f"{way['depth_speedup']:.2f}",
@@ -33,7 +37,8 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ]
         for way in report["thresholds"]
     ]
-    full = ["full model", _share(report["full_accuracy"]), "100.0%"]
+    scored = [_share(report[f"full_{score}"]) for score in ("accuracy", "f1", "matthews")]
+    full = ["full model", *scored, "100.0%"]
     return [*found, [*full, f"{report['num_layers']} of {report['num_layers']}", "1.00", "1.00"]]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
+from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.command import add_data_arguments, data_fields
 
@@ -26,6 +28,16 @@ examples:
 """
 
 
+@dataclass(frozen=True)
+class _Amount:
+    rows: int
+    samples: int
+
+
+QUICK, THOROUGH = _Amount(50, 1500), _Amount(200, 4000)
+"""How much is measured; nearly all of the time is in proportion to it."""
+
+
 def add_inspect(subparsers: Any) -> None:
     """Adds `inspect` to the subparsers of the command line."""
     parser = subparsers.add_parser(
@@ -41,10 +53,19 @@ def add_inspect(subparsers: Any) -> None:
     add_data_arguments(parser)
     sizes = parser.add_argument_group("how much")
     sizes.add_argument(
-        "--rows", type=int, default=200, help="sequences, texts or images (default 200)"
+        "--thorough",
+        action="store_true",
+        help=f"{THOROUGH.rows} rows and {THOROUGH.samples} samples, minutes instead of seconds",
     )
     sizes.add_argument(
-        "--samples", type=int, default=4000, help="positions that compare layers (default 4000)"
+        "--rows",
+        type=int,
+        help=f"sequences, or inputs to classify (default {QUICK.rows}, or {THOROUGH.rows})",
+    )
+    sizes.add_argument(
+        "--samples",
+        type=int,
+        help=f"positions that compare layers (default {QUICK.samples})",
     )
     sizes.add_argument(
         "--sequence-length", type=int, help="tokens of a sequence of text (default 256)"
@@ -62,6 +83,10 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    amount = THOROUGH if args.thorough else QUICK
+    if args.rows is None:
+        args.rows = THOROUGH.rows if _is_classifier(args.model) else amount.rows
+    args.samples = amount.samples if args.samples is None else args.samples
     _check(args)
     from rich.console import Console
 
@@ -90,8 +115,20 @@ def _inspect(args: argparse.Namespace) -> int:
     console = Console()
     console.print(terminal_table(f"{found.report['model']}", HEADERS, rows(found.report)))
     console.print(summary(found.report), soft_wrap=True)
+    if args.rows < THOROUGH.rows or args.samples < THOROUGH.samples:
+        console.print(
+            f"A quick look: at most {args.rows:,} rows, and {args.samples:,} positions for probes, "
+            f"similarity and NC1. --thorough takes {THOROUGH.rows:,} and {THOROUGH.samples:,}.",
+            soft_wrap=True,
+        )
     console.print(f"Report and plots: {out}", soft_wrap=True)
     return 0
+
+
+def _is_classifier(model: str) -> bool:
+    """Whether each row is one position only, of which probes need many."""
+    names = read_config(model).get("architectures") or []
+    return any(str(name).endswith("Classification") for name in names)
 
 
 def _check(args: argparse.Namespace) -> None:
