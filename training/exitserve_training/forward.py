@@ -146,6 +146,9 @@ class MultiExitForward:
         if balance is not None:
             asked["output_router_logits"] = True
         output = self.parts.body(**task_batch.inputs, **asked)
+        unbalanced = None if balance is None else balance.loss(output, task_batch.mask)
+        # Its states behind the norm are no part of the losses.
+        del output
         hidden, self._captured = self._captured, {}
         self._wanted = frozenset()
         loss_inputs = self._loss_inputs(request.step, hidden, task_batch)
@@ -153,8 +156,7 @@ class MultiExitForward:
             loss, metrics = self.objectives(loss_inputs)
             if self._skipped is not None:
                 metrics = {**metrics, **self._skipped.metrics()}
-            if balance is not None:
-                unbalanced = balance.loss(output, task_batch.mask)
+            if balance is not None and unbalanced is not None:
                 loss = loss + balance.weight * unbalanced
                 metrics = {**metrics, "router_loss": unbalanced.detach()}
             return loss, metrics
