@@ -115,7 +115,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
-        break_even=break_even_rates(config, exit_layers),
+        break_even={} if loop == RAILS else break_even_rates(config, exit_layers),
         criterion=block.criterion,
         screens_file=screens,
         calibration=calibration,

@@ -217,6 +217,14 @@ CALIBRATED_AGREEMENT = Metric(
     is_gauge=True,
 )
 
+CHECK_BREAK_EVEN = Metric(
+    name="exitserve_check_break_even",
+    help="The share of its checks that must pass for an exit layer to pay, by bytes.",
+    promql="max by (model_name, exit_layer) (exitserve_check_break_even)",
+    by=("exit_layer",),
+    is_gauge=True,
+)
+
 WORKER_METRICS: tuple[WorkerMetric, ...] = (
     TOKENS,
     CHECKS,
@@ -237,6 +245,7 @@ METRICS: tuple[Metric, ...] = (
     SHADOW_AGREED,
     SHADOW_DROPPED,
     CALIBRATED_AGREEMENT,
+    CHECK_BREAK_EVEN,
 )
 """All metrics: tests compare dashboards, alert rules and documentation with this list."""
 
@@ -322,11 +331,25 @@ def export_calibrated_agreement(
     CALIBRATED_AGREEMENT.gauge(registry).labels(model_name).set(agreement)
 
 
+def export_break_even(
+    registry: CollectorRegistry, model_name: str, rates: Mapping[int, float]
+) -> None:
+    """Exports what share of its checks must pass at each exit layer; possible once."""
+    gauge = CHECK_BREAK_EVEN.gauge(registry)
+    for layer, rate in rates.items():
+        gauge.labels(model_name, str(layer)).set(rate)
+
+
 class StatsWindow:
     """Totals since the start and over the last minute, from occasional snapshots."""
 
-    def __init__(self) -> None:
-        """Starts without samples: all counts are zero until the first."""
+    def __init__(self, break_even: Mapping[int, float] | None = None) -> None:
+        """Starts without samples: all counts are zero until the first.
+
+        Args:
+            break_even: by exit layer, the share of its checks that must pass for it to pay.
+        """
+        self._break_even = dict(break_even or {})
         self._last: Counts = {}
         self._samples: deque[tuple[float, Counts]] = deque()
 
@@ -348,15 +371,35 @@ class StatsWindow:
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
-            later, and those of rejected drafts), `checks`, `checks_passed` and
-            `checks_screened`. Averages are None if
+            later, and those of rejected drafts), `checks`, `checks_passed` and `checks_screened`,
+            and `exits`, the last three by exit layer with whether it `pays`. Averages are None if
             no token was generated.
         """
         self._forget(now)
         total = self._total()
         before = self._samples[0][1] if self._samples else {}
         lately = {key: count - before.get(key, 0) for key, count in total.items()}
-        return {"since_start": _summary(total), "last_minute": _summary(lately)}
+        periods = {"since_start": total, "last_minute": lately}
+        return {
+            name: {**_summary(counts), "exits": self._exits(counts)}
+            for name, counts in periods.items()
+        }
+
+    def _exits(self, counts: Counts) -> dict[str, Any]:
+        """By exit layer its checks, and whether enough of them passed to be worth their price."""
+        found = {}
+        for layer in sorted({int(layer) for name, layer in counts if name == CHECKS.name}):
+            kinds = CHECKS, CHECKS_PASSED, CHECKS_SCREENED
+            checks, passed, screened = (counts.get((one.name, str(layer)), 0) for one in kinds)
+            even = self._break_even.get(layer)
+            found[str(layer)] = {
+                "checks": checks,
+                "checks_passed": passed,
+                "checks_screened": screened,
+                "break_even": even,
+                "pays": None if even is None or not checks else passed / checks >= even,
+            }
+        return found
 
     def _total(self) -> Counts:
         return dict(self._samples[-1][1]) if self._samples else {}

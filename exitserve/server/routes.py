@@ -37,6 +37,7 @@ from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
     StatsWindow,
+    export_break_even,
     export_calibrated_agreement,
 )
 from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
@@ -74,7 +75,9 @@ class ExitServer:
         self._shadow_rate = shadow_rate
         self.rules = rules_from(engine_client.vllm_config)
         self.counts = LatestCounts(
-            self.worker, ExitMetrics(get_prometheus_registry(), model_name), StatsWindow()
+            self.worker,
+            ExitMetrics(get_prometheus_registry(), model_name),
+            StatsWindow(self.rules.break_even),
         )
         self.open_requests = 0
         self.unsampled = False
@@ -86,6 +89,7 @@ class ExitServer:
         RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
         await self.worker.attach()
         await self.counts.read()
+        export_break_even(get_prometheus_registry(), self._model_name, self.rules.break_even)
         self._poller = asyncio.create_task(self._poll())
         self._follow_quality()
 

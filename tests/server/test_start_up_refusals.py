@@ -185,9 +185,9 @@ def test_a_revision_that_only_vllm_would_read(serve, tmp_path: Path) -> None:
 
 
 def test_a_quantised_checkpoint(serve, checkpoint) -> None:
-    quantised = checkpoint(quantization_config={"quant_method": "awq", "bits": 4})
+    quantised = checkpoint(quantization_config={"quant_method": "hqq", "bits": 4})
     code, _, error = serve(model=quantised)
-    assert code == 2 and "'awq'" in error and "compressed-tensors" in error
+    assert code == 2 and "'hqq'" in error and "compressed-tensors" in error
     group = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": False}}
     fixed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     code, _, error = serve(model=checkpoint(quantization_config=fixed))

@@ -99,6 +99,27 @@ def test_a_restarted_worker_does_not_subtract() -> None:
     assert report["last_minute"]["tokens"] == 2
 
 
+def test_exits_say_whether_their_checks_pay() -> None:
+    window, recorder = StatsWindow({2: 0.4, 4: 0.2}), Recorder(LAYERS, EXITS)
+    recorder.count_checks(2, 10, 3)
+    recorder.count_checks(4, 10, 2)
+    recorder.screened[4] = 7
+    window.add(0.0, recorder.snapshot())
+    exits = window.report(0.0)["since_start"]["exits"]
+    assert {layer: one["pays"] for layer, one in exits.items()} == {"2": False, "4": True}
+    assert exits["4"] == {
+        "checks": 10,
+        "checks_passed": 2,
+        "checks_screened": 7,
+        "break_even": 0.2,
+        "pays": True,
+    }
+    idle = StatsWindow({2: 0.4})
+    idle.add(0.0, Recorder(LAYERS, EXITS).snapshot())
+    pays = [one["pays"] for one in idle.report(0.0)["since_start"]["exits"].values()]
+    assert pays == [None] * len(EXITS), "nothing is known yet"
+
+
 def test_layers_come_in_order_and_as_json() -> None:
     window, now = window_of([(1, [6, 2])])
     report = window.report(now)
