@@ -42,13 +42,22 @@ def test_the_faster_way_is_taken(seconds: float, tokens: int, pays: bool) -> Non
     server = Server()
     server.run(50, costs(seconds, tokens))
     share = server.run(2000, costs(seconds, tokens))
-    assert share > 0.98 if pays else share < 0.02
+    assert share > 0.95 if pays else share < 0.03
 
 
 def test_trials_cost_less_than_three_percent() -> None:
     """Drafting that takes twice the time, from the first pass on."""
     server, passes = Server(), 1000
     server.run(passes, costs(2.0, 1))
+    assert server.now < 1.03 * passes
+
+
+def test_a_trial_that_is_dear_ends_early_and_is_seldom() -> None:
+    """Eight rows that draft eight tokens each on a core that computes: six times the time."""
+    server, passes = Server(), 1000
+    first = server.run(60, costs(6.0, 2))
+    assert first <= 2 / 60
+    server.run(passes - 60, costs(6.0, 2))
     assert server.now < 1.03 * passes
 
 
@@ -77,5 +86,5 @@ def test_another_batch_is_another_contest() -> None:
 def test_passes_with_prompts_do_not_count() -> None:
     server = Server()
     for _ in range(500):
-        assert server.paying.choose(("a",), 1, steady=False), "nothing is known yet"
+        assert not server.paying.choose(("a",), 1, steady=False), "nothing is known yet"
         server.now += 1.0

@@ -3,7 +3,7 @@
 Judging several tokens in one pass is nearly free where decoding waits for weights to be read, and
 is not where arithmetic is the limit: that depends on the machine, the model, how many requests
 are in the batch, and how often drafts are accepted. So both ways are tried, and timed, for each
-number of rows; the slower one is tried again now and then, less often the longer it loses.
+number of rows; the slower one is tried again now and then, the more seldom the more it lost.
 
 What a request gets does not depend on it: full depth judges every token either way, and requests
 sampled with a seed, whose random numbers drafts would use up, take no part.
@@ -20,8 +20,12 @@ TRIAL = 6
 """Passes timed of each way before the first verdict, and whenever the loser is tried again."""
 MEMORY = 12
 """Passes of each way that count."""
-FIRST_REST, LONGEST_REST = 128, 1024
-"""Passes between two trials of the loser: doubled each time that it loses again."""
+PATIENCE = 3.0
+"""A trial ends early when it has lost as much time as so many passes of the other way take."""
+SHARE = 0.02
+"""What trials of the loser may cost, as a share of all time ..."""
+SHORTEST_REST, LONGEST_REST = 128, 2048
+"""... within so many passes between two of them."""
 PAUSE = 5.0
 """A pass that takes this many times the usual was interrupted, and does not count."""
 
@@ -48,12 +52,13 @@ class _Contest:
     """Drafting against not drafting, at one number of rows."""
 
     ways: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    trial: bool = True
+    trial: bool = False
     """Which way is being tried."""
     left: int = TRIAL
     """Passes left of the trial, or until the next one."""
+    lost: float = 0.0
+    """Seconds that the trial took more than the other way would have."""
     resting: bool = False
-    rest: int = FIRST_REST
 
     def best(self) -> bool:
         drafting, plain = self.ways[True], self.ways[False]
@@ -66,23 +71,28 @@ class _Contest:
     def took(self, way: bool, seconds: float, tokens: int) -> None:
         self.ways[way].took(seconds, tokens)
         self.left -= way == self.choose()
+        other = self.ways[not self.trial]
+        if other.passes and way == self.trial and not self.resting:
+            self.lost += seconds - tokens * other.seconds_per_token()
+            if self.lost > PATIENCE * other.seconds_per_pass():
+                self.left = 0
         if self.left > 0:
             return
-        if not self.resting and not self.ways[not self.trial].passes:
+        if self.resting:
+            self.resting, self.trial, self.left, self.lost = False, not self.best(), TRIAL, 0.0
+        elif not other.passes:
             self.trial, self.left = not self.trial, TRIAL
-        elif not self.resting:
-            lost_again = self.trial != self.best()
-            self.rest = min(2 * self.rest, LONGEST_REST) if lost_again else FIRST_REST
-            self.resting, self.left = True, self.rest
         else:
-            self.resting, self.trial, self.left = False, not self.best(), TRIAL
+            earned = self.lost / (SHARE * self.ways[self.best()].seconds_per_pass())
+            self.left = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
+            self.resting = True
 
 
 class DraftTiming:
     """Decides, pass by pass, whether rows draft."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Starts without experience: drafting is tried first."""
+        """Starts without experience: not drafting is timed first."""
         self._clock = clock
         self._contests: dict[int, _Contest] = {}
         self._last: tuple[float, tuple[str, ...], bool] | None = None
