@@ -132,10 +132,11 @@ def _spec(
         llm["enforce_eager"] = True
     if engine == "ngram":
         llm["disable_log_stats"] = False  # drafts are counted
-        llm["speculative_config"] = speculation_of("ngram", DRAFTS) | {
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": [SHARE ** (count + 1) for count in range(DRAFTS)],
-        }
+        llm["speculative_config"] = speculation_of("ngram", DRAFTS)
+        if not run.tiny:  # vLLM's CPU judges no drafts by lot
+            rates = [SHARE ** (count + 1) for count in range(DRAFTS)]
+            by_lot = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+            llm["speculative_config"] |= by_lot
     forced = {"confidence": SHARE, "acceptance": SHARE if engine == "verify" else 1.0}
     return EngineSpec(
         model_dir=shape.write(folder, engine),
