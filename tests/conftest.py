@@ -116,7 +116,10 @@ def random_screens(config: dict[str, Any], exits: tuple[int, ...]) -> dict[int, 
 
     size = config.get("hidden_size", config.get("n_embd"))
     drawn, found = torch.Generator().manual_seed(0), {}
-    for layer, rate in break_even_rates(config, exits).items():
+    rates = break_even_rates(config, exits)
+    for layer, rate in rates.items():
+        if not 0.0 < rate < 1.0:  # beyond the depth of a model that was cut
+            continue
         inner = torch.randn(16, size, generator=drawn) / size**0.5
         outer = torch.randn(16, generator=drawn)
         meaning = torch.ones(len(KNOTS)), torch.full((len(KNOTS),), math.log(rate / (1 - rate)))

@@ -45,6 +45,7 @@ def calibrated(model: Path) -> Path:
         mode="defer",
         criterion="margin",
         confidence_level=0.95,
+        exit_checks="all",
         num_layers=6,
         chosen=point,
         points=(replace(point, agreement=0.9, thresholds={2: 0.3}),),

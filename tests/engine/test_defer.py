@@ -90,7 +90,7 @@ def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks) -> No
 
 def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
     """Blocks are complete when they enter the cache, so anyone may read them."""
-    harness = start(model, block_size=32, disable_log_stats=False)
+    harness = start(model, exits={"exit_checks": "all"}, block_size=32, disable_log_stats=False)
     prompt = random_jobs()[0].prompt
     # The request ends just as it fills a block, when tokens would otherwise be left waiting.
     early = job(prompt, deferred(0.06), max_tokens=4 * 32 - len(prompt) + 1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from exitserve.gates import Gate
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from exitserve.engine.layers.branches import every_branch
 from exitserve.engine.rails.requests import RailsRequests, Sampled
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.screens import KNOTS, Screen
 from exitserve_kernels.propagate_kv import KeyNorm, fill, normalised
 
 from .recording import tensors
@@ -80,7 +80,7 @@ def test_a_request_that_comes_back_among_prompts(card: torch.device) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("criterion", ["max_prob", "margin", "entropy", "gate"])
+@pytest.mark.parametrize("criterion", ["max_prob", "margin", "entropy"])
 def test_the_check(
     card: torch.device, monkeypatch: pytest.MonkeyPatch, criterion: str, ranks: int
 ) -> None:
@@ -104,18 +104,18 @@ def test_the_check(
 
     processor.org_vocab_size, processor.head_dtype = ranks * COLUMNS, None  # type: ignore[attr-defined]
     model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
-    gates = {2: Gate(torch.zeros(WIDTH), torch.zeros(()))} if criterion == "gate" else {}
-    ends = torch.tensor([1])
+    meaning = torch.zeros(len(KNOTS))
+    weights = torch.zeros(4, WIDTH), torch.zeros(4), torch.zeros(4), torch.zeros(1)
+    screens, ends = {2: Screen(*weights, meaning, meaning)}, torch.tensor([1])
     head = exit_head.ExitHead(
-        model, lambda normed: normed @ lm_head.weight.T, ends, criterion, gates
+        model, lambda normed: normed @ lm_head.weight.T, ends, criterion, screens, {2: 0.4}
     )
     normed = torch.zeros(3, WIDTH, device=card)
     limits = torch.zeros(3, device=card)
-    found, logits = head.check(normed, 2, limits, limits)
+    found, logits = head.check(normed, limits, limits)
     assert found.exits.device == found.confidence.device == card
     assert head.logits_of(logits, [True] * 3).shape == (3, ranks * COLUMNS)
-    if gates:
-        assert head.opens(normed, 2, limits).device == card
+    assert head.opens(normed, 2, limits).device == card
 
 
 @pytest.mark.parametrize("with_all", [True, False])

@@ -29,6 +29,7 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
         mode="defer",
         criterion="max_prob",
         confidence_level=0.95,
+        exit_checks="all",
         num_layers=12,
         chosen=POINT,
         points=(replace(POINT, agreement=0.9, thresholds={9: 0.2}),),

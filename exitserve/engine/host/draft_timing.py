@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+FIRST = 3
+"""Passes that draft before anything is known ..."""
 TRIAL = 6
-"""Passes timed of each way before the first verdict, and whenever the loser is tried again."""
+"""... and that are timed of the other way then, and whenever the loser is tried again."""
 MEMORY = 12
 """Passes of each way that count."""
 PATIENCE = 3.0
@@ -52,9 +54,9 @@ class _Contest:
     """Drafting against not drafting, at one number of rows."""
 
     ways: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    trial: bool = False
+    trial: bool = True
     """Which way is being tried."""
-    left: int = TRIAL
+    left: int = FIRST
     """Passes left of the trial, or until the next one."""
     lost: float = 0.0
     """Seconds that the trial took more than the other way would have."""
@@ -92,7 +94,7 @@ class DraftTiming:
     """Decides, pass by pass, whether rows draft."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Starts without experience: not drafting is timed first."""
+        """Starts without experience: drafting is tried first."""
         self._clock = clock
         self._contests: dict[int, _Contest] = {}
         self._last: tuple[float, tuple[str, ...], bool] | None = None
