@@ -13,7 +13,6 @@ from exitserve_kernels.exit_check import check_logits
 
 WIDTH, COLUMNS = 8, 5
 ENDS = torch.tensor([3])
-LAYER = 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])
