@@ -200,6 +200,8 @@ def collective(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Puts recorded graphs in the place of CUDA's."""
+    import vllm.utils.torch_utils  # noqa: F401  # puts its own set_stream there, before ours
+
     from exitserve.engine.layers import branches
 
     stream = SimpleNamespace()

@@ -347,6 +347,8 @@ def test_collectives_of_a_branch_go_to_its_stream(monkeypatch: pytest.MonkeyPatc
 
     graph = StreamsOfACapture()
     monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: None)
+    # A test that has stood in for it may have been there before vLLM.
+    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)
     monkeypatch.setattr(torch_utils._current_stream_tls, "value", "graph", raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: graph.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
