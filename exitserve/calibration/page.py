@@ -238,11 +238,37 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
         "![agreement against confidence](reliability.png)",
         "",
+        *screening_table(data),
         f"Method: {provenance['method']}.",
         "",
         f"Made on {machine_line(data)}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def screening_table(data: Mapping[str, Any]) -> list[str]:
+    """What screens let through and miss; nothing where there are none."""
+    if not data["screening"]:
+        return []
+    headers = ("exit", "threshold", "pass", "chance said", "checked", "recall")
+    keys = ("passes", "chance", "opened", "recall")
+    cells = [
+        (
+            str(one["exit_layer"]),
+            f"{one['threshold']:g}",
+            *("" if one[key] is None else f"{one[key]:.3f}" for key in keys),
+        )
+        for one in data["screening"]
+    ]
+    return [
+        "Screens, on text that they were not fitted to: of all tokens at an exit, the share whose "
+        "check would pass, the chance of it that the screen gave, and the share that is checked; "
+        "of those that would pass, the share that is checked (what is missed goes on to a later "
+        "exit).",
+        "",
+        markdown_table(headers, cells),
+        "",
+    ]
 
 
 def _tested(provenance: Mapping[str, Any]) -> list[str]:

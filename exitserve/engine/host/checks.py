@@ -31,7 +31,8 @@ class Checks:
             layer: the exit layer.
         """
         every = list(range(len(due)))
-        if not self.head.has_screen(layer):
+        unchecked = all(one.exits_unchecked(layer) for one in due)
+        if unchecked or not self.head.has_screen(layer):
             return every
         opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
         opened = [index for index in every if opens[index]]
