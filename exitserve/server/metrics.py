@@ -1,4 +1,4 @@
-"""Every Prometheus metric of the product, and the numbers of `GET /exitserve/stats`.
+"""Every Prometheus metric of the product.
 
 Most read the worker's cumulative snapshot (`exitserve.engine.recorder.Recorder.snapshot`). Those
 of live quality are counted in the API process (`exitserve.server.shadow_evaluation`). Each metric
@@ -7,7 +7,6 @@ is an entry of `METRICS`; its help text on `/metrics` includes its PromQL query.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -24,12 +23,6 @@ Thresholds = Literal["calibrated", "other"]
 """Whether a request has the thresholds of the calibration, to which its promise applies."""
 DropReason = Literal["queue_full", "no_trace", "error"]
 """Why a selected request was not compared: a full queue, missing depths, or an error."""
-
-WINDOW_SECONDS = 60.0
-"""The length of `last_minute`."""
-
-MIN_SPACING_SECONDS = 0.5
-"""Samples closer than this are merged, to bound memory when stats are requested often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,92 +331,3 @@ def export_break_even(
     gauge = CHECK_BREAK_EVEN.gauge(registry)
     for layer, rate in rates.items():
         gauge.labels(model_name, str(layer)).set(rate)
-
-
-class StatsWindow:
-    """Totals since the start and over the last minute, from occasional snapshots."""
-
-    def __init__(self, break_even: Mapping[int, float] | None = None) -> None:
-        """Starts without samples: all counts are zero until the first.
-
-        Args:
-            break_even: by exit layer, the share of its checks that must pass for it to pay.
-        """
-        self._break_even = dict(break_even or {})
-        self._last: Counts = {}
-        self._samples: deque[tuple[float, Counts]] = deque()
-
-    def add(self, now: float, snapshot: Snapshot) -> None:
-        """Adds a worker's cumulative counts at time `now`, in seconds of a monotonic clock."""
-        current = read_counts(snapshot)
-        total = self._total()
-        for key, count in advance(self._last, current).items():
-            total[key] = total.get(key, 0) + count
-        self._last = current
-        if len(self._samples) > 1 and now - self._samples[-2][0] < MIN_SPACING_SECONDS:
-            self._samples.pop()
-        self._samples.append((now, total))
-        self._forget(now)
-
-    def report(self, now: float) -> dict[str, Any]:
-        """The body of `GET /exitserve/stats`.
-
-        Returns:
-            `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
-            `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
-            later, and those of rejected drafts), `checks`, `checks_passed` and `checks_screened`,
-            and `exits`, the last three by exit layer with whether it `pays`. Averages are None if
-            no token was generated.
-        """
-        self._forget(now)
-        total = self._total()
-        before = self._samples[0][1] if self._samples else {}
-        lately = {key: count - before.get(key, 0) for key, count in total.items()}
-        periods = {"since_start": total, "last_minute": lately}
-        return {
-            name: {**_summary(counts), "exits": self._exits(counts)}
-            for name, counts in periods.items()
-        }
-
-    def _exits(self, counts: Counts) -> dict[str, Any]:
-        """By exit layer its checks, and whether enough of them passed to be worth their price."""
-        found = {}
-        for layer in sorted({int(layer) for name, layer in counts if name == CHECKS.name}):
-            kinds = CHECKS, CHECKS_PASSED, CHECKS_SCREENED
-            checks, passed, screened = (counts.get((one.name, str(layer)), 0) for one in kinds)
-            even = self._break_even.get(layer)
-            found[str(layer)] = {
-                "checks": checks,
-                "checks_passed": passed,
-                "checks_screened": screened,
-                "break_even": even,
-                "pays": None if even is None or not checks else passed / checks >= even,
-            }
-        return found
-
-    def _total(self) -> Counts:
-        return dict(self._samples[-1][1]) if self._samples else {}
-
-    def _forget(self, now: float) -> None:
-        # Keep the newest sample that is a minute old: the last minute starts there.
-        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
-            self._samples.popleft()
-
-
-def _summary(counts: Counts) -> dict[str, Any]:
-    def total(metric: WorkerMetric) -> int:
-        return sum(count for (name, _), count in counts.items() if name == metric.name)
-
-    tokens, full_depth = total(TOKENS), total(FULL_DEPTH)
-    run = full_depth - total(DEPTH_SAVED)
-    by_layer = {int(layer): n for (name, layer), n in counts.items() if name == TOKENS.name}
-    return {
-        "tokens": tokens,
-        "tokens_by_exit_layer": {str(layer): by_layer[layer] for layer in sorted(by_layer)},
-        "mean_depth": run / tokens if tokens else None,
-        "depth_speedup": full_depth / run if tokens else None,
-        "mean_layers_run": (run + total(DEFERRED_LAYERS)) / tokens if tokens else None,
-        "checks": total(CHECKS),
-        "checks_passed": total(CHECKS_PASSED),
-        "checks_screened": total(CHECKS_SCREENED),
-    }

@@ -36,12 +36,12 @@ from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
-    StatsWindow,
     export_break_even,
     export_calibrated_agreement,
 )
 from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
 from exitserve.server.shadow_evaluation import ShadowEvaluation
+from exitserve.server.stats_window import StatsWindow
 from exitserve.server.unsupported_features import (
     NO_POOLING,
     NO_SCALING,

@@ -13,8 +13,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from exitserve.server.metrics import ExitMetrics, Snapshot, StatsWindow
+from exitserve.server.metrics import ExitMetrics, Snapshot
 from exitserve.server.response_fields import Depths
+from exitserve.server.stats_window import StatsWindow
 
 logger = logging.getLogger(__name__)
 

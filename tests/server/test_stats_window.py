@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.engine.recorder import Recorder
-from exitserve.server.metrics import WINDOW_SECONDS, StatsWindow
+from exitserve.server.stats_window import WINDOW_SECONDS, StatsWindow
 
 LAYERS = 6
 EXITS = (2, 4)

@@ -19,7 +19,8 @@ from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 from exitserve.server import routes
 from exitserve.server.engine_end import EngineEnd
-from exitserve.server.metrics import ExitMetrics, StatsWindow
+from exitserve.server.metrics import ExitMetrics
+from exitserve.server.stats_window import StatsWindow
 from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient
 
 MODEL = "tiny"
