@@ -1,12 +1,13 @@
 """Where a decode step of the engine with exits spends its time.
 
     python benchmarks/profile_step.py --synthetic llama-350m --exit-layer 6 --batch-size 1
-    python benchmarks/profile_step.py --model models/exit-py-10m --exit-threshold 0.4 --batch-size 8
+    python benchmarks/profile_step.py --model DIR --server '{"mode": "defer"}' \
+        --fields '{"exit_threshold": "auto", "exit_target": 0.95}' --batch-size 8
 
-Starts one engine in this process, decodes random prompts, and prints the milliseconds of a step
-by part. A part's time is its own: what it calls and is named in the table below is counted
-there, so the lines add up to the step. Without --exit-layer and --exit-threshold every token
-runs all layers.
+Starts one engine in this process, decodes after the bundled prompts (SYNTHETIC weights: after
+random tokens), and prints the milliseconds of a step by part. A part's time is its own: what it
+calls and is named in the table below is counted there, so the lines add up to the step. Without
+--exit-layer, --exit-threshold and --fields every token runs all layers.
 
 The numbers are for finding what to improve, not for quoting. In one process there are no
 messages between scheduler and worker, which serving and `exitserve bench` have. On a CPU one
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve import synthetic_shapes
+from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import greedy_params, prepare_environment, start_engine
 from exitserve.errors import ExitServeError
@@ -57,6 +60,7 @@ PROBES = (
     Probe("vLLM's own forward, where nobody may exit", "model.model", "__call__"),
     Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
     Probe("exit check, head aside", "exitserve.engine.host.checks:Checks", "check"),
+    Probe("late checks, head aside", "exitserve.engine.host.late_checks:LateChecks", "settle"),
     Probe("propagation", "exitserve.engine.layers.propagation:Propagation", "fill"),
     Probe("requests: rows, depths, counts", REQUESTS, "next_step"),
     Probe("requests: rows, depths, counts", REQUESTS, "record"),
@@ -169,7 +173,9 @@ def profile(args: argparse.Namespace, model_dir: Path) -> Stopwatch:
     on_model = [probe for probe in PROBES if probe.owner.startswith("model.")]
     # Before the engine keeps bound methods of its own.
     missing = install(watch, [probe for probe in PROBES if probe not in on_model])
-    options = {} if args.exit_layer is None else {"exit_layers": [args.exit_layer]}
+    options: dict[str, Any] = dict(args.server)
+    if args.exit_layer is not None:
+        options["exit_layers"] = [args.exit_layer]
     llm = start_engine(
         model_dir,
         exits=options,
@@ -195,11 +201,19 @@ def _answer_tokens(args: argparse.Namespace) -> int:
 
 
 def _decode(engine: Any, args: argparse.Namespace, watch: Stopwatch, vocabulary: int) -> None:
-    fields: dict[str, Any] = {"exit_threshold": args.exit_threshold}
+    fields: dict[str, Any] = args.fields or {"exit_threshold": args.exit_threshold}
     if args.exit_layer is not None:
         fields = {"exit_layer": args.exit_layer}
     params = greedy_params(_answer_tokens(args), fields)
-    prompts = synthetic_shapes.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
+    if args.synthetic:
+        prompts = synthetic_shapes.random_prompts(vocabulary, args.batch_size, args.prompt_tokens)
+    else:
+        prompts = [
+            list(ids[: args.prompt_tokens])
+            for ids in first_prompts(
+                encode_prompts(load_prompts(None), args.model), args.batch_size
+            )
+        ]
     for index, prompt in enumerate(prompts):
         engine.add_request(f"profile-{index}", {"prompt_token_ids": prompt}, params)
     produced = dict.fromkeys((f"profile-{index}" for index in range(args.batch_size)), 0)
@@ -248,6 +262,11 @@ def main() -> int:
         parser.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{about}, default {default}"
         )
+    for flag, about in (
+        ("--server", "options of the server, as JSON"),
+        ("--fields", "fields of every request, as JSON"),
+    ):
+        parser.add_argument(flag, type=json.loads, default={}, metavar="JSON", help=about)
     parser.add_argument("--enforce-eager", action="store_true", help="do not compile")
     args = parser.parse_args()
     if min(args.batch_size, args.prompt_tokens, args.steps, args.warm_up) < 1:

@@ -155,6 +155,8 @@ class ExitRules:
     """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
+    steps_aside: bool = True
+    """Whether rows neither draft nor leave where a measurement says that this slows passes down."""
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"

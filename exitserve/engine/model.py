@@ -51,14 +51,14 @@ class MultiExitMixin(FirstLayers):
         self.device: DeviceLoop | None = None
         self.rails: RailsLoop | None = None
         if path == RAILS:
-            segments = self._make_segments(vllm_config, masked=False, normed=True)
+            segments = self._make_segments(vllm_config, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)
             self.rails = RailsLoop(self, segments, self._head, draft_head, most)
             return
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
-        self._segments = self._make_segments(vllm_config, masked=on_device, normed=on_device)
+        self._segments = self._make_segments(vllm_config, masked=on_device)
         model: Any = self
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
         self.propagation = Propagation(
@@ -82,7 +82,15 @@ class MultiExitMixin(FirstLayers):
                 config.model, rules.screens_file, rules.exit_layers, config.revision
             )
         ends = self._state.eos_token_ids
-        return ExitHead(self, compute_logits, ends, rules.criterion, screens, rules.break_even)
+        return ExitHead(
+            self,
+            compute_logits,
+            ends,
+            rules.criterion,
+            rules.exit_layers,
+            screens,
+            rules.break_even,
+        )
 
     def _draft_head(self, vllm_config: Any) -> DraftHead:
         model: Any = self
@@ -90,19 +98,22 @@ class MultiExitMixin(FirstLayers):
         tokens = load_draft_tokens(config.model, config.revision)
         return DraftHead(model.output_head(), model.logits_processor, tokens)
 
-    def _make_segments(
-        self, vllm_config: Any, *, masked: bool, normed: bool
-    ) -> tuple[Segment, ...]:
+    def _make_segments(self, vllm_config: Any, *, masked: bool) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits. See `compiled_segment`."""
         model: Any = self
         exit_layers, layers = self._state.rules.exit_layers, model.decoder_layers()
         if not exit_layers:
             return ()
-        norm = model.final_norm if normed else None
-        parts = partial(compiled_segment, vllm_config, layers, run_layer=model.run_layer)
+        parts = partial(
+            compiled_segment,
+            vllm_config,
+            layers,
+            run_layer=model.run_layer,
+            final_norm=model.final_norm,
+            masked=masked,
+        )
         return tuple(
-            parts(start=start, end=end, final_norm=norm, masked=masked)
-            for start, end in pairwise([0, *exit_layers, len(layers)])
+            parts(start=start, end=end) for start, end in pairwise([0, *exit_layers, len(layers)])
         )
 
     def forward(

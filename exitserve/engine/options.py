@@ -111,6 +111,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     num_drafts = _num_drafts(options, exit_layers, loop)
     rules = ExitRules(
         num_drafts=num_drafts,
+        steps_aside=wanted != "all",
         modes=LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ()),
         num_layers=num_layers,
         exit_layers=exit_layers,

@@ -161,7 +161,10 @@ FLUSHED_TOKENS = WorkerMetric(
 )
 STEPPED_ASIDE = WorkerMetric(
     name="exitserve_stepped_aside_total",
-    help="Times a request (mode verify) drafted nothing because drafting would have been slower.",
+    help=(
+        "Times a request drafted nothing (mode verify), or a token ran on behind its exit (defer), "
+        "because that was faster."
+    ),
     promql="sum(rate(exitserve_stepped_aside_total[5m]))",
     read=_field("stepped_aside"),
 )

@@ -69,9 +69,11 @@ def test_states_go_back_to_their_tokens() -> None:
     active = ActiveTokens([1, 2], positions, (torch.zeros(3, WIDTH), None), (positions,))
     left = torch.zeros(3, WIDTH)
     normed = torch.ones(3, WIDTH)
-    assert active.hand_over(normed, left) is normed, "nothing changed"
+    active.normed = normed
+    assert active.hand_over(left) is normed, "nothing changed"
     active.change({0}, {1: Tokens(torch.zeros(2, WIDTH), torch.tensor([7, 8]), (positions[:2],))})
-    found = active.hand_over(torch.arange(4.0)[:, None].expand(4, WIDTH), left)
+    active.normed = torch.arange(4.0)[:, None].expand(4, WIDTH)
+    found = active.hand_over(left)
     assert found[:, 0].tolist() == [0.0, 2.0, 3.0]
 
 
@@ -149,5 +151,5 @@ def test_own_tokens_join_where_they_wait() -> None:
     active.change((), {0: _tokens([4, 5], 0), 1: _tokens([8], 1)})
     assert torch.equal(active.positions, positions) and torch.equal(active.total(), state)
     assert active.tokens.tolist() == [0, 1, 2, 3, 4] and not active.num_pending
-    normed = torch.ones(5, WIDTH)
-    assert active.hand_over(normed, torch.zeros(5, WIDTH)) is normed
+    normed = active.normed = torch.ones(5, WIDTH)
+    assert active.hand_over(torch.zeros(5, WIDTH)) is normed

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+
+from exitserve.engine.host.timing import PassTiming
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,34 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
         assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
         counted = harness.stats()
         assert counted["deferred_layers"] > 0
+
+
+@pytest.mark.parametrize("leaving", ["never", "now and then", "always"])
+def test_rows_that_do_not_leave_get_the_same(
+    start, model, jobs, job, expect, oracle, leaving: str, monkeypatch
+) -> None:
+    """The clock decides whether rows leave; here the test does. Among those that defer are a
+    request at full depth and one that drafts."""
+    drawn = random.Random(5)
+    ways: list[bool] = []
+
+    def choose(self, requests, tokens, *, steady) -> bool:
+        ways.append(leaving == "always" or (leaving != "never" and drawn.random() < 0.5))
+        return ways[-1]
+
+    monkeypatch.setattr(PassTiming, "choose", choose)
+    others = ({"exit_threshold": 1.0}, {"exit_threshold": 0.06, "exit_mode": "verify"})
+    asked = [one for one in jobs if is_deferred(one)]
+    asked += [job(asked[0].prompt[:9], fields, max_tokens=40) for fields in others]
+    outcomes = [expect(oracle(model), one) for one in asked]
+    verifying = {"mode": "verify", "exit_threshold": 0.06, "num_drafts": 3}
+    harness = start(model, exits=verifying, enable_prefix_caching=False)
+    assert harness.run(asked) == outcomes
+    assert harness.run(asked, every=3) == outcomes
+    assert set(ways) == {"never": {False}, "always": {True}}.get(leaving, {False, True})
+    counted = harness.stats()
+    assert counted["pending_tokens"] == 0
+    assert (counted["stepped_aside"] > 50) == (leaving != "always")
 
 
 def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:

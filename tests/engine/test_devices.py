@@ -108,7 +108,7 @@ def test_the_check(
     weights = torch.zeros(4, WIDTH), torch.zeros(4), torch.zeros(4), torch.zeros(1)
     screens, ends = {2: Screen(*weights, meaning, meaning)}, torch.tensor([1])
     head = exit_head.ExitHead(
-        model, lambda normed: normed @ lm_head.weight.T, ends, criterion, screens, {2: 0.4}
+        model, lambda normed: normed @ lm_head.weight.T, ends, criterion, (2,), screens, {2: 0.4}
     )
     normed = torch.zeros(3, WIDTH, device=card)
     limits = torch.zeros(3, device=card)

@@ -119,8 +119,7 @@ def test_confidence_must_exceed_its_own_threshold() -> None:
 
 def test_nothing_to_check() -> None:
     found = check_logits(torch.zeros(0, 5), torch.zeros(0))
-    assert found.token is None
-    assert [part.shape for part in found[1:]] == [(0,)] * 4
+    assert [part.shape for part in found] == [(0,)] * 2
 
 
 def test_unknown_criterion() -> None:

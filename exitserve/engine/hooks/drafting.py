@@ -14,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
-
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.hooks.rows_processor import PROCESSOR
-from exitserve.engine.host.draft_timing import DraftTiming
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft
-from exitserve.engine.options import options_of
+from exitserve.engine.host.timing import PassTiming
 
 
 class Drafter:
@@ -44,14 +40,13 @@ class Drafter:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._loop: HostLoop
         self._requests: HostRequests
-        always = options_of(vllm_config).get("exit_checks") == "all"
-        self._timing = None if always else DraftTiming()
+        self._timing: PassTiming | None
 
     def load_model(self, model: Any) -> None:
         """Takes vLLM's model, which drafts for itself."""
         loop = model.host
         assert loop is not None, "mode 'verify' is refused where the device decides"
-        self._loop, self._requests = loop, loop.requests
+        self._loop, self._requests, self._timing = loop, loop.requests, loop.make_timing()
 
     def propose(
         self,
@@ -83,15 +78,9 @@ class Drafter:
         return by_row
 
     def _pays(self, drafts: Sequence[Draft], sampled: Sequence[Sequence[int]]) -> bool:
-        """Whether to draft now; all ranks follow the clock of the first one."""
-        if self._timing is None:
-            return True
-        chosen = self._timing.choose(
+        """Whether to draft now."""
+        return self._timing is None or self._timing.choose(
             tuple(one.candidate.request.name for one in drafts),
             sum(len(sampled[one.row]) for one in drafts),
             steady=self._requests.only_decodes,
         )
-        if get_tensor_model_parallel_world_size() > 1:
-            flag = torch.tensor([int(chosen)])
-            return bool(get_tp_group().broadcast(flag, src=0).item())
-        return chosen

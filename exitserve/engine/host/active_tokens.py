@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from exitserve.engine.layers.segments import Stream, total_of
+from exitserve.engine.layers.segments import Segment, Stream, total_of
 from exitserve.engine.pending_tokens import PENDING, Tokens, joined
 
 
@@ -36,6 +36,8 @@ class ActiveTokens:
         self._all_positions = positions
         self.positions = positions
         self.stream = stream
+        self.normed = stream[0][:0]
+        """[A, D] normed states behind the segment that ran last, until rows go or tokens come."""
         self.slots = tuple(slots)
         self.tokens = torch.arange(positions.shape[0])
         """[A] indices in the pass, `PENDING` for tokens that come along."""
@@ -55,6 +57,12 @@ class ActiveTokens:
     def ends(self) -> Tensor:
         """[R] int32 length of each row's sequence up to its last active token."""
         return self.positions[self.last_tokens(self.rows)].int() + 1
+
+    def run(self, segment: Segment) -> None:
+        """Runs the next layers."""
+        self.normed, hidden, residual = segment(self.positions, *self.stream)
+        if hidden is not None:  # behind the last layer nothing goes on
+            self.stream = hidden, residual
 
     def total(self) -> Tensor:
         """The residual stream [A, D] itself."""
@@ -127,13 +135,13 @@ class ActiveTokens:
         self.num_pending = int((self.tokens == PENDING).sum())
         self.slots = tuple(group[order] for group in slots)
 
-    def hand_over(self, normed: Tensor, left: Tensor) -> Tensor:
+    def hand_over(self, left: Tensor) -> Tensor:
         """Normed states of the whole pass [T, D].
 
         Args:
-            normed: [A, D] of the active tokens.
-            left: [T, D] of those that left before; filled up.
+            left: [T, D] of those that left before; filled up with the active tokens'.
         """
+        normed = self.normed
         if normed.shape == left.shape and not self.num_pending:
             return normed  # every token is still there
         if self.num_pending:

@@ -5,7 +5,7 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,9 +35,7 @@ class Checks:
         if unchecked or not self.head.has_screen(layer):
             return every
         opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
-        opened = [index for index in every if opens[index]]
-        self._recorder.screened[layer] += len(due) - len(opened)
-        return opened
+        return [index for index in every if opens[index]]
 
     def least_scores(self, due: Sequence[Candidate], layer: int) -> Tensor:
         """[N] scores above which rows are checked."""
@@ -58,15 +56,17 @@ class Checks:
         """
         # A row that exits unconditionally is not checked: its logits are the final head's.
         asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
-        confident, logits = list[bool](), normed
-        if asked:
-            some = normed if len(asked) == len(due) else normed[asked]
-            thresholds = step.thresholds([due[index] for index in asked], layer)
-            found, logits = self.head.check(some, *thresholds)
-            confident = found.exits.tolist()
-        return self.settle(
-            step, layer, due, confident, lambda exits: self.head.logits_of(logits, exits)
-        )
+        if not asked:
+            return self.settle(step, layer, due, [], head_passes=0)
+        some = normed if len(asked) == len(due) else normed[asked]
+        thresholds = step.thresholds([due[index] for index in asked], layer)
+        found, logits = self.head.check(some, *thresholds)
+        passed = self.settle(step, layer, due, found.exits.tolist())
+        exits = [index in passed for index in asked]
+        if any(exits):
+            gone = [due[index].row for index in asked if index in passed]
+            step.keep_logits(gone, self.head.logits_of(logits, exits))
+        return passed
 
     def settle(
         self,
@@ -74,16 +74,17 @@ class Checks:
         layer: int,
         due: Sequence[Candidate],
         confident: Sequence[bool],
-        logits_of: Callable[[list[bool]], Tensor],
+        *,
+        head_passes: int = 1,
     ) -> list[int]:
         """Notes the outcome of a check.
 
         Args:
-            step: takes depths and logits.
+            step: takes depths.
             layer: the exit layer.
             due: [N] the rows.
             confident: whether those passed that do not exit unconditionally.
-            logits_of: gives the logits of those of them that exit.
+            head_passes: times the LM head was read for it.
 
         Returns:
             Indices within `due` of those that exit.
@@ -91,13 +92,10 @@ class Checks:
         asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
         checked = [due[index] for index in asked]
         exits = self.outcome(checked, layer, step, list(confident))
-        gone = [one.row for one, leaves in zip(checked, exits, strict=True) if leaves]
-        if gone:
-            step.keep_logits(gone, logits_of(exits))
         stays = {index for index, leaves in zip(asked, exits, strict=True) if not leaves}
         passed = [index for index in range(len(due)) if index not in stays]
         step.depth.update((due[index].row, layer) for index in passed)
-        self._recorder.count_checks(layer, len(due), len(passed), head_passes=bool(asked))
+        self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
         return passed
 
     def outcome(
@@ -154,14 +152,15 @@ class HostMaskedRows:
         outcome, checked = passed.tolist(), due.tolist()
         self._due = [one for one in self._due if checked[one.row]]
         asked = [one.row for one in self._due if not one.exits_unchecked(layer)]
-
-        def logits_of(exits: list[bool]) -> Tensor:
-            gone = {row for row, leaves in zip(asked, exits, strict=True) if leaves}
-            return self._checks.head.logits_of(logits, [row in gone for row in range(len(logits))])
-
         confident = [outcome[row] for row in asked]
-        exits = self._checks.settle(self._step, layer, self._due, confident, logits_of)
+        exits = self._checks.settle(
+            self._step, layer, self._due, confident, head_passes=bool(asked)
+        )
         rows = [self._due[index].row for index in exits]
+        gone = [row for row in asked if row in rows]
+        if gone:
+            kept = [row in gone for row in range(len(logits))]
+            self._step.keep_logits(gone, self._checks.head.logits_of(logits, kept))
         self._recorder.count_frozen(sum(one not in self._step.pending for one in rows))
         return self._mask(rows)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from exitserve.engine.compat.context import (
@@ -38,8 +39,10 @@ from exitserve.engine.compat.context import (
 )
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
+from exitserve.engine.host.late_checks import LateChecks
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, draft_step, merge_logits
+from exitserve.engine.host.timing import PassTiming
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
@@ -75,6 +78,11 @@ class HostLoop:
         self._model, self._segments = model, segments
         self._propagation, self._masked = propagation, masked
         self.checks = self.make_checks(head)
+        self._late = LateChecks(self.checks, self._recorder)
+        self._timing = self.make_timing()
+        """Of passes whose rows may leave, or be checked behind the last layer."""
+        self._timed_pass = 0
+        """The last one of these."""
         self._is_pair = False
         """Whether layers carry the stream as a pair."""
         self._step: Step | None = None
@@ -84,6 +92,10 @@ class HostLoop:
     def make_checks(self, head: ExitHead) -> Checks:
         """What checks rows; benchmarks of random weights override it."""
         return Checks(head, self._recorder)
+
+    def make_timing(self) -> PassTiming | None:
+        """What tells whether exits pay just now; None where they are always taken."""
+        return PassTiming(agree=_as_first_rank) if self._rules.steps_aside else None
 
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
@@ -101,6 +113,7 @@ class HostLoop:
             if self._segments:
                 self._warm_up(positions, embed())
             return self._run_plain(plain)
+        steady = self.requests.only_decodes
         step = self._step = self.requests.next_step(shape, positions)
         if step.is_plain:
             # Where no row may exit, the pass is vLLM's own, bit for bit.
@@ -111,6 +124,8 @@ class HostLoop:
             hidden = embed()
             self._catch_up(positions, hidden, step)
             normed = self._run_masked(positions, hidden, step)
+        elif step.may_check_late and not self._pays_to_leave(step, steady=steady):
+            normed = self._run_late(positions, embed(), step)
         else:
             normed = self._run_rearranged(positions, embed(), step)
         self._context = get_forward_context() if self._rules.num_drafts else None
@@ -140,13 +155,34 @@ class HostLoop:
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
         return loop.run(positions, hidden, rows)
 
+    def _pays_to_leave(self, step: Step, *, steady: bool) -> bool:
+        """Whether rows leave in this pass; `steady`: the one before did nothing but decode."""
+        if self._timing is None:
+            return True
+        number = self.requests.pass_number
+        follows, self._timed_pass = number == self._timed_pass + 1, number
+        names = tuple(one.request.name for one in step.candidates)
+        return self._timing.choose(names, len(names), steady=steady and follows)
+
+    def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """All rows through all layers, and checked behind the last."""
+        self._catch_up(positions, hidden, step)
+        self._recorder.stepped_aside += len(step.candidates)
+        rows = [step.row_ends[one.row] - 1 for one in step.candidates]
+        places = None if len(rows) == len(hidden) else torch.tensor(rows)
+        normed, states, stream = hidden, list[Tensor](), (hidden, None)
+        for segment in self._segments:
+            normed, *stream = segment(positions, *stream)
+            states.append(normed if places is None else normed[places])
+        self._recorder.count_layers(self._rules.num_layers)
+        self._late.settle(step, states[:-1], states[-1])
+        return normed
+
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
         active = ActiveTokens(step.lengths, positions, (hidden, None), cache_slots())
-        normed = self._run_segments(active, step, self._segments)
-        if active.rows:
-            normed = active.hand_over(self._model.final_norm(*active.stream), normed)
-        return normed
+        left = self._run_segments(active, step, self._segments)
+        return active.hand_over(left) if active.rows else left
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
         """Loads what propagation needs, and compiles the segments.
@@ -158,8 +194,8 @@ class HostLoop:
         with override_forward_context(replace(get_forward_context())):
             stream: Stream = (hidden, None)
             for segment in self._segments:
-                stream = segment(positions, *stream)
-        self._is_pair = stream[1] is not None
+                self._is_pair = stream[1] is not None
+                _, *stream = segment(positions, *stream)
 
     def _run_segments(
         self, active: ActiveTokens, step: Step, segments: Sequence[Segment]
@@ -210,7 +246,7 @@ class HostLoop:
             hidden, _ = active.stream
             active.stream = hidden, hidden if self._is_pair else None
             return set()
-        active.stream = segment(active.positions, *active.stream)
+        active.run(segment)
         self._recorder.count_layers(segment.size)
         if not step.is_draft:
             self._recorder.count_deferred_layers(active.num_pending * segment.size)
@@ -231,17 +267,20 @@ class HostLoop:
         due = step.due(layer)
         if not due:
             return set()
-        total = active.total()
-        places = active.last_tokens([one.row for one in due])
-        rows = total if places.shape[0] == total.shape[0] else total[places]
-        normed: Tensor = self._model.final_norm(rows, None)
+        places, normed = active.last_tokens([one.row for one in due]), active.normed
+        if places.shape[0] < normed.shape[0]:
+            normed = normed[places]
         opened = self.checks.opened(normed, due, layer)
         if len(opened) < len(due):
+            self._recorder.screened[layer] += len(due) - len(opened)
             if not opened:
                 return set()
             due, places, normed = [due[index] for index in opened], places[opened], normed[opened]
         passed = self.checks.check(normed, due, layer, step)
+        if not passed:
+            return set()
         left[active.tokens[places[passed]]] = normed[passed]
+        total = active.total()
         frozen, gone = list[int](), set[int]()
         for index in passed:
             row, pending = due[index].row, due[index].pending
@@ -314,7 +353,7 @@ class HostLoop:
         """
         step, self._step = self._step, None  # prompt logprobs call again, for other states
         fresh = self._counted(compute)
-        if step is None or not step.depth or normed.shape[0] != step.num_samples:
+        if step is None or not step.found or normed.shape[0] != step.num_samples:
             return self.sampled(step, fresh(normed))
         rest = step.without_logits()
         if rest and len(step.depth) == len(step.row_ends):
@@ -339,3 +378,10 @@ class HostLoop:
     def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
         """The logits [S, V] that are sampled from; benchmarks of random weights override this."""
         return logits
+
+
+def _as_first_rank(chosen: bool) -> bool:
+    if get_tensor_model_parallel_world_size() == 1:
+        return chosen
+    flag = torch.tensor([int(chosen)])
+    return bool(get_tp_group().broadcast(flag, src=0).item())

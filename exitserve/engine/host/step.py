@@ -114,7 +114,8 @@ class Step:
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]."""
         self._exit_layers = rules.exit_layers
-        self._candidates = list(candidates)
+        self.candidates = list(candidates)
+        """The rows whose token may exit."""
         self.pending = dict(pending or {})
         counts = drafts or {}
         self._sample_ends = list(accumulate(1 + counts.get(r, 0) for r in range(len(row_ends))))
@@ -126,7 +127,7 @@ class Step:
         if self.known_depth is not None or any(self.pending.values()):
             return False
         return not any(
-            one.may_exit_at(layer) for one in self._candidates for layer in self._exit_layers
+            one.may_exit_at(layer) for one in self.candidates for layer in self._exit_layers
         )
 
     def due(self, layer: int) -> list[Candidate]:
@@ -134,7 +135,7 @@ class Step:
         if layer not in self._exit_layers:
             return []
         return [
-            one for one in self._candidates if one.row not in self.depth and one.may_exit_at(layer)
+            one for one in self.candidates if one.row not in self.depth and one.may_exit_at(layer)
         ]
 
     def has_more(self, gone: Collection[int]) -> bool:
@@ -182,6 +183,23 @@ class Step:
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
         """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""
         self.logits.append((list(rows), logits))
+
+    @property
+    def found(self) -> bool:
+        """Whether checks found anything: a row that exits, or logits."""
+        return bool(self.depth or self.logits)
+
+    @property
+    def may_check_late(self) -> bool:
+        """Whether all rows could run all layers and be checked behind the last.
+
+        Not where a token freezes, and not where drafts wait for this pass to run on with them.
+        """
+        return (
+            bool(self.candidates)
+            and all(one.request.policy.mode == "defer" for one in self.candidates)
+            and not self.waiting_counts()
+        )
 
     @property
     def num_samples(self) -> int:

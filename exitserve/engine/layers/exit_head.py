@@ -14,7 +14,7 @@ Shapes: N rows, V vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -33,7 +33,7 @@ from exitserve.screens import Screen, Screens
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
-    ExitCheck,
+    Decision,
     Head,
     check_logits,
     criterion_of,
@@ -55,6 +55,7 @@ class ExitHead:
         compute_logits: Callable[[Tensor], Tensor | None],
         eos_token_ids: Tensor,
         criterion: str,
+        exit_layers: Sequence[int],
         screens: Screens,
         break_even: Mapping[int, float],
     ) -> None:
@@ -65,11 +66,15 @@ class ExitHead:
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
             criterion: what confidence is, one of `exitserve.calibration_record.CRITERIA`.
+            exit_layers: those of the model.
             screens: by exit layer; where there is none, every check is made.
             break_even: by exit layer, the chance to pass from which a check pays.
         """
         self._screens = {layer: one for layer, one in screens.items() if layer in break_even}
         self._break_even = break_even
+        own = [self._screens[layer] for layer in exit_layers if layer in self._screens]
+        self._all_screens = Screen.stacked(own) if own and len(own) == len(exit_layers) else None
+        self._exit_layers = exit_layers
         self.least_score = lru_cache(LEAST_SCORES)(self._least_score)
         """The score above which a check after so many layers is made, for a threshold."""
         self._criterion: Criterion = criterion_of(criterion)
@@ -104,6 +109,16 @@ class ExitHead:
         screen = self._screen(layer, normed.device)
         return screen.score(normed) > least_scores.to(normed.device)
 
+    def opens_at_all(self, normed: Tensor, least_scores: Tensor) -> Tensor:
+        """[E, N] bool: as `opens`, of all E exit layers at once: of [E, N, D] and [E, N]."""
+        if self._all_screens is not None:
+            return self._all_screens.score(normed) > least_scores
+        opened = torch.ones_like(least_scores, dtype=torch.bool)
+        for number, layer in enumerate(self._exit_layers):
+            if layer in self._screens:
+                opened[number] = self.opens(normed[number], layer, least_scores[number])
+        return opened
+
     def _screen(self, layer: int, device: torch.device) -> Screen:
         if self._screens[layer].inner.device != device:
             self._screens[layer] = self._screens[layer].to(device)
@@ -111,16 +126,17 @@ class ExitHead:
 
     def check(
         self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor
-    ) -> tuple[ExitCheck, Tensor]:
+    ) -> tuple[Decision, Tensor]:
         """Checks states [N, D] against thresholds [N] for any token and for ends [N].
 
         Args:
-            normed: [N, D] normed states.
+            normed: [N, D] normed states; more than thresholds where only the logits of the last
+                ones are wanted.
             thresholds: [N] for any token.
             end_thresholds: [N] for ends of sequence.
 
         Returns:
-            Who exits, and what `logits_of` needs.
+            Who exits [N], and what `logits_of` needs.
         """
         device = normed.device
         if not self._prepared:  # weights are there once the first check is made
@@ -135,7 +151,7 @@ class ExitHead:
             logits = self.own_logits(normed)
             if not self._sliced:
                 return check_logits(
-                    logits,
+                    logits[: len(thresholds)],
                     thresholds,
                     criterion=self._criterion,
                     end_tokens=self._ends,
@@ -147,9 +163,10 @@ class ExitHead:
             logits[:, self._columns :] = -torch.inf
             kept = logits[:, : self._columns]
             summary = summarise_slice(normed, self._readable, first_token=self._first, logits=kept)
+        summary = summary[: len(thresholds)]
         slices = summary[:, None]  # [N, R, 6]
         if self._sliced:
-            own = summary.new_zeros(len(normed), self._ranks, summary.shape[-1])
+            own = summary.new_zeros(len(summary), self._ranks, summary.shape[-1])
             own[:, self._rank] = summary
             slices = tensor_model_parallel_all_reduce(own)
         size = self._processor.org_vocab_size
@@ -160,7 +177,7 @@ class ExitHead:
             vocab_size=size,
             end_thresholds=end_thresholds,
         )
-        return found, logits
+        return Decision(found.confidence, found.exits), logits
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the logits of some rows, from states of a type."""

@@ -88,7 +88,7 @@ class Segment(nn.Module):
         start: int,
         end: int,
         run_layer: RunLayer,
-        end_with: Callable[[Stream], Ended] | None,
+        end_with: Callable[[Stream], Ended],
     ) -> None:
         super().__init__()
         # A tuple, not a ModuleList: the layers stay registered once, in vLLM's own model.
@@ -106,12 +106,12 @@ def compiled_segment(
     end: int,
     run_layer: RunLayer,
     *,
-    final_norm: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    final_norm: Callable[[Tensor, Tensor | None], Tensor],
     masked: bool = False,
 ) -> Segment:
     """A segment that is compiled as one unit where vLLM compiles.
 
-    It returns the stream; with a final norm, `Ended`. With `masked` it takes two more arguments and
+    With `masked` it takes two more arguments and
     gives frozen tokens their state back after each layer (`restored`;
     `exitserve.engine.layers.masked_loop.MaskedSegment`).
 
@@ -120,15 +120,12 @@ def compiled_segment(
     of its own: with a common one, a segment could be handed another's code.
     """
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
-    end_with = None if final_norm is None else ended(final_norm, is_last=end == len(layers))
+    end_with = ended(final_norm, is_last=end == len(layers))
 
-    def forward(
-        self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> Stream | Ended:
+    def forward(self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Ended:
         for layer in self.layers:
             hidden, residual = self.run_layer(layer, positions, (hidden, residual))
-        stream = hidden, residual
-        return stream if self.end_with is None else self.end_with(stream)
+        return self.end_with((hidden, residual))
 
     def masked_forward(
         self: Segment,
@@ -140,7 +137,6 @@ def compiled_segment(
     ) -> Ended:
         stream = (hidden, residual)
         stream = through(self.layers, self.run_layer, positions, stream, frozen, state)
-        assert self.end_with is not None, "who masks checks"
         return self.end_with(stream)
 
     method: Any = masked_forward if masked else forward

@@ -25,6 +25,7 @@ from exitserve_kernels.exit_check.reference import FIELDS, Head
 __all__ = [
     "CRITERIA",
     "Criterion",
+    "Decision",
     "ExitCheck",
     "FinalNorm",
     "Head",
@@ -56,12 +57,20 @@ class FinalNorm(NamedTuple):
     epsilon: float
 
 
+class Decision(NamedTuple):
+    """Who exits, where the caller has the logits."""
+
+    confidence: Tensor
+    """[B] float32; NaN where a logit is NaN or infinite."""
+    exits: Tensor
+    """[B] bool: confidence above the row's threshold; False where it is NaN."""
+
+
 class ExitCheck(NamedTuple):
     """The result of a check for each row."""
 
-    token: Tensor | None
-    """[B] int64, the most likely token, the first one in a tie. None from `check_logits`: the
-    caller has the logits."""
+    token: Tensor
+    """[B] int64, the most likely token, the first one in a tie."""
     top: Tensor
     """[B] float32, its logit."""
     total: Tensor
@@ -142,7 +151,7 @@ def check_logits(
     criterion: Criterion = "max_prob",
     end_tokens: Tensor | None = None,
     end_thresholds: Tensor | None = None,
-) -> ExitCheck:
+) -> Decision:
     """Checks logits [B, V] of the whole vocabulary that exist already.
 
     Arguments as in `summarise_logits` and `finish`.
@@ -152,11 +161,9 @@ def check_logits(
     """
     criterion_of(criterion)
     _check_thresholds(len(logits), thresholds, end_thresholds)
-    fields = reference.of_written(logits, criterion, end_tokens)
-    confidence, exits = reference.decided(
-        fields, thresholds, criterion, logits.shape[1], end_thresholds
+    return Decision(
+        *reference.decided_by_logits(logits, thresholds, criterion, end_tokens, end_thresholds)
     )
-    return ExitCheck(None, fields.top.float(), fields.total, confidence, exits)
 
 
 def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:

@@ -164,6 +164,33 @@ def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
     return Fields(top, total, None, second, weighted, end)
 
 
+def decided_by_logits(
+    logits: Tensor,
+    thresholds: Tensor,
+    criterion: str,
+    ends: Tensor | None,
+    end_thresholds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `decided`, from all logits [B, V] themselves; `ends` are columns [K].
+
+    A decode step on a CPU waits for this, so it is as few calls as can be; softmax is vectorised,
+    which exp() by itself is not.
+    """
+    chances = logits.softmax(dim=-1, dtype=torch.float32)
+    vocab_size = logits.shape[1]
+    if criterion == "max_prob" or vocab_size == 1:
+        confidence = chances.amax(dim=-1)
+    elif criterion == "margin":
+        best = chances.topk(2, dim=-1).values
+        confidence = best[:, 0] - best[:, 1]
+    else:
+        confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
+    if end_thresholds is not None and ends is not None and len(ends):
+        at_end = logits[:, ends].amax(dim=-1) == logits.amax(dim=-1)
+        thresholds = torch.where(at_end, end_thresholds, thresholds)
+    return confidence, confidence > thresholds
+
+
 def stacked(fields: Fields) -> Tensor:
     """The summary [B, 6]; fields that are None become NaN."""
     unknown = torch.full_like(fields.total, math.nan)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from exitserve.engine.host.draft_timing import DraftTiming
+from exitserve.engine.host.timing import PassTiming
 
 Cost = Callable[[bool], tuple[float, int]]
 """Seconds of a pass after which rows drafted or not, and the tokens that it gave."""
@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.paying = DraftTiming(lambda: self.now)
+        self.paying = PassTiming(lambda: self.now)
         self.numbers = random.Random(1)
 
     def run(self, passes: int, cost: Cost, requests: tuple[str, ...] = ("a",)) -> float:

@@ -1,0 +1,142 @@
+"""Mode "defer" where leaving does not pay: rows run all layers, and are checked behind the last.
+
+Rows that leave save what their layers would compute. But weights are read as long as one row needs
+them, each check reads the head, and a batch is rearranged at every exit; with several rows that
+may cost more than it saves (`exitserve.engine.host.timing` finds out). Then no row leaves: the
+normed states at the exits are kept, and one read of the head behind the last layer checks all of
+them and gives the last layer's logits as well.
+
+A token is the same either way: in this mode exits are decided by states whose keys and values are
+those of full depth, and a screen or check sees nothing but the state.
+
+Shapes: C rows that may exit, E exits, M states whose logits are read, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exitserve.engine.host.checks import Checks
+from exitserve.engine.host.step import Candidate, Step
+from exitserve.engine.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the policies of some rows say of all exits; it outlasts many passes."""
+
+    names: list[str]
+    """[C] the requests."""
+    least_scores: Tensor
+    """[E, C] scores above which a screen lets rows through to a check."""
+    thresholds: Tensor
+    """[E x C, 2] for any token, for ends of sequence."""
+    may_exit: list[list[bool]]
+    """[E][C]."""
+
+
+class LateChecks:
+    """Checks rows at all exits at once."""
+
+    def __init__(self, checks: Checks, recorder: Recorder) -> None:
+        """Takes the model's checks, and what counts."""
+        self._checks, self._recorder = checks, recorder
+        self._exit_layers = recorder.exit_layers
+        self._last: _Wanted | None = None
+
+    def settle(self, step: Step, at_exits: Sequence[Tensor], normed: Tensor) -> None:
+        """Decides at which exit each row would have left.
+
+        Args:
+            step: takes depths and logits.
+            at_exits: E times [C, D] normed states of the rows that may exit.
+            normed: [C, D] those behind the last layer.
+        """
+        rows, last = step.candidates, self._recorder.num_layers
+        wanted = self._wanted(rows)
+        states = torch.cat([*at_exits, normed])
+        opened = self._opened(wanted, states[: -len(rows)])
+        asked = [place for place, opens in enumerate(opened) if opens]
+        found = dict[int, bool]()
+        if asked:
+            finals = range(len(states) - len(rows), len(states))
+            thresholds = wanted.thresholds[asked]
+            check, logits = self._checks.head.check(
+                states[[*asked, *finals]], thresholds[:, 0], thresholds[:, 1]
+            )
+            # The last layer's logits, which are among these, are needed anyway.
+            self._recorder.final_heads += 1
+            found = dict(zip(asked, check.exits.tolist(), strict=True))
+        self._settle(step, wanted, opened, found)
+        depths = [step.depth.get(one.row, last) for one in rows]
+        self._recorder.count_deferred_layers(sum(last - depth for depth in depths))
+        if asked:
+            self._keep_logits(step, asked, depths, logits)
+
+    def _wanted(self, rows: Sequence[Candidate]) -> _Wanted:
+        names = [one.request.name for one in rows]
+        if self._last is None or self._last.names != names:
+            layers = self._exit_layers
+            pairs = [one.thresholds_at(layer) for layer in layers for one in rows]
+            self._last = _Wanted(
+                names,
+                torch.stack([self._checks.least_scores(rows, layer) for layer in layers]),
+                torch.tensor(pairs),
+                [[one.may_exit_at(layer) for one in rows] for layer in layers],
+            )
+        return self._last
+
+    def _opened(self, wanted: _Wanted, states: Tensor) -> list[bool]:
+        """[E x C] which checks are worth making, where a row may exit at all."""
+        by_exit = states.view(len(self._exit_layers), -1, states.shape[-1])
+        opened = self._checks.head.opens_at_all(by_exit, wanted.least_scores).tolist()
+        return [
+            opens and may_exit
+            for own, allowed in zip(opened, wanted.may_exit, strict=True)
+            for opens, may_exit in zip(own, allowed, strict=True)
+        ]
+
+    def _settle(
+        self, step: Step, wanted: _Wanted, opened: Sequence[bool], found: Mapping[int, bool]
+    ) -> None:
+        """Notes the outcome, exit by exit, for the rows that did not exit before."""
+        rows = step.candidates
+        for number, layer in enumerate(self._exit_layers):
+            due = [
+                index
+                for index, may_exit in enumerate(wanted.may_exit[number])
+                if may_exit and rows[index].row not in step.depth
+            ]
+            made = [index for index in due if opened[number * len(rows) + index]]
+            self._recorder.screened[layer] += len(due) - len(made)
+            if made:
+                places = [number * len(rows) + index for index in made]
+                confident = [found[place] for place in places]
+                self._checks.settle(
+                    step, layer, [rows[index] for index in made], confident, head_passes=0
+                )
+
+    def _keep_logits(
+        self, step: Step, asked: Sequence[int], depths: Sequence[int], logits: Tensor
+    ) -> None:
+        """Keeps those [M, V] of each row's depth.
+
+        Args:
+            step: takes them.
+            asked: the exit and row that the first of them belong to, as E x C.
+            depths: [C].
+            logits: what the head read gave.
+        """
+        numbers = {place: number for number, place in enumerate(asked)}
+        exits = {layer: number for number, layer in enumerate(self._exit_layers)}
+        row_of = dict[int, int]()
+        for index, (one, depth) in enumerate(zip(step.candidates, depths, strict=True)):
+            place = exits[depth] * len(depths) + index if depth in exits else None
+            row_of[len(asked) + index if place is None else numbers[place]] = one.row
+        kept = [number in row_of for number in range(len(asked) + len(depths))]
+        ordered = [row_of[number] for number in sorted(row_of)]
+        step.keep_logits(ordered, self._checks.head.logits_of(logits, kept))
