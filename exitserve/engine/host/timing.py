@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 FIRST = 3
-"""Passes that draft, or let rows leave, before anything is known ..."""
-TRIAL = 6
-"""... and that are timed of the other way then, and whenever the loser is tried again."""
-MEMORY = 12
+"""Passes that draft, or let rows leave, before anything is known."""
+TRIALS = {True: 24, False: 6}
+"""Passes of a trial. Those with exits differ: one is over at the first, the next runs all layers
+for itself and for tokens before it. Those without are all alike."""
+MEMORY = 48
 """Passes of each way that count."""
 PATIENCE = 3.0
 """A trial ends early when it has lost as much time as so many passes of the other way take."""
@@ -29,8 +30,9 @@ SHARE = 0.02
 """What trials of the loser may cost, as a share of all time ..."""
 SHORTEST_REST, LONGEST_REST = 128, 2048
 """... within so many passes between two of them."""
-PAUSE = 5.0
-"""A pass that takes this many times the usual was interrupted, and does not count."""
+FEW, PAUSE = 6, 5.0
+"""Once a few passes are known, one that takes this many times the usual was interrupted, and does
+not count."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class _Way:
     passes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def took(self, seconds: float, tokens: int) -> None:
-        if len(self.passes) < TRIAL or seconds < PAUSE * self.seconds_per_pass():
+        if len(self.passes) < FEW or seconds < PAUSE * self.seconds_per_pass():
             self.passes.append((seconds, tokens))
 
     def seconds_per_pass(self) -> float:
@@ -55,13 +57,15 @@ class _Contest:
     """One way against the other, at one number of rows."""
 
     ways: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    trial: bool = True
-    """Which way is being tried."""
-    left: int = FIRST
-    """Passes left of the trial, or until the next one."""
+    trials: list[tuple[bool, int]] = field(
+        default_factory=lambda: [(True, FIRST), (False, TRIALS[False]), (True, TRIALS[True])]
+    )
+    """Those to come, the first of which runs: the way, and passes left; none while the winner
+    rests."""
+    rest: int = 0
+    """Passes left until the loser is tried again."""
     lost: float = 0.0
     """Seconds that the trial took more than the other way would have."""
-    resting: bool = False
 
     def best(self) -> bool:
         exits, plain = self.ways[True], self.ways[False]
@@ -69,26 +73,36 @@ class _Contest:
 
     def choose(self) -> bool:
         """The way of the next pass."""
-        return self.best() if self.resting else self.trial
+        return self.trials[0][0] if self.trials else self.best()
 
     def took(self, way: bool, seconds: float, tokens: int) -> None:
         self.ways[way].took(seconds, tokens)
-        self.left -= way == self.choose()
-        other = self.ways[not self.trial]
-        if other.passes and way == self.trial and not self.resting:
+        if not self.trials:
+            self.rest -= 1
+            if self.rest <= 0:
+                self._try(not self.best())
+        elif way == self.trials[0][0]:
+            self._go_on(seconds, tokens)
+
+    def _try(self, way: bool) -> None:
+        self.ways[way].passes.clear()
+        self.trials, self.lost = [(way, TRIALS[way])], 0.0
+
+    def _go_on(self, seconds: float, tokens: int) -> None:
+        """A pass of the trial that runs."""
+        (way, left), *later = self.trials
+        other, left = self.ways[not way], left - 1
+        if other.passes:
             self.lost += seconds - tokens * other.seconds_per_token()
             if self.lost > PATIENCE * other.seconds_per_pass():
-                self.left = 0
-        if self.left > 0:
+                left = 0
+        if left:
+            self.trials[0] = way, left
             return
-        if self.resting:
-            self.resting, self.trial, self.left, self.lost = False, not self.best(), TRIAL, 0.0
-        elif not other.passes:
-            self.trial, self.left = not self.trial, TRIAL
-        else:
+        if not later:
             earned = self.lost / (SHARE * self.ways[self.best()].seconds_per_pass())
-            self.left = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
-            self.resting = True
+            self.rest = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
+        self.trials, self.lost = later, 0.0
 
 
 class PassTiming:
