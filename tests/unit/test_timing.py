@@ -87,3 +87,19 @@ def test_passes_with_prompts_do_not_count() -> None:
     for _ in range(500):
         assert server.paying.choose(("a",), 1, steady=False), "nothing is known yet"
         server.now += 1.0
+
+
+def test_what_loses_with_fewer_rows_is_not_tried_at_once_with_more() -> None:
+    server = Server()
+    server.run(200, costs(2.0, 1), requests=("a", "b"))
+    assert server.run(100, costs(2.0, 1), requests=("a", "b", "c")) == 0.0
+    assert server.run(100, costs(2.0, 1), requests=("a",)) > 0.0, "with fewer it may pay"
+    assert server.run(4000, costs(2.0, 4), requests=("a", "b", "c")) > 0.8
+
+
+def test_who_loses_again_and_again_is_tried_ever_more_seldom() -> None:
+    server = Server()
+    server.run(4000, costs(2.0, 1))
+    before = server.now
+    assert server.run(4000, costs(2.0, 1)) < 0.005
+    assert server.now - before < 1.005 * 4000

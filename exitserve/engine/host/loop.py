@@ -166,7 +166,9 @@ class HostLoop:
 
     def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """All rows through all layers, and checked behind the last."""
-        self._catch_up(positions, hidden, step)
+        if step.has_more(()):
+            self._catch_up(positions, hidden, step)
+            self._timed_pass = 0  # what others left behind is not this way's time
         self._recorder.stepped_aside += len(step.candidates)
         rows = [step.row_ends[one.row] - 1 for one in step.candidates]
         places = None if len(rows) == len(hidden) else torch.tensor(rows)

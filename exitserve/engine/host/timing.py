@@ -27,8 +27,9 @@ MEMORY = 48
 PATIENCE = 3.0
 """A trial ends early when it has lost as much time as so many passes of the other way take."""
 SHARE = 0.02
-"""What trials of the loser may cost, as a share of all time ..."""
-SHORTEST_REST, LONGEST_REST = 128, 2048
+"""What trials of the loser may cost, as a share of all time; half as much each time that it loses
+again ..."""
+SHORTEST_REST, LONGEST_REST = 128, 8192
 """... within so many passes between two of them."""
 FEW, PAUSE = 6, 5.0
 """Once a few passes are known, one that takes this many times the usual was interrupted, and does
@@ -52,57 +53,62 @@ class _Way:
         return sum(seconds for seconds, _ in self.passes) / sum(n for _, n in self.passes)
 
 
-@dataclass
 class _Contest:
     """One way against the other, at one number of rows."""
 
-    ways: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    trials: list[tuple[bool, int]] = field(
-        default_factory=lambda: [(True, FIRST), (False, TRIALS[False]), (True, TRIALS[True])]
-    )
-    """Those to come, the first of which runs: the way, and passes left; none while the winner
-    rests."""
-    rest: int = 0
-    """Passes left until the loser is tried again."""
-    lost: float = 0.0
-    """Seconds that the trial took more than the other way would have."""
-
-    def best(self) -> bool:
-        exits, plain = self.ways[True], self.ways[False]
-        return exits.seconds_per_token() <= plain.seconds_per_token()
+    def __init__(self, winner: bool | None) -> None:
+        """Starts without experience, or with a winner that is likely."""
+        self.winner = winner
+        self.ways = {True: _Way(), False: _Way()}
+        self._trials: list[tuple[bool, int]] = []
+        """Those to come, the first of which runs: the way, and passes left; none while the winner
+        rests."""
+        if winner is None:
+            self._trials = [(True, FIRST), (False, TRIALS[False]), (True, TRIALS[True])]
+        self._rest = SHORTEST_REST
+        """Passes left until the loser is tried again."""
+        self._defeats = 0
+        """Trials that the loser lost since it last won."""
+        self._lost = 0.0
+        """Seconds that the trial took more than the other way would have."""
 
     def choose(self) -> bool:
         """The way of the next pass."""
-        return self.trials[0][0] if self.trials else self.best()
+        return self._trials[0][0] if self._trials else bool(self.winner)
 
     def took(self, way: bool, seconds: float, tokens: int) -> None:
+        """Notes a pass."""
         self.ways[way].took(seconds, tokens)
-        if not self.trials:
-            self.rest -= 1
-            if self.rest <= 0:
-                self._try(not self.best())
-        elif way == self.trials[0][0]:
+        if not self._trials:
+            self._rest -= 1
+            if self._rest <= 0:
+                self.ways[not self.winner].passes.clear()
+                self._trials = [(not self.winner, TRIALS[not self.winner])]
+        elif way == self._trials[0][0]:
             self._go_on(seconds, tokens)
-
-    def _try(self, way: bool) -> None:
-        self.ways[way].passes.clear()
-        self.trials, self.lost = [(way, TRIALS[way])], 0.0
 
     def _go_on(self, seconds: float, tokens: int) -> None:
         """A pass of the trial that runs."""
-        (way, left), *later = self.trials
+        (way, left), *later = self._trials
         other, left = self.ways[not way], left - 1
         if other.passes:
-            self.lost += seconds - tokens * other.seconds_per_token()
-            if self.lost > PATIENCE * other.seconds_per_pass():
+            self._lost += seconds - tokens * other.seconds_per_token()
+            if self._lost > PATIENCE * other.seconds_per_pass():
                 left = 0
         if left:
-            self.trials[0] = way, left
+            self._trials[0] = way, left
             return
         if not later:
-            earned = self.lost / (SHARE * self.ways[self.best()].seconds_per_pass())
-            self.rest = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
-        self.trials, self.lost = later, 0.0
+            self._settle()
+        self._trials, self._lost = later, 0.0
+
+    def _settle(self) -> None:
+        exits, plain = self.ways[True], self.ways[False]
+        best = exits.seconds_per_token() <= plain.seconds_per_token()
+        self._defeats = self._defeats + 1 if best == self.winner else 0
+        self.winner = best
+        earned = self._lost / (SHARE * self.ways[best].seconds_per_pass()) * 2**self._defeats
+        self._rest = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
 
 
 class PassTiming:
@@ -133,7 +139,7 @@ class PassTiming:
             steady: what lay between was one pass that did nothing but decode.
         """
         now = self._clock()
-        contest = self._contests.setdefault(len(requests), _Contest())
+        contest = self._contest(len(requests))
         if self._last is not None and steady:
             since, before, way = self._last
             if before == requests:
@@ -141,3 +147,18 @@ class PassTiming:
         way = self._agree(contest.choose())
         self._last = (now, requests, way)
         return way
+
+    def _contest(self, rows: int) -> _Contest:
+        """The contest of so many rows.
+
+        What loses with fewer rows is taken to lose with more, until it is tried.
+        """
+        if rows not in self._contests:
+            won = {other: one.winner for other, one in self._contests.items()}
+            winner = None
+            if any(way is False and other < rows for other, way in won.items()):
+                winner = False
+            elif any(way and other > rows for other, way in won.items()):
+                winner = True
+            self._contests[rows] = _Contest(winner)
+        return self._contests[rows]
