@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.pieces import PieceSplit
     from exitserve.calibration.risks import Target
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
+    from exitserve.calibration.unfinished import Recall
     from exitserve.costs import TokenCosts
     from exitserve.progress import StepProgress
     from exitserve.reference import Reference
@@ -135,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the text is too little.
     """
+    from exitserve.calibration.unfinished import UnfinishedWork
     from exitserve.progress import step_bars
 
     block, config = _block(args)
@@ -142,8 +144,20 @@ def run(args: argparse.Namespace) -> int:
     check_text(args)
     directory = local_checkpoint(args.model, args.revision)
     target, out = _places(args, directory)
-    with step_bars() as progress:
-        calibration, data, found = calibrate(args, directory, block, config, targets, progress)
+    work = UnfinishedWork(out, _all_that_decides(args, directory))
+    if len(work):
+        print(f"Going on with what an interrupted run left in {work.path}.")
+    try:
+        with step_bars() as progress:
+            calibration, data, found = calibrate(
+                args, directory, block, config, targets, progress, work.recall
+            )
+    except KeyboardInterrupt:
+        print(
+            f"Interrupted. What was found is kept in {work.path}: the same command goes on there.",
+            file=sys.stderr,
+        )
+        raise
     from exitserve.calibration.page import show_report
 
     kept = any(one.point is not None for one in found.promised)
@@ -153,9 +167,22 @@ def run(args: argparse.Namespace) -> int:
             _write(directory, target, block, calibration, found)
     except OSError as error:
         raise ExitServeError(f"cannot write what was found: {error}.") from error
+    work.finish()
     if kept and target is not None:
         print(f"Written into {target / 'config.json'}; `exitserve serve {target}` uses it.")
     return 0
+
+
+def _all_that_decides(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """What the results of a calibration depend on; files by size and time."""
+    from exitserve.report import versions
+
+    files = [Path(args.data), *sorted(directory.glob("*.safetensors")), directory / "config.json"]
+    states = [
+        (str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files if one.exists()
+    ]
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
+    return {"options": options, "files": states, "versions": versions()}
 
 
 def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Path]:
@@ -164,6 +191,7 @@ def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Pat
     Raises:
         ExitServeError: one of them cannot be written to, which should not be found out at the end.
     """
+    from exitserve.calibration.unfinished import FILE
     from exitserve.report import prepare_out_dir
 
     folders = [one for one in (directory, directory / SCREENS_FOLDER) if one.is_dir()]
@@ -171,12 +199,15 @@ def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Pat
         for folder in folders:
             check_writable(folder, _ELSEWHERE)
         return directory, prepare_out_dir(directory / "calibration", overwrite=True)
-    out = prepare_out_dir(args.out, overwrite=False)
+    goes_on = any(
+        (folder / FILE).exists() for folder in (Path(args.out), Path(args.out, "calibration"))
+    )
+    out = prepare_out_dir(args.out, overwrite=goes_on)
     check_writable(out, "give another --out")
     if args.dry_run:
         return None, out
     if _is_hub_id(args) or not all(map(is_writable, folders)):
-        return out, prepare_out_dir(out / "calibration", overwrite=False)
+        return out, prepare_out_dir(out / "calibration", overwrite=goes_on)
     return directory, out
 
 
@@ -215,6 +246,7 @@ def calibrate(
     config: dict[str, Any],
     targets: list[Target],
     progress: StepProgress,
+    recall: Recall,
 ) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
     """Reads the text and calibrates; returns the checkpoint's record, the report, the result."""
     from dataclasses import replace
@@ -259,8 +291,8 @@ def calibrate(
         device=device,
         dtype=serving_dtype(config, args.dtype),
     )
-    parts = check(_written(args, reference, prompts, progress))
-    found = Calibrator(reference, job, progress).calibrate(parts)
+    parts = check(_written(args, reference, prompts, progress, recall))
+    found = Calibrator(reference, job, progress, recall).calibrate(parts)
     every = (piece.token_ids for piece in (*parts.fit, *parts.select, *parts.test))
     vocabulary = reference.model.config.get_text_config().vocab_size
     found = replace(found, draft_tokens=most_frequent(every, vocabulary))
@@ -327,6 +359,7 @@ def _written(
     reference: Reference,
     prompts: list[tuple[int, ...]],
     progress: StepProgress,
+    recall: Recall,
 ) -> list[Piece]:
     """The model's continuations of the prompts."""
     from exitserve.calibration.pieces import model_continuations
@@ -339,7 +372,7 @@ def _written(
         progress("the model writes", done, len(prompts))
 
     tokens = args.window - args.prompt_tokens
-    return model_continuations(reference, prompts, tokens, args.temperature, SEED, advance)
+    return model_continuations(reference, prompts, tokens, args.temperature, SEED, advance, recall)
 
 
 def _write(

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from exitserve.calibration.outcomes import Piece, Source
+from exitserve.calibration.unfinished import Recall, anew
 from exitserve.errors import ExitServeError
 from exitserve.reference import Reference
 from exitserve.windows import Window
@@ -79,6 +81,7 @@ def model_continuations(
     temperature: float,
     seed: int,
     advance: Callable[[int], None],
+    recall: Recall = anew,
 ) -> list[Piece]:
     """Continuations that the model writes at full depth, after prompts of equal length.
 
@@ -89,11 +92,11 @@ def model_continuations(
         temperature: of the sampling; 0: greedy.
         seed: of the sampling.
         advance: called with the number of prompts done since the last call.
+        recall: knows what was written before an interruption.
 
     Returns:
         Prompt and continuation, up to its end of sequence; those of at least `FEWEST_TOKENS`.
     """
-    torch.manual_seed(seed)
     how: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -101,18 +104,22 @@ def model_continuations(
     found = []
     for start in range(0, len(prompts), BATCH):
         batch = torch.tensor(prompts[start : start + BATCH], device=reference.device)
-        pad = ends[0] if ends else 0
-        output = reference.model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            max_new_tokens=tokens,
-            **how,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            pad_token_id=pad,
-        )
+
+        def write(batch: Tensor = batch, start: int = start) -> list[list[int]]:
+            torch.manual_seed(seed + start)  # of each batch, so that any can be the first of a run
+            output = reference.model.generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                max_new_tokens=tokens,
+                **how,
+                repetition_penalty=1.0,
+                no_repeat_ngram_size=0,
+                pad_token_id=ends[0] if ends else 0,
+            )
+            return output.tolist()  # type: ignore[no-any-return]  # of transformers
+
         length = batch.shape[1]
-        for row in output.tolist():
+        for row in recall(f"written {start}", write):
             written = row[length:]
             stop = next((i for i, token in enumerate(written) if token in ends), len(written))
             if stop >= FEWEST_TOKENS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from exitserve.agreement import FullDepthPass
@@ -38,13 +38,14 @@ from exitserve.calibration.risks import Target
 from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
 from exitserve.calibration.screening import fit_screens
 from exitserve.calibration.selection import Selection
+from exitserve.calibration.unfinished import Recall, anew
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.decoder import hidden_of
-from exitserve.policy import EXACT, Mode
+from exitserve.policy import EXACT, ExitPolicy, Mode
 from exitserve.progress import StepProgress
 from exitserve.reference import Reference
-from exitserve.screens import Screens
+from exitserve.screens import Screen, Screens
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
 COMPARED = 25
@@ -143,8 +144,15 @@ class CalibrationResult:
 class Calibrator:
     """Runs pieces through the oracle, and keeps the full-depth pass of each."""
 
-    def __init__(self, reference: Reference, job: CalibrationJob, progress: StepProgress) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        job: CalibrationJob,
+        progress: StepProgress,
+        recall: Recall = anew,
+    ) -> None:
         self._reference, self._job, self._progress = reference, job, progress
+        self._recall = recall
         self._full: dict[Piece, FullDepthPass] = {}
         self._kept = 0
         self._exact: list[tuple[ExactOutcomes, set[Piece]]] = []
@@ -159,13 +167,13 @@ class Calibrator:
         self._screens = {}
         if parts.fit and self._job.exit_checks != "all" and self._job.break_even:
             advance = steps.begin("fitting screens", len(parts.fit))
-            self._screens = fit_screens(self._reference, parts.fit, advance)
+            self._screens = self._fitted(parts.fit, advance)
         advance = steps.begin("reading every exit", len(parts.select))
-        readings = self._read(parts.select, advance)
+        readings = self._read("select", parts.select, advance)
         scores = all_scores(readings)
         if self._job.mode in EXACT:
             advance = steps.begin("reading the test", len(parts.test))
-            tested = self._read(parts.test, advance)
+            tested = self._read("test", parts.test, advance)
             self._exact = [
                 (ExactOutcomes(readings), set(parts.select)),
                 (ExactOutcomes(tested), set(parts.test)),
@@ -250,14 +258,42 @@ class Calibrator:
                 found = zip(group.pieces, group.of(oracle, policy), strict=True)
                 self._outcomes |= {(choice.proposal, one): outcome for one, outcome in found}
             else:
-                full = self._full_depth(piece)
-                self._outcomes[key] = measure_outcome(oracle, piece, full, policy)
+                self._outcomes[key] = self._measured(policy, oracle, piece)
         return self._outcomes[key]
 
-    def _read(self, pieces: Sequence[Piece], advance: Callable[[], None]) -> list[Reading]:
+    def _measured(self, policy: ExitPolicy, oracle: Reference, piece: Piece) -> Outcome:
+        def measure() -> dict[str, Any]:
+            return asdict(measure_outcome(oracle, piece, self._full_depth(piece), policy))
+
+        name = f"outcome {oracle.criterion} {policy} {piece.source} {hash(piece.token_ids)}"
+        return Outcome(**self._recall(name, measure))
+
+    def _fitted(
+        self, pieces: Sequence[Piece], advance: Callable[[], None]
+    ) -> dict[str, dict[int, Screen]]:
+        def fit() -> dict[str, Any]:
+            screens = fit_screens(self._reference, pieces, advance)
+            return {
+                name: {layer: vars(one) for layer, one in own.items()}
+                for name, own in screens.items()
+            }
+
+        return {
+            name: {layer: Screen(**one) for layer, one in own.items()}
+            for name, own in self._recall("screens", fit).items()
+        }
+
+    def _read(
+        self, part: str, pieces: Sequence[Piece], advance: Callable[[], None]
+    ) -> list[Reading]:
         found = []
-        for piece in pieces:
-            found.append(read_exits(self._reference, piece, self._screens))
+        for index, piece in enumerate(pieces):
+
+            def read(piece: Piece = piece) -> dict[str, Any]:
+                return read_exits(self._reference, piece, self._screens).plain()
+
+            plain = self._recall(f"reading {part} {index}", read)
+            found.append(Reading.of_plain(piece, plain))
             advance()
         return found
 

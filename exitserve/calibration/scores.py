@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,17 @@ class Reading:
     """By exit layer."""
     nats: Mapping[int, Tensor]
     """[N - 1] negative log-likelihood of the tokens that follow, by exit layer and full depth."""
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors and dicts, without the piece."""
+        scores = {layer: vars(one) for layer, one in self.scores.items()}
+        return {"scores": scores, "nats": dict(self.nats)}
+
+    @classmethod
+    def of_plain(cls, piece: Piece, plain: Mapping[str, Any]) -> Reading:
+        """The reading of a piece from its `plain` form."""
+        scores = {layer: ExitScores(**one) for layer, one in plain["scores"].items()}
+        return cls(piece, scores, plain["nats"])
 
 
 @torch.no_grad()

@@ -63,6 +63,24 @@ def passes(monkeypatch) -> Counter[Any]:
 
 
 @pytest.fixture
+def interrupted(monkeypatch) -> list[str]:
+    """Somebody presses Ctrl-C, once in the midst of the reading and once of the measuring."""
+    pressed: list[str] = []
+    for name, after in (("read_exits", 30), ("measure_outcome", 40)):
+        real, calls = getattr(calibration_run, name), Counter[str]()
+
+        def stop(*args: Any, name=name, after=after, real=real, calls=calls) -> Any:
+            calls[name] += 1
+            if calls[name] == after:
+                pressed.append(name)
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(calibration_run, name, stop)
+    return pressed
+
+
+@pytest.fixture
 def model(bundled, tmp_path, hub) -> Path:
     """A snapshot in the cache of a hub, with an earlier report: what its links point to stays."""
     copy = Path(shutil.copytree(bundled, tmp_path / "copy"))
@@ -95,12 +113,17 @@ def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> 
 
 @pytest.mark.parametrize("mode", ["confidence", "defer"])
 def test_a_calibrated_model_keeps_its_promise(
-    quick, capsys, passes, model: Path, corpora, mode: str
+    quick, capsys, passes, interrupted, model: Path, corpora, mode: str
 ) -> None:
     asked = ["--target-agreement", "0.8", "--confidence-level", "0.8", "--mode", mode]
     asked += ["--dtype", "auto"] if mode == "defer" else []
-    assert calibrate(model, corpora[0], *asked) == 0
+    while (result := calibrate(model, corpora[0], *asked)) == 130:
+        assert "the same command goes on there" in capsys.readouterr().err
+    assert result == 0
+    assert interrupted == ["read_exits", "measure_outcome"][: 2 if mode == "confidence" else 1]
+    assert not (model / "calibration" / "unfinished.sqlite").exists()
     said = capsys.readouterr().out
+    assert "Going on with what an interrupted run left" in said
     assert "agreement>=0.8" in said
     assert "Written into" in said
     block = read_multi_exit(model)
@@ -114,7 +137,7 @@ def test_a_calibrated_model_keeps_its_promise(
     assert found.provenance["data"]["name"] == "calibrate.jsonl"
     assert agreement_afterwards(model, corpora[1], {"exit_threshold": "auto"}) >= 0.8
     once = {1} if mode == "confidence" else set()  # else one full-depth pass tells all
-    assert set(passes.values()) == once, "nothing is measured twice"
+    assert set(passes.values()) == once, "nothing is measured twice, not after Ctrl-C either"
     report = json.loads((model / "calibration" / "report.json").read_text())
     assert set(report["curves"]) == {"max_prob", "margin", "entropy"}
     for name in ("report.md", "pareto.png", "reliability.png"):
