@@ -10,10 +10,18 @@ and a test (`tests/packaging/test_generated.py`) fails if one is not what the co
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from exitserve.step_costs.sources import CostSource
 
 DOCS = Path(__file__).parent
 BEGIN = "<!-- {name}: written by docs/generate.py -->"
@@ -135,9 +143,166 @@ def metrics() -> str:
     return table(("metric", "meaning", "labels", "PromQL"), rows)
 
 
+# Fields of requests and responses
+
+
+def fields(*names: str) -> Callable[[], str]:
+    """What writes a table for each of these models of `exitserve.server.api_description`."""
+
+    def write() -> str:
+        from exitserve.server import api_description
+
+        return "\n\n".join(_fields(getattr(api_description, name)) for name in names)
+
+    return write
+
+
+def _fields(model: type[BaseModel]) -> str:
+    properties = model.model_json_schema()["properties"]
+    rows = [(f"`{name}`", _kind(one), one["description"]) for name, one in properties.items()]
+    return f"{model.__doc__}\n\n{table(('field', 'type', 'meaning'), rows)}"
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """The type of a field, in words."""
+    match schema:
+        case {"anyOf": kinds}:
+            return " or ".join(map(_kind, kinds))
+        case {"enum": values}:
+            return ", ".join(f"`{value}`" for value in values)
+        case {"const": value}:
+            return f"`{value}`"
+        case {"$ref": _}:
+            return "object"
+        case {"type": "array", "items": items}:
+            return f"list of {_kind(items)}s"
+        case {"type": "object", "additionalProperties": kind}:
+            return f"object of {_kind(kind)}s"
+    bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below"}
+    limits = (f" {word} {schema[name]:g}" for name, word in bounds.items() if name in schema)
+    return f"{schema['type']}{','.join(limits)}"
+
+
+# What plans say of well-known shapes
+
+SHAPES = ("qwen3-0.6b", "llama-3.2-1b", "mistral-7b", "llama-3-8b", "llama-3-70b")
+"""Files of `docs/shapes`: of a `config.json`, what the costs of a step depend on."""
+GPUS = ("l4", "a100-80g", "h100", "h200")
+BATCHES = (1, 8, 32)
+CONTEXT = 1024
+EXIT_SHARE = 0.5
+ACCEPTANCE = 0.7
+DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
+GAINS = (1.0, 1.3, 1.6)
+
+
+@cache
+def costs_of(shape: str, gpu: str) -> CostSource:
+    """What the parts of a step cost at least, by the GPU's figures."""
+    from exitserve.step_costs.sources import step_costs
+
+    config = json.loads((DOCS / "shapes" / f"{shape}.json").read_text(encoding="utf-8"))
+    return step_costs(config, batch_sizes=BATCHES, context=CONTEXT, device=gpu)
+
+
+@cache
+def plan(shape: str, gpu: str) -> dict[str, Any]:
+    """The report of `exitserve plan docs/shapes/SHAPE.json --device GPU --context CONTEXT`."""
+    from exitserve.planning.run import make_plan
+
+    return make_plan(
+        costs_of(shape, gpu),
+        model=shape,
+        batch_sizes=BATCHES,
+        context=CONTEXT,
+        exit_share=EXIT_SHARE,
+        own_layers=(),
+    )
+
+
+def of_shapes(columns: Sequence[str], cells: Callable[[str], Sequence[str]]) -> str:
+    """A table with a row for each shape."""
+    return table(("", *columns), [(f"`{shape}`", *cells(shape)) for shape in SHAPES])
+
+
+def step_times() -> str:
+    """The least time of a step at batch 1, in milliseconds."""
+
+    def cells(shape: str) -> list[str]:
+        return [f"{1e3 * costs_of(shape, gpu).costs.full(1):.2f}" for gpu in GPUS]
+
+    return of_shapes(GPUS, cells)
+
+
+def drafted(gpu: str = "h100") -> str:
+    """Wall speedup of mode `verify` at the best number of drafts, by the draft's head."""
+    from exitserve.draft_tokens import ROWS
+
+    def gain(report: dict[str, Any], batch: int, rows: int) -> str:
+        layer = round(DRAFT_DEPTHS["an eighth"] * report["shape"]["num_layers"])
+        wanted = {"mode": "verify", "batch_size": batch, "acceptance": ACCEPTANCE}
+        wanted |= {"exit_layer": layer, "draft_head_rows": rows}
+        found = [one["wall_speedup"] for one in report["modes"] if wanted.items() <= one.items()]
+        return f"{max(found):.2f}" if found else "-"
+
+    def cells(shape: str) -> list[str]:
+        report = plan(shape, gpu)
+        heads = (report["shape"]["vocab_size"], ROWS)
+        return [gain(report, batch, rows) for rows in heads for batch in BATCHES]
+
+    heads = ("batch", "head of 32,000 rows, batch")
+    return of_shapes([f"{head} {batch}" for head in heads for batch in BATCHES], cells)
+
+
+def skipped(gpu: str = "h100") -> str:
+    """Wall speedup of mode `confidence`: with the best exit layers, and at most."""
+    from exitserve.planning.run import gain_of
+
+    def cells(shape: str) -> list[str]:
+        report = plan(shape, gpu)
+        best = [gain_of(report["best"], batch, EXIT_SHARE) for batch in BATCHES]
+        most = [one["best_plausible_speedup"] for one in report["verdicts"]]
+        return [f"{gain:.2f}" for gain in (*best, *most)]
+
+    cases = ("batch", "at most, batch")
+    return of_shapes([f"{case} {batch}" for case in cases for batch in BATCHES], cells)
+
+
+def acceptances() -> str:
+    """The share of drafts that must be accepted to gain so much, at batch 8."""
+    from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
+
+    def least(shape: str, depth: float, wanted: float) -> str:
+        costs = costs_of(shape, "h100").costs
+        layer = round(depth * costs.num_layers)
+        ways = [Drafting(exit_layer=layer, drafts=k) for k in range(1, MOST_DRAFTS + 1)]
+        for percent in range(1, 100):
+            if max(drafting_speedup(costs, 8, way, percent / 100) for way in ways) > wanted:
+                return f"{percent} %"
+        return "never"
+
+    def cells(shape: str) -> list[str]:
+        return [least(shape, depth, gain) for depth in DRAFT_DEPTHS.values() for gain in GAINS]
+
+    return of_shapes([f"{part}: {gain:g}" for part in DRAFT_DEPTHS for gain in GAINS], cells)
+
+
 PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
-    "metrics.md": (("metrics", metrics),),
+    "metrics.md": (
+        ("metrics", metrics),
+        ("stats", fields("Stats", "Default", "LayerThresholds", "Period", "LayerChecks")),
+    ),
     "reference/commands.md": (("commands", commands),),
+    "reference/http.md": (
+        ("request", fields("RequestFields")),
+        ("response", fields("ResponseFields", "ChoiceFields", "ExitMetrics")),
+    ),
+    "will-it-pay.md": (
+        ("step-times", step_times),
+        ("drafted", drafted),
+        ("acceptances", acceptances),
+        ("skipped", skipped),
+    ),
 }
 """By page: the name of each generated section, and what writes it."""
 
