@@ -163,7 +163,8 @@ def describe(schema: dict[str, Any], responses: Mapping[str, type[BaseModel]]) -
     for one in parts.values():
         if "vllm_xargs" in one.get("properties", {}):
             _name_fields(one["properties"]["vllm_xargs"])
-    for model in (*responses.values(), ResponseFields, Stats):
+    models: tuple[type[BaseModel], ...] = (*responses.values(), ResponseFields, Stats)
+    for model in models:
         # Their parts stay inside: some of vLLM's have names that its requests use otherwise.
         refs = f"{_ref(model)['$ref']}/$defs/{{model}}"
         parts[model.__name__] = model.model_json_schema(mode="serialization", ref_template=refs)

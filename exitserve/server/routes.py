@@ -373,7 +373,7 @@ class ExitServePlugin:
             app.post(path, include_in_schema=False)(reject_pooling)
         app.post(SCALING_ROUTE, include_in_schema=False)(reject_scaling)
         app.get(STATS)(stats)
-        answers = {
+        answers: dict[str, Any] = {
             "/v1/completions": CompletionResponse,
             "/v1/chat/completions": ChatCompletionResponse,
         }
