@@ -1,6 +1,6 @@
 # `make demo`, `make check` (two minutes: format, lint, types, imports, unit tests), `make test`
-# (everything), and `make setup` for the environment alone. Each installs what is missing and skips
-# what is done.
+# (everything), `make docs` (the site, in build/site), and `make setup` for the environment alone.
+# Each installs what is missing and skips what is done.
 
 PYTHON ?= python3
 # Tests run side by side, each worker on a core of its own and in 4 GiB of memory. JOBS=0: one after
@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # Keeps the checkout's folders from shadowing installed packages of the same name.
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup demo lint unit check test coverage clean
+.PHONY: setup demo lint unit check test coverage docs clean
 
 setup: $(READY)
 
@@ -64,5 +64,17 @@ coverage: setup
 	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append tests/ops
 	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append $(RUNNER_V2)
 
+# In an environment of its own: the site needs nothing of what serving needs. Warnings, such as a
+# link that leads nowhere, are errors. To look at it: python3 -m http.server --directory build/site
+DOCS := .venv-docs
+docs: $(DOCS)/.ready
+	$(PYTHON) docs/lay_out.py build/pages
+	$(DOCS)/bin/zensical build --clean --strict
+
+$(DOCS)/.ready: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(DOCS) .cache build *.egg-info

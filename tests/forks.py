@@ -54,6 +54,7 @@ class PythonProcess:
         log: Path,
         environment: Mapping[str, str],
         errors: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Starts it, as the leader of a process group.
 
@@ -63,10 +64,11 @@ class PythonProcess:
             log: file for its output.
             environment: all of its environment variables.
             errors: file for its errors, if they are not to be in `log`.
+            folder: its working directory, if it is not that of the tests.
         """
         fork = multiprocessing.get_context("forkserver").Process
         outputs = (log, errors or log)
-        work = ("_run", module, arguments, outputs, dict(environment))
+        work = ("_run", module, arguments, outputs, dict(environment), folder or Path.cwd())
         self._process = fork(target=runpy.run_path, args=(__file__, {"WORK": work}, FORK))
         self._process.start()
         assert self._process.pid is not None
@@ -137,8 +139,10 @@ def _run(
     arguments: Sequence[str],
     outputs: tuple[Path, Path],
     environment: Mapping[str, str],
+    folder: Path,
 ) -> None:
     _begin(environment, group=0)
+    os.chdir(folder)
     for file in outputs:
         file.unlink(missing_ok=True)
     for place, file in enumerate(outputs, 1):

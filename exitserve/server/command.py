@@ -52,7 +52,7 @@ def add_serve(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     add_revision(parser)
     _add_default(parser)
     _add_exits(parser)
@@ -116,8 +116,8 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-checks",
         choices=EXIT_CHECKS,
-        help="paying: requests whose checks keep failing are checked less often (default); "
-        "all: every token is checked at every exit layer",
+        help="paying: screens of a calibrated checkpoint leave out checks that will hardly pay "
+        "(default); all: every token is checked at every exit layer",
     )
 
 

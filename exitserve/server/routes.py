@@ -18,11 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.api_router import (
     create_chat_completion as vllm_chat_completion,
 )
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.completion.api_router import (
     create_completion as vllm_completion,
 )
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -31,6 +34,7 @@ from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
 from exitserve.errors import ExitServeError, shown
 from exitserve.policy import FIELDS, TraceKeys
+from exitserve.server.api_description import STATS, described
 from exitserve.server.bad_requests import JsonRoute, bad_request
 from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
 from exitserve.server.metrics import (
@@ -368,7 +372,12 @@ class ExitServePlugin:
         for path in POOLING_ROUTES:
             app.post(path, include_in_schema=False)(reject_pooling)
         app.post(SCALING_ROUTE, include_in_schema=False)(reject_scaling)
-        app.get("/exitserve/stats")(stats)
+        app.get(STATS)(stats)
+        answers: dict[str, Any] = {
+            "/v1/completions": CompletionResponse,
+            "/v1/chat/completions": ChatCompletionResponse,
+        }
+        app.openapi = described(app.openapi, answers)  # type: ignore[method-assign]
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called when the engine is ready."""

@@ -68,8 +68,9 @@ def test_our_folders_shadow_no_packages() -> None:
         assert spec is None or "site-packages" in str(spec.origin)
 
 
-def test_pins_name_no_host() -> None:
-    pins = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize("name", ["cpu.txt", "docs.txt"])
+def test_pins_name_no_host(name: str) -> None:
+    pins = (ROOT / "requirements" / name).read_text().splitlines()
     for pin in pins:
         assert pin.startswith("#") or re.fullmatch(
             r"[A-Za-z0-9_.\-\[\]]+==[A-Za-z0-9_.\-]+", pin

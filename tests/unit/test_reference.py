@@ -14,6 +14,8 @@ from exitserve.decoder import FAMILIES
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 
+from ..written import ROOT, blocks
+
 PROMPT = [ord(c) for c in "the quick brown fox"]
 
 
@@ -108,3 +110,13 @@ def test_end_of_sequence_stays_longer(make_checkpoint) -> None:
 def test_a_checkpoint_without_exits_runs_full_depth(tmp_path: Path, make_checkpoint) -> None:
     reference = load_reference(str(make_checkpoint("llama")), exit_layers=())
     assert reference.trace(PROMPT, 0, ExitPolicy.confidence(0.01)).depth.unique().tolist() == [6]
+
+
+def test_the_example_of_the_documentation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = blocks(ROOT / "docs" / "reference" / "python.md", "python")
+    monkeypatch.chdir(ROOT)
+    exec(example, {})
+    depths = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(depths) == 16 and depths[0] == 12 and min(depths) < 12

@@ -74,7 +74,7 @@ _WITH_FROM_RUN = {"from_run", "format", "sequence_length", "own_text"}
 
 
 class DataRecipe(Strict):
-    """Where the documents come from and how they are cut; see `docs/training.md`."""
+    """Where the documents come from and how they are cut; see `docs/recipes.md`."""
 
     format: Literal["text", "chat", "labelled", "images"] = "text"
     """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`.

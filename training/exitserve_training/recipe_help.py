@@ -29,6 +29,9 @@ examples:
   exitserve train training/recipes/tiny/chat.yaml     chats, with LoRA, on the bundled model
   accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m exitserve train my.yaml
 
-while it runs:  tensorboard --logdir OUTPUT_DIR/logs
-all keys:       docs/training.md
+while it runs:
+
+  tensorboard --logdir OUTPUT_DIR/logs
+
+all keys: docs/recipes.md; what objectives do: docs/training.md
 """

@@ -1,0 +1,105 @@
+"""docs/tutorial.md: every command, as written but for the port."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from exitserve.checkpoint import read_multi_exit
+from exitserve.server.local_server import free_port, stop
+
+from ..written import ROOT, Checkout, blocks
+
+RECIPE, TRAIN, CALIBRATE, SERVE, ASK, ASK_FULL_DEPTH, STATS, METRICS, CUT = range(9)
+DEPTHS = {3, 6, 9, 12}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return Checkout(tmp_path_factory.mktemp("tutorial"))
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def commands(port: int) -> list[str]:
+    found = blocks(ROOT / "docs" / "tutorial.md", "bash")
+    assert len(found) == 9
+    return [block.replace("8000", str(port)) for block in found]
+
+
+@pytest.fixture(scope="module")
+def model(checkout: Checkout, commands: list[str]) -> Path:
+    """Trained and calibrated."""
+    for step in (RECIPE, TRAIN, CALIBRATE):
+        checkout.run(commands[step])
+    return checkout.folder / "runs" / "tutorial" / "model"
+
+
+@pytest.fixture(scope="module")
+def served(checkout: Checkout, commands: list[str], port: int, model: Path) -> Iterator[None]:
+    server = checkout.start(commands[SERVE])
+    deadline = time.monotonic() + 300
+    while not _is_up(port):
+        assert server.poll() is None and time.monotonic() < deadline, checkout.output[-3000:]
+        time.sleep(0.3)
+    yield
+    stop(server)
+
+
+def _is_up(port: int) -> bool:
+    try:
+        return bool(httpx.get(f"http://localhost:{port}/health", timeout=2).status_code == 200)
+    except httpx.HTTPError:
+        return False
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_training_helps_at_every_depth(model: Path) -> None:
+    report = read(model / "report.json")
+    assert report["steps"] == 20
+    for depth, before in report["initial_layers"].items():
+        assert report["layers"][depth]["perplexity"] < before["perplexity"]
+
+
+def test_calibration_promises_what_the_page_says(model: Path) -> None:
+    block = read_multi_exit(model)
+    assert block is not None and block.calibration is not None
+    assert (block.calibration.mode, block.calibration.chosen.agreement) == ("defer", 0.9)
+    assert (model / "calibration" / "report.md").is_file()
+
+
+def test_the_server_answers_and_counts(
+    checkout: Checkout, commands: list[str], served: None
+) -> None:
+    early = json.loads(checkout.run(commands[ASK]))
+    depths = early["choices"][0]["exit_layers"]
+    assert set(depths) <= DEPTHS and min(depths) < 12
+    assert early["exit_metrics"]["depth_speedup"] > 1
+    full = json.loads(checkout.run(commands[ASK_FULL_DEPTH]))
+    assert set(full["choices"][0]["exit_layers"]) == {12}
+    counts = json.loads(checkout.run(commands[STATS]))
+    assert counts["since_start"]["tokens"] >= 64
+    assert {"checks", "checks_passed", "break_even", "pays"} <= set(
+        counts["since_start"]["exits"]["3"]
+    )
+    metrics = checkout.run(commands[METRICS])
+    assert "exitserve_calibrated_agreement" in metrics and "} 0.9\n" in metrics
+    assert "exitserve_shadow_agreed_total" in metrics
+
+
+def test_the_first_layers_are_a_model(checkout: Checkout, commands: list[str], model: Path) -> None:
+    checkout.run(commands[CUT])
+    assert read(model.parent / "six-layers" / "config.json")["num_hidden_layers"] == 6

@@ -1,0 +1,111 @@
+"""The documentation site: all pages are in its menu, and generated parts are what code gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BUILDER = ROOT / ".venv-docs" / "bin" / "zensical"
+
+
+def script(name: str) -> Any:
+    """A script of `docs/`, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate, lay_out = script("generate"), script("lay_out")
+
+
+def configuration() -> dict[str, Any]:
+    """`mkdocs.yml`, whose tags for Python objects become None."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    loaded: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    return loaded
+
+
+def in_menu(entry: Any) -> set[str]:
+    """The pages below an entry of `nav`."""
+    if isinstance(entry, str):
+        return {entry}
+    below = entry.values() if isinstance(entry, dict) else entry
+    return {page for one in below for page in in_menu(one)}
+
+
+def unspaced_lists(text: str) -> list[str]:
+    """First items of lists that follow a paragraph: lists on GitHub, and not on the site."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^(?![-*] |[|#<]|\d+\.|\s).+\n((?:[-*]|1\.) .*)", prose, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", generate.PARTS)
+def test_generated_parts_are_current(page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == generate.generated(page), "run: python docs/generate.py"
+
+
+def test_a_page_without_its_section_is_refused() -> None:
+    with pytest.raises(ValueError, match="one section that begins with <!-- metrics:"):
+        generate.with_section("# Metrics\n", "metrics", "")
+
+
+def test_plans_of_gpus_that_wait_for_memory_are_the_same() -> None:
+    """docs/will-it-pay.md shows those of one. An A100 computes least for what it reads."""
+    assert generate.drafted("a100-80g") == generate.drafted()
+    assert generate.skipped("a100-80g") == generate.skipped()
+
+
+def test_every_page_is_in_the_menu() -> None:
+    pages = {name for name in lay_out.site_files(lay_out.tracked_files()) if name.endswith(".md")}
+    assert in_menu(configuration()["nav"]) == pages
+
+
+def test_the_index_has_the_sections_of_the_menu() -> None:
+    menu = {
+        title: in_menu(pages) for one in configuration()["nav"][2:] for title, pages in one.items()
+    }
+    parts = re.split(r"^## (.+)\n", (ROOT / "docs" / "README.md").read_text(), flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(sections) == list(menu)
+    for title, text in sections.items():
+        links = (f"docs/{name}" for name in re.findall(r"\]\(([^)]+)\)", text))
+        assert {name.replace("docs/../", "") for name in links} <= menu[title], title
+
+
+def test_the_site_has_what_its_pages_link_to(tmp_path: Path) -> None:
+    lay_out.lay_out(tmp_path)
+    assert (tmp_path / "README.md").is_file()
+    assert (tmp_path / "benchmarks" / "results" / "plan-against-bench.json").is_file()
+    assert not (tmp_path / "docs" / "lay_out.py").exists()
+    assert not (tmp_path / "exitserve").exists()
+
+
+def test_lists_follow_an_empty_line() -> None:
+    pages = lay_out.site_files(lay_out.tracked_files())
+    texts = {name: (ROOT / name).read_text("utf-8") for name in pages if name.endswith(".md")}
+    assert {name: found for name, text in texts.items() if (found := unspaced_lists(text))} == {}
+    assert unspaced_lists("**One:**\n- a\n- b\n") == ["- a"]
+    assert unspaced_lists("One:\n\n- a\n  b\n- c\n\n```\nd:\n- e\n```\n") == []
+
+
+@pytest.mark.skipif(not BUILDER.exists(), reason="`make docs` has made no .venv-docs yet")
+def test_the_site_builds_without_warnings() -> None:
+    lay_out.lay_out(ROOT / "build" / "pages")
+    command = [str(BUILDER), "build", "--clean", "--strict"]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "propagation" in (ROOT / "build" / "site" / "search.json").read_text()
