@@ -56,7 +56,8 @@ class Screen:
 
         Of several screens in one (`stacked`): [E, N], of [E, N, D].
         """
-        inner = torch.matmul(normed.float(), self.inner.mT).add_(self.inner_bias.unsqueeze(-2))
+        fused = torch.addmm if self.inner.dim() == 2 else torch.baddbmm
+        inner = fused(self.inner_bias.unsqueeze(-2), normed.float(), self.inner.mT)
         outer = torch.matmul(inner.relu_(), self.outer.unsqueeze(-1)).squeeze(-1)
         return outer.add_(self.outer_bias)
 

@@ -114,7 +114,7 @@ def test_the_check(
     limits = torch.zeros(3, device=card)
     found, logits = head.check(normed, limits, limits)
     assert found.exits.device == found.confidence.device == card
-    assert head.logits_of(logits, [True] * 3).shape == (3, ranks * COLUMNS)
+    assert head.logits_of(logits, range(3)).shape == (3, ranks * COLUMNS)
     assert head.opens(normed, 2, limits).device == card
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
@@ -115,7 +115,7 @@ def test_drafts_and_their_judge_norm_in_segments() -> None:
         def check(self, normed: Tensor, *limits: Tensor) -> Any:
             return SimpleNamespace(exits=normed[:, 0] > limits[0]), normed
 
-        def logits_of(self, logits: Tensor, passed: list[bool]) -> Tensor:
+        def logits_of(self, logits: Tensor, kept: Sequence[int]) -> Tensor:
             return logits
 
     model: Any = SimpleNamespace(embed=lambda ids, positions, embeds: ids[:, None].float())

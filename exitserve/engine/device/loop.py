@@ -139,7 +139,7 @@ class DeviceLoop:
         if rows is None or not rows.has_logits:
             return None
         rows.has_logits = False
-        return self._head.logits_of(rows.logits[:count], [True] * count)
+        return self._head.logits_of(rows.logits[:count], range(count))
 
 
 def _fresh_context() -> AbstractContextManager[None]:

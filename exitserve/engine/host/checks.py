@@ -62,9 +62,9 @@ class Checks:
         thresholds = step.thresholds([due[index] for index in asked], layer)
         found, logits = self.head.check(some, *thresholds)
         passed = self.settle(step, layer, due, found.exits.tolist())
-        exits = [index in passed for index in asked]
-        if any(exits):
-            gone = [due[index].row for index in asked if index in passed]
+        exits = [number for number, index in enumerate(asked) if index in passed]
+        if exits:
+            gone = [due[asked[number]].row for number in exits]
             step.keep_logits(gone, self.head.logits_of(logits, exits))
         return passed
 
@@ -159,8 +159,7 @@ class HostMaskedRows:
         rows = [self._due[index].row for index in exits]
         gone = [row for row in asked if row in rows]
         if gone:
-            kept = [row in gone for row in range(len(logits))]
-            self._step.keep_logits(gone, self._checks.head.logits_of(logits, kept))
+            self._step.keep_logits(gone, self._checks.head.logits_of(logits, gone))
         self._recorder.count_frozen(sum(one not in self._step.pending for one in rows))
         return self._mask(rows)
 

@@ -133,10 +133,10 @@ class LateChecks:
         """
         numbers = {place: number for number, place in enumerate(asked)}
         exits = {layer: number for number, layer in enumerate(self._exit_layers)}
-        row_of = dict[int, int]()
-        for index, (one, depth) in enumerate(zip(step.candidates, depths, strict=True)):
+        kept = []
+        for index, depth in enumerate(depths):
             place = exits[depth] * len(depths) + index if depth in exits else None
-            row_of[len(asked) + index if place is None else numbers[place]] = one.row
-        kept = [number in row_of for number in range(len(asked) + len(depths))]
-        ordered = [row_of[number] for number in sorted(row_of)]
-        step.keep_logits(ordered, self._checks.head.logits_of(logits, kept))
+            kept.append(len(asked) + index if place is None else numbers[place])
+        # In the rows' order, so that the sampler's logits need no other.
+        rows = [one.row for one in step.candidates]
+        step.keep_logits(rows, self._checks.head.logits_of(logits, kept))

@@ -197,9 +197,11 @@ class ExitHead:
         logits[:, self._columns :] = -torch.inf
         return logits
 
-    def logits_of(self, checked: Tensor, passed: list[bool]) -> Tensor:
-        """Full logits [M, V] of the rows that passed, from what `check` returned."""
-        kept = checked if all(passed) else checked[torch.tensor(passed)]
-        if self._sliced and kept.shape[0]:
-            kept = tensor_model_parallel_all_gather(kept)
-        return kept[..., : self._processor.org_vocab_size]
+    def logits_of(self, checked: Tensor, kept: Sequence[int]) -> Tensor:
+        """Full logits [M, V] of some rows, in the order given, from what `check` returned."""
+        rows = list(kept)
+        if rows != list(range(len(checked))):
+            checked = checked[torch.tensor(rows, dtype=torch.long)]
+        if self._sliced and rows:
+            checked = tensor_model_parallel_all_gather(checked)
+        return checked[..., : self._processor.org_vocab_size]

@@ -98,5 +98,5 @@ class RailsLoop:
         judged.stands.copy_(found.exits)
         if logits is None:  # another rank samples
             return None
-        every = self._head.logits_of(own, [True] * len(own))
+        every = self._head.logits_of(own, range(len(own)))
         return torch.where(found.exits[:, None], every, logits)
