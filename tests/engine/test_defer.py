@@ -59,12 +59,15 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
         assert counted["deferred_layers"] > 0
 
 
-def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
+def test_preempted_requests(start, model, jobs, expected, expect_notes, oracle, few_blocks) -> None:
     """What waits is computed anew, or before a pass that cannot take it along."""
     harness = start(model, max_num_batched_tokens=32, **few_blocks)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
     assert harness.counter("vllm:num_preemptions") > 0
+    some, before = jobs[:2], harness.counter("vllm:num_preemptions")
+    assert harness.notes(jobs)[:2] == [expect_notes(oracle(model), one) for one in some]
+    assert harness.counter("vllm:num_preemptions") > before
 
 
 def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks) -> None:

@@ -5,14 +5,15 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.recorder import Recorder
+from exitserve.engine.recorder import CheckNote, Recorder
+from exitserve_kernels.exit_check import ExitCheck
 
 
 class Checks:
@@ -22,13 +23,14 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
-    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int) -> list[int]:
+    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int, step: Step) -> list[int]:
         """Indices of the rows whose check after `layer` layers is worth making.
 
         Args:
             normed: [N, D] normed states of their tokens.
             due: [N] the rows.
             layer: the exit layer.
+            step: takes note of the others.
         """
         every = list(range(len(due)))
         unchecked = all(one.exits_unchecked(layer) for one in due)
@@ -37,6 +39,7 @@ class Checks:
         opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
         opened = [index for index in every if opens[index]]
         self._recorder.screened[layer] += len(due) - len(opened)
+        self.note_screened([due[index] for index in every if not opens[index]], layer, step)
         return opened
 
     def least_scores(self, due: Sequence[Candidate], layer: int) -> Tensor:
@@ -64,6 +67,8 @@ class Checks:
             thresholds = step.thresholds([due[index] for index in asked], layer)
             found, logits = self.head.check(some, *thresholds)
             confident = found.exits.tolist()
+            checked = {place: due[index] for place, index in enumerate(asked)}
+            self.note_checks(checked, layer, step, found, logits)
         return self.settle(
             step, layer, due, confident, lambda exits: self.head.logits_of(logits, exits)
         )
@@ -99,6 +104,38 @@ class Checks:
         step.depth.update((due[index].row, layer) for index in passed)
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=bool(asked))
         return passed
+
+    def note_screened(self, screened: Sequence[Candidate], layer: int, step: Step) -> None:
+        """Notes rows that a screen did not let through to a check."""
+        for one in screened:
+            step.note(one, CheckNote(layer))
+
+    def note_checks(
+        self,
+        checked: Mapping[int, Candidate],
+        layer: int,
+        step: Step,
+        found: ExitCheck,
+        logits: Tensor,
+    ) -> None:
+        """Notes what a check found, for the rows whose requests ask for that.
+
+        Args:
+            checked: the rows, by their place in `found` and `logits`.
+            layer: the exit layer.
+            step: takes the notes.
+            found: the outcome.
+            logits: as `ExitHead.check` returned them.
+        """
+        noted = {place: one for place, one in checked.items() if one.request.note_keys}
+        if not noted:
+            return
+        # Every rank comes here: with slices of the vocabulary, this gathers them.
+        whole = self.head.logits_of(logits, [place in noted for place in range(len(logits))])
+        for place, token in zip(sorted(noted), whole.argmax(dim=-1).tolist(), strict=True):
+            one, confidence = noted[place], float(found.confidence[place])
+            threshold = one.thresholds_at(layer)[token in self.head.end_ids]
+            step.note(one, CheckNote(layer, token, confidence, threshold))
 
     def outcome(
         self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
@@ -146,8 +183,19 @@ class HostMaskedRows:
         return found
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
-        """Counts them."""
+        """Counts and notes them."""
         self._recorder.screened[layer] += int(rows.sum())
+        screened = rows.tolist()
+        left_out = [one for one in self._due if screened[one.row]]
+        self._checks.note_screened(left_out, layer, self._step)
+
+    def note_checks(self, layer: int, due: Tensor, found: ExitCheck, logits: Tensor) -> None:
+        """Notes them, where a request asks for that."""
+        is_due = due.tolist()
+        checked = {
+            one.row: one for one in self._due if is_due[one.row] and not one.exits_unchecked(layer)
+        }
+        self._checks.note_checks(checked, layer, self._step, found, logits)
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""

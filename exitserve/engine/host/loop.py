@@ -44,6 +44,7 @@ from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, Stream, ended
+from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
 
 
@@ -235,7 +236,7 @@ class HostLoop:
         places = active.last_tokens([one.row for one in due])
         rows = total if places.shape[0] == total.shape[0] else total[places]
         normed: Tensor = self._model.final_norm(rows, None)
-        opened = self.checks.opened(normed, due, layer)
+        opened = self.checks.opened(normed, due, layer, step)
         if len(opened) < len(due):
             if not opened:
                 return set()
@@ -313,6 +314,25 @@ class HostLoop:
             compute: the model's own head, of normed states.
         """
         step, self._step = self._step, None  # prompt logprobs call again, for other states
+        found = self._logits(step, normed, compute)
+        if step is not None and step.noted and normed.shape[0] == step.num_samples:
+            self._note_full_depth(step, found)
+        return found
+
+    def _note_full_depth(self, step: Step, logits: Tensor | None) -> None:
+        """Notes what the head said [S, V] to tokens that reached it, for full traces."""
+        rows = [row for row in step.noted if row not in step.depth]
+        if logits is None or not rows:
+            return
+        read = self.checks.head.read(logits[[step.samples(row)[-1] for row in rows]])
+        for row, token, confidence in zip(rows, *read, strict=True):
+            note = CheckNote(self._rules.num_layers, token, confidence)
+            self.requests.note_full_depth(step, row, note)
+
+    def _logits(
+        self, step: Step | None, normed: Tensor, compute: Callable[[Tensor], Tensor | None]
+    ) -> Tensor | None:
+        """See `logits`."""
         fresh = self._counted(compute)
         if step is None or not step.depth or normed.shape[0] != step.num_samples:
             return self.sampled(step, fresh(normed))
