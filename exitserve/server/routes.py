@@ -6,6 +6,7 @@ The two completion routes wrap vLLM's handlers, which do everything else.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,7 +31,7 @@ from exitserve.server.bad_requests import JsonRoute, bad_request
 from exitserve.server.exit_server import ExitServer
 from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
 from exitserve.server.offers import offers
-from exitserve.server.playground.routes import add_playground
+from exitserve.server.playground.routes import add_playground, address
 from exitserve.server.response_fields import ExitFields, RequestTrace
 from exitserve.server.unsupported_features import (
     NO_POOLING,
@@ -297,3 +298,5 @@ class ExitServePlugin:
         template = args.chat_template or getattr(engine_client.tokenizer, "chat_template", None)
         state.exitserve = ExitServer(engine_client, names[0], rate, chats=bool(template))
         await state.exitserve.start()
+        if getattr(args, "playground", False):
+            print(f"exitserve: playground at {address(args)}", file=sys.stderr, flush=True)

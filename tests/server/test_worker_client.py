@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 from exitserve.server import routes
-from exitserve.server.exit_server import ExitServer
 from exitserve.server.engine_end import EngineEnd
+from exitserve.server.exit_server import ExitServer
 from exitserve.server.metrics import ExitMetrics
 from exitserve.server.stats_window import StatsWindow
 from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient

@@ -126,10 +126,10 @@ def test_a_trace_with_a_token_missing_is_null() -> None:
 def test_servers_refuse_what_they_cannot_tell() -> None:
     rules = ExitRules(num_layers=6, exit_layers=(2, 4))
     rules.check_full_trace(ExitPolicy.confidence(0.5))
-    with pytest.raises(ExitServeError, match="mode 'verify'.*send exit_trace true"):
+    with pytest.raises(ExitServeError, match=r"mode 'verify'.*send exit_trace true"):
         rules.check_full_trace(ExitPolicy.confidence(0.5, mode="verify"))
     captured = ExitRules(num_layers=6, exit_layers=(2, 4), full_trace=False)
-    with pytest.raises(ExitServeError, match="the host decides.*send exit_trace true"):
+    with pytest.raises(ExitServeError, match=r"the host decides.*send exit_trace true"):
         captured.check_full_trace(ExitPolicy.off())
 
 

@@ -7,6 +7,7 @@ the server wants one, since the files themselves need none.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -25,8 +26,16 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # kept, and asked about: a new version shows at once
+    "Cache-Control": "no-cache",  # a new version shows at once
 }
+
+
+def address(args: Namespace) -> str:
+    """Where the page is, given vLLM's parsed arguments."""
+    host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
+    host = f"[{host}]" if ":" in host else host
+    kind = "https" if args.ssl_certfile else "http"
+    return f"{kind}://{host}:{args.port}{args.root_path or ''}{PATH}"
 
 
 def add_playground(app: FastAPI) -> None:
