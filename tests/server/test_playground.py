@@ -57,9 +57,7 @@ def test_nothing_else_is_served(client: TestClient) -> None:
 
 def test_the_page_has_no_inline_script_or_style() -> None:
     page = (PAGE / "index.html").read_text()
-    assert re.findall(r"<script[^>]*>", page) == [
-        '<script type="module" src="playground/main.js">'
-    ]
+    assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="playground/main.js">']
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|https?:", page)
 
 
