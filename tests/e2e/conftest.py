@@ -105,7 +105,7 @@ def complete(client: OpenAI) -> Any:
     """
 
     def complete(prompt: Any, max_tokens: int = 24, *, options: Any = None, **fields: Any) -> Any:
-        xargs = {**fields, "exit_trace": True}
+        xargs = {"exit_trace": True, **fields}
         return _complete(client, prompt, max_tokens, (options or {}) | {"vllm_xargs": xargs})
 
     return complete

@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const percent = (share) => `${+(100 * share).toFixed(2)} %`;
 
 const WAYS = {
-  promise: "promised agreement",
+  promise: "quality",
   threshold: "a raw threshold",
   layer: "one exit layer",
   server: "the server’s default",
@@ -20,6 +20,7 @@ export class Settings {
     this.lossless = stats.offers.modes.includes("verify") ? "verify" : "off";
     const served = stats.offers.modes.includes(stats.offers.calibrated_mode);
     this.promises = served ? stats.offers.promises : [];
+    this.judges = stats.default.mode === "verify"; // by default, full depth judges every token
     this.#fill();
     for (const id of ["promise", "by", "threshold", "mode", "layer"]) {
       $(id).addEventListener("input", () => this.show());
@@ -31,7 +32,7 @@ export class Settings {
     const modes = this.offers.modes.filter((mode) => mode === "confidence" || mode === "defer");
     const hasExits = this.depths.length > 1;
     const ways = [
-      ["promise", this.promises.length > 0],
+      ["promise", this.promises.length > 0 || this.lossless === "verify"],
       ["threshold", hasExits && modes.length > 0],
       ["layer", hasExits && this.offers.modes.includes("fixed")],
       ["server", true],
@@ -41,9 +42,9 @@ export class Settings {
     options("layer", this.depths.slice(0, -1).map((layer) => [layer, `layer ${layer}`]));
     $("as").hidden = !this.offers.chat;
     $("promise").max = this.promises.length;
-    $("promise").value = Math.max(0, this.promises.length - 1);
+    $("promise").value = this.judges ? this.promises.length : Math.max(0, this.promises.length - 1);
     options("promises", [...this.promises.keys(), this.promises.length].map((at) => [at, ""]));
-    $("advanced").open = this.promises.length === 0;
+    $("advanced").open = $("by").value !== "promise";
   }
 
   /** The promise that the slider is at; undefined at its end, where nothing is lost. */
@@ -54,7 +55,7 @@ export class Settings {
   /** Shows the controls of the chosen way, and what they mean. */
   show() {
     const way = $("by").value;
-    $("by-promise").hidden = way !== "promise";
+    $("by-promise").hidden = way !== "promise" || this.promises.length === 0;
     $("by-threshold").hidden = way !== "threshold";
     $("by-mode").hidden = way !== "threshold";
     $("by-layer").hidden = way !== "layer";
