@@ -9,8 +9,8 @@ const $ = (id) => document.getElementById(id);
 export const OUTCOMES = {
   stopped: "stopped here",
   went_on: "went on: not sure enough",
-  screened: "not checked: a screen found it hardly worth the price",
-  unchecked: "passed by: no check is made here",
+  screened: "screened: a check would hardly pay",
+  unchecked: "passed by, unchecked",
   not_reached: "not reached",
 };
 
