@@ -175,6 +175,25 @@ def test_what_a_model_says_is_text(page, expect) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
+def test_what_a_trace_says_is_text(page, expect, trace_file) -> None:
+    """Whole elements in one token, which a tokenizer would hardly make."""
+    trace = json.loads(trace_file.read_text())
+    trace["model"] = trace["prompt"] = HTML
+    for token in trace["tokens"]:
+        token["text"] = HTML
+        for layer in token["layers"]:
+            layer["text"] = HTML
+    page.on("dialog", lambda dialog: pytest.fail(f"it ran: {dialog.message}"))
+    content = json.dumps(trace).encode()
+    file = {"name": f"{HTML}.json", "mimeType": "application/json", "buffer": content}
+    page.locator("#file").set_input_files(file)
+    expect(page.locator("#early .text")).to_have_text(HTML * 13)
+    page.locator("#early-2").click()
+    page.locator("#early-3").hover()
+    expect(page.locator("#why")).to_contain_text("<script>alert(2)</script>")
+    assert page.locator("body img, body script").count() == 0
+
+
 @pytest.fixture(scope="module")
 def trace_file(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace by the oracle."""

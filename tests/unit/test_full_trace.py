@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.cli import main
+from exitserve.engine.options import LOOPS, make_rules
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.reference import load_reference
@@ -22,6 +23,7 @@ from exitserve.tracing.format import TokenTexts, noted_layers, read_trace, schem
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (2, 4, 6)
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 128}
 PROMPT = "the quick brown fox"
 
 
@@ -128,7 +130,11 @@ def test_servers_refuse_what_they_cannot_tell() -> None:
     rules.check_full_trace(ExitPolicy.confidence(0.5))
     with pytest.raises(ExitServeError, match=r"mode 'verify'.*send exit_trace true"):
         rules.check_full_trace(ExitPolicy.confidence(0.5, mode="verify"))
-    captured = ExitRules(num_layers=6, exit_layers=(2, 4), full_trace=False)
+    config = {"num_hidden_layers": 6, "hidden_size": 64, "vocab_size": 100, **LLAMA}
+    loops = {one: make_rules(config, {"exit_path": one, "exit_layers": [2]}) for one in LOOPS}
+    told = {one for one, rules in loops.items() if rules.full_trace}
+    assert told == {"host", "masked"}
+    captured = loops["device"]
     with pytest.raises(ExitServeError, match=r"the host decides.*send exit_trace true"):
         captured.check_full_trace(ExitPolicy.off())
 
