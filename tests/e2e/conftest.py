@@ -187,9 +187,12 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 OpenPage = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium, where there is one."""
+    """A headless Chromium, where there is one.
+
+    For a module: what drives it keeps an event loop running, and other tests start their own.
+    """
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}")
