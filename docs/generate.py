@@ -176,7 +176,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
             return "object"
         case {"type": "array", "items": items}:
             return f"list of {_kind(items)}s"
-        case {"type": "object", "additionalProperties": kind}:
+        case {"type": "object", "additionalProperties": dict(kind)}:
             return f"object of {_kind(kind)}s"
     bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below"}
     limits = (f" {word} {schema[name]:g}" for name, word in bounds.items() if name in schema)
@@ -290,7 +290,12 @@ def acceptances() -> str:
 PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "metrics.md": (
         ("metrics", metrics),
-        ("stats", fields("Stats", "Default", "LayerThresholds", "Period", "LayerChecks")),
+        (
+            "stats",
+            fields(
+                "Stats", "Default", "LayerThresholds", "Offers", "Promise", "Period", "LayerChecks"
+            ),
+        ),
     ),
     "reference/commands.md": (("commands", commands),),
     "reference/http.md": (

@@ -70,6 +70,16 @@ def numbers(text: str, kind: Callable[[str], Number], flag: str) -> list[Number]
         ) from error
 
 
+def threshold_or_auto(text: str) -> float | str:
+    """Reads `0.8` or `auto`, as argparse's `type`."""
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number, for example 0.8, nor {AUTO}"
+        ) from error
+
+
 def words(text: str) -> list[str]:
     """The parts of a text between commas, without those that are blank."""
     return [part.strip() for part in text.split(",") if part.strip()]

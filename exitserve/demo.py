@@ -46,6 +46,12 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
         action="store_true",
         help="do not compile the engines that are compared: they start sooner and run slower",
     )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="instead, serve the model on loopback with its playground until you stop it",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="of --serve (default 8000)")
     parser.set_defaults(run=partial(demo, run_command=run_command))
 
 
@@ -66,6 +72,10 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
             f"no model at '{args.model}': the bundled model is in the repository, not in the "
             f"wheel; clone it, or give a checkpoint with --model DIR."
         )
+    if args.serve:
+        own = ["--host", "127.0.0.1", "--port", str(args.port), "--playground"]
+        own += ["--enforce-eager"] if args.enforce_eager else []
+        return run_command(["serve", str(args.model), *own])
     from exitserve.server.local_server import LocalServer
 
     console = Console()
@@ -89,7 +99,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.print(
         f"\nThe report: {report / 'report.md'} (plot and JSON beside it).", soft_wrap=True
     )
-    serve = f"exitserve serve {args.model} --exit-threshold 0.7"
+    serve = f"exitserve serve {args.model} --exit-threshold 0.7 --playground"
     console.print(f"Serve it yourself:  {serve}", soft_wrap=True)
     return 0
 

@@ -34,6 +34,12 @@ ALWAYS = -1.0
 AUTO = "auto"
 """As a threshold: those that the checkpoint was calibrated to."""
 
+FULL_TRACE = "full"
+"""As `exit_trace`: the response also tells what every check found. A key under which that is kept
+begins with this word."""
+
+NOT_A_TRACE = f"exit_trace must be true, false or {FULL_TRACE!r}, not {{}}."
+
 MOST_TRACE_KEYS = 4
 """Keys under which the depths of one request may be kept."""
 LONGEST_KEY = 128
@@ -48,7 +54,8 @@ FIELDS = {
     "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
     "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
     "that the answer is that of full depth; off: full depth",
-    "exit_trace": "true: the response tells the depth at which each token stopped",
+    "exit_trace": "true: the response tells the depth at which each token stopped; full: also what "
+    "each check found",
 }
 
 
@@ -166,6 +173,8 @@ class ExitRules:
     is made."""
     calibration: Calibration | None = None
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
+    full_trace: bool = True
+    """Whether this server's loop can tell what each check found (`FULL_TRACE`)."""
 
     def policy_for(
         self, fields: Mapping[str, Any] | None, *, structured: bool = False
@@ -204,6 +213,19 @@ class ExitRules:
         if threshold == AUTO and mode != "off":
             return self._calibrated(self._calibration().chosen, mode)
         return self._by_confidence(mode, threshold)
+
+    def check_full_trace(self, policy: ExitPolicy) -> None:
+        """Raises `ExitServeError` where a request of this policy can have no full trace."""
+        if not self.full_trace:
+            raise ExitServeError(
+                f"exit_trace {FULL_TRACE!r} needs exits that the host decides, as on a CPU; this "
+                "server tells depths only: send exit_trace true."
+            )
+        if policy.mode == "verify":
+            raise ExitServeError(
+                f"exit_trace {FULL_TRACE!r} does not go with mode 'verify', whose checks make "
+                "drafts and decide no token; send exit_trace true, or another exit_mode."
+            )
 
     @staticmethod
     def _check_together(given: Mapping[str, Any]) -> None:
@@ -343,11 +365,13 @@ def check_trace(value: Any) -> None:
             f"exit_trace may have at most {MOST_TRACE_KEYS} keys of at most {LONGEST_KEY} "
             f"characters each, not {shown(value)}."
         )
-    if value is not None and not keys and not (isinstance(value, int) and value in (0, 1)):
-        raise ExitServeError(f"exit_trace must be true or false, not {shown(value)}.")
+    if value is None or keys or value == FULL_TRACE:
+        return
+    if not (isinstance(value, int) and value in (0, 1)):
+        raise ExitServeError(NOT_A_TRACE.format(shown(value)))
 
 
 def check_trace_of_client(value: Any) -> None:
     """Raises `ExitServeError` unless a request over HTTP may have this `exit_trace`."""
     if isinstance(value, list | tuple) and not isinstance(value, TraceKeys):
-        raise ExitServeError(f"exit_trace must be true or false, not {shown(value)}.")
+        raise ExitServeError(NOT_A_TRACE.format(shown(value)))

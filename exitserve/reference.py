@@ -21,6 +21,7 @@ Shapes: T tokens, L layers, D hidden, V vocabulary. One sequence at a time (B = 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from exitserve.costs import break_even_rates
-from exitserve.decoder import DecoderParts, decoder_parts, hidden_of
-from exitserve.policy import EXACT, NEVER, NUM_DRAFTS, ExitPolicy
+from exitserve.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
+from exitserve.policy import ALWAYS, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve.screens import Screens, load_screens
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
@@ -64,6 +65,29 @@ class Generation:
     """Tokens drafted (mode "verify")."""
     accepted: int = 0
     """Drafts that full depth agreed with, in each round up to the first that it did not."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one layer would have said to a token, whether the token was sent from there or not."""
+
+    layer: int
+    token_id: int
+    """The most likely token."""
+    confidence: float
+    threshold: float | None
+    """That its confidence had to pass; None where no check was due."""
+    is_checked: bool
+    """Whether a check was made: a screen may leave it out."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """One generated token, and all exit layers and full depth for it."""
+
+    token_id: int
+    depth: int
+    by_layer: tuple[Look, ...]
 
 
 class Reference:
@@ -148,6 +172,61 @@ class Reference:
             step = token_ids[-1:]
         return Generation(token_ids, depths)
 
+    @torch.no_grad()
+    def watch(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        policy: ExitPolicy,
+        ignore_eos: bool = False,
+    ) -> Iterator[Looks]:
+        """`decode`, with what every layer says to each token: to one that stopped, what it would
+        have been told further up, behind the same keys and values.
+
+        Args:
+            prompt_ids: the prompt.
+            max_tokens: most tokens to generate.
+            policy: when tokens exit; any but "verify".
+            ignore_eos: go on after an end of sequence.
+        """
+        from transformers import DynamicCache
+
+        cache, step = DynamicCache(), list(prompt_ids)
+        depths = (*self.exit_layers, self.parts.num_layers)
+        ends = [] if ignore_eos else self.eos_token_ids.tolist()
+        for number in range(max_tokens):
+            rows = _FrozenRows(self, policy, torch.full((len(step),), number > 0))
+            if policy.mode in ("confidence", "fixed"):
+                with capture_hidden(self.parts.layers, depths) as states:
+                    self._run_layers(step, cache=copy.deepcopy(cache))
+                with rows.hooked():
+                    hidden = self._run_layers(step, cache=cache)
+            else:  # a token that exits runs on, so these are the states that it would have had
+                with rows.hooked(), capture_hidden(self.parts.layers, depths) as states:
+                    hidden = self._run_layers(step, cache=cache)
+            found = rows.finish(hidden)
+            token = int(found.token[-1])
+            logits = self.parts.classify(torch.stack([states[one][0, -1] for one in depths]))
+            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows))
+            if token in ends:
+                return
+            step = [token]
+
+    def _looks(self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows) -> tuple[Look, ...]:
+        """What the last row of a pass was told [len(depths), V]."""
+        never = torch.full((len(depths),), NEVER, device=logits.device)
+        confidences = check_logits(logits, never, criterion=self.criterion).confidence.tolist()
+        ends, found = self.eos_token_ids.tolist(), []
+        read = zip(depths, logits.argmax(dim=-1).tolist(), confidences, strict=True)
+        for layer, token, confidence in read:
+            # At full depth, and where the policy has none, no threshold is there to pass.
+            due = bool(rows.decode[-1]) and layer < self.parts.num_layers
+            limit = rows.policy.thresholds_at(layer)[token in ends] if due else NEVER
+            threshold = None if limit in (NEVER, ALWAYS) else limit
+            is_checked = len(rows.decode) - 1 in rows.checked.get(layer, ())
+            found.append(Look(layer, token, confidence, threshold, is_checked))
+        return tuple(found)
+
     def _decode_drafting(
         self,
         prompt_ids: Sequence[int],
@@ -229,6 +308,8 @@ class _FrozenRows:
         self.checks = torch.zeros_like(self.depth)
         self.state: Tensor | None = None
         self.exit_logits: dict[int, Tensor] = {}
+        self.checked: dict[int, list[int]] = {}
+        """By layer, the rows that were checked there."""
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -280,6 +361,7 @@ class _FrozenRows:
             end_thresholds=limits[1],
         ).exits
         self.checks[rows] += 1
+        self.checked[depth] = rows.tolist()
         for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
             self.exit_logits[row] = row_logits
         self.frozen[rows[exits]] = True

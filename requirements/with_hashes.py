@@ -2,8 +2,9 @@
 
 Run on x86-64 Linux with Python 3.11, as in the image:  python requirements/with_hashes.py
 
-torch is left out. Its CPU builds lie on an index of PyTorch's own (or wherever
-PIP_EXTRA_INDEX_URL says), so there is no one file whose hash could be asked for.
+torch is left out: its CPU builds lie on an index of PyTorch's own (or wherever PIP_EXTRA_INDEX_URL
+says), so there is no one file whose hash could be asked for. So is what drives a browser in tests,
+165 MB that an image has no use for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-HEAD = "# requirements/cpu.txt without torch, for the image. Made by requirements/with_hashes.py.\n"
+HEAD = "# requirements/cpu.txt for the image. Made by requirements/with_hashes.py.\n"
+LEFT_OUT = ("torch", "playwright", "greenlet", "pyee", "axe-playwright-python")
 
 
 def locked(report: dict[str, Any]) -> str:
@@ -24,7 +26,7 @@ def locked(report: dict[str, Any]) -> str:
     for one in report["install"]:
         name, version = one["metadata"]["name"], one["metadata"]["version"]
         digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
-        if name != "torch":
+        if name not in LEFT_OUT:
             lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
     return HEAD + "".join(sorted(lines, key=str.lower))
 

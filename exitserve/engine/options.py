@@ -57,6 +57,8 @@ LOOPS: dict[str, tuple[Mode, ...]] = {
 """How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
 "masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
 "rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
+WITH_FULL_TRACE = ("host", "masked")
+"""Those that can tell what each check found."""
 RAILS_DRAFTS = 4
 """Tokens drafted in a row on the rails, by default."""
 
@@ -120,6 +122,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         criterion=block.criterion,
         screens_file=screens,
         calibration=calibration,
+        full_trace=loop in WITH_FULL_TRACE,
     )
     return replace(rules, default=_default_policy(rules, options, holds))
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_TRACES = 4096
 """Traces kept for collection, so abandoned streams cost no memory.
 
 Those go first that have not grown for longest: a request that runs adds to its own in every step.
 """
+
+
+class CheckNote(NamedTuple):
+    """What one token met at one layer, for a full trace."""
+
+    layer: int
+    token_id: int | None = None
+    """The most likely token there; None: a screen left the check out."""
+    confidence: float | None = None
+    threshold: float | None = None
+    """That its confidence had to pass; None at full depth."""
+
+
+Traces = OrderedDict[str, dict[str, dict[int, Any]]]
+"""By key, then by request id, then by index of a generated token; the longest untouched first."""
 
 
 class Recorder:
@@ -39,7 +54,8 @@ class Recorder:
         """Layers whose weights were read, each once for all tokens that ran it together."""
         self.final_heads = 0
         """Times the LM head was read behind the last layer."""
-        self._traces: OrderedDict[str, dict[str, dict[int, int]]] = OrderedDict()
+        self._traces: Traces = OrderedDict()
+        self._notes: Traces = OrderedDict()
 
     def count_checks(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
         """Counts one exit check over `checks` tokens of which `passed` exited.
@@ -100,10 +116,14 @@ class Recorder:
             depth: at which it stopped.
         """
         for one in keys:
-            self._traces.setdefault(one, {}).setdefault(request_id, {})[index] = depth
-            self._traces.move_to_end(one)
-        while len(self._traces) > MAX_TRACES:
-            self._traces.popitem(last=False)
+            _of(self._traces, one, request_id)[index] = depth
+
+    def note(
+        self, keys: Sequence[str], request_id: str, index: int, notes: Sequence[CheckNote]
+    ) -> None:
+        """Keeps what generated token `index` of a request met, for full traces; see `trace`."""
+        for one in keys:
+            _of(self._notes, one, request_id).setdefault(index, []).extend(notes)
 
     def take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """Removes and returns what was traced under `key` since the last call.
@@ -112,6 +132,13 @@ class Recorder:
             Request id to index of a generated token to its depth.
         """
         return self._traces.pop(key, {})
+
+    def take_notes(self, key: str) -> dict[str, dict[int, list[CheckNote]]]:
+        """Removes and returns what was noted under `key` since the last call, like `take_traces`.
+
+        Taken after `take_traces`, it has all notes of every token whose depth that returned.
+        """
+        return self._notes.pop(key, {})
 
     def snapshot(self) -> dict[str, Any]:
         """All counts, as plain JSON-ready values."""
@@ -136,3 +163,12 @@ class Recorder:
             "layer_reads": self.layer_reads,
             "final_heads": self.final_heads,
         }
+
+
+def _of(traces: Traces, key: str, request_id: str) -> dict[int, Any]:
+    """What is kept of one request under a key, from now on the last to be dropped."""
+    found = traces.setdefault(key, {}).setdefault(request_id, {})
+    traces.move_to_end(key)
+    while len(traces) > MAX_TRACES:
+        traces.popitem(last=False)
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
-from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.policy import FULL_TRACE, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
@@ -46,6 +46,11 @@ class Request:
     """Its tokens that wait at exit layers; None in modes in which none do."""
     drafts: list[int] = field(default_factory=list)
     """Tokens that the next pass is to judge (mode "verify")."""
+
+    @property
+    def note_keys(self) -> tuple[str, ...]:
+        """Those of its keys under which its checks are kept too, for a full trace."""
+        return tuple(key for key in self.trace_keys if key.startswith(FULL_TRACE))
 
     @property
     def prompt_length(self) -> int:

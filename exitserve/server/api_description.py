@@ -33,7 +33,7 @@ class RequestFields(BaseModel):
     exit_mode: Literal["off", "confidence", "defer", "verify"] = Field(
         description=FIELDS["exit_mode"]
     )
-    exit_trace: bool = Field(description=FIELDS["exit_trace"])
+    exit_trace: bool | Literal["full"] = Field(description=FIELDS["exit_trace"])
 
 
 class ChoiceFields(BaseModel):
@@ -43,6 +43,11 @@ class ChoiceFields(BaseModel):
         default=None,
         description="with exit_trace: the depth of each generated token; in a stream in the chunk "
         "that finishes the choice; null if a depth is missing",
+    )
+    exit_trace: dict[str, Any] | None = Field(
+        default=None,
+        description="with exit_trace full: what every check of the choice's new tokens found, as "
+        "docs/trace.schema.json has it",
     )
 
 
@@ -97,6 +102,25 @@ class Default(_Exact):
     )
 
 
+class Promise(_Exact):
+    """Each of `promises`: what the calibration found for one agreement."""
+
+    agreement: float = Field(description="for exit_target")
+    thresholds: dict[int, float] = Field(description="by exit layer")
+    found: dict[str, float] = Field(description="means over the calibration's test")
+
+
+class Offers(_Exact):
+    """`offers`: what requests may ask for."""
+
+    modes: list[str] = Field(description="of exit_mode")
+    criterion: str = Field(description="how confidence is computed")
+    full_trace: bool = Field(description="whether exit_trace full is told")
+    chat: bool = Field(description="whether the model has a chat template")
+    calibrated_mode: str | None = Field(description="in which the calibration was made, if any was")
+    promises: list[Promise] = Field(description="of the calibration, by agreement")
+
+
 class LayerChecks(_Exact):
     """Each of `exits`: the checks of one exit layer."""
 
@@ -130,6 +154,10 @@ class Period(_Exact):
     )
     checks: int = Field(description="tokens checked, summed over the exit layers")
     checks_passed: int = Field(description="of these, tokens that stopped (or were drafted)")
+    drafted_tokens: int = Field(
+        description="drafts that full depth judged (mode verify, and defer on GPUs)"
+    )
+    accepted_tokens: int = Field(description="of these, drafts that it agreed with")
     checks_screened: int = Field(
         description="tokens that went on unchecked because a screen said so; they are looked at "
         "again at the next exit layer"
@@ -143,6 +171,7 @@ class Stats(_Exact):
     num_layers: int = Field(description="L, full depth")
     exit_layers: list[int] = Field(description="where a token may exit")
     default: Default = Field(description="what a request gets that asks for nothing")
+    offers: Offers = Field(description="what requests may ask for")
     since_start: Period = Field(description="figures since the server's start")
     last_minute: Period = Field(description="figures of about the last minute")
     age_seconds: float = Field(

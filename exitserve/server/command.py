@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from exitserve.arguments import add_revision
+from exitserve.arguments import add_revision, threshold_or_auto
 from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
@@ -19,7 +19,7 @@ from exitserve.engine.launch import (
 from exitserve.engine.options import KEY, RAILS
 from exitserve.errors import ExitServeError, nearest
 from exitserve.first_layers import doubt
-from exitserve.policy import AUTO, MODES, NUM_DRAFTS
+from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
     check_same_config,
@@ -39,7 +39,7 @@ Requests choose their exits in vllm_xargs:
   {"exit_target": 0.98}     exit at calibrated thresholds that keep 98 % of full depth's tokens
   {"exit_mode": "defer"}    compute the deeper keys and values of exited tokens exactly, later
   {"exit_layer": 6}         exit at layer 6, every token
-  {"exit_trace": true}      return the depth of each token
+  {"exit_trace": true}      return the depth of each token ("full": and what each check found)
 """
 
 
@@ -64,6 +64,11 @@ def add_serve(subparsers: Any) -> None:
         help="share of requests whose answers are compared with full depth afterwards, for the "
         "metrics of live quality: 0.01 is one in a hundred (default 0: none)",
     )
+    parser.add_argument(
+        "--playground",
+        action="store_true",
+        help="also serve a page to try the model: /exitserve/playground",
+    )
     parser.set_defaults(run=serve, takes_rest=True)
 
 
@@ -71,7 +76,7 @@ def _add_default(parser: argparse.ArgumentParser) -> None:
     """Options for requests that set no exit fields."""
     parser.add_argument(
         "--exit-threshold",
-        type=_threshold,
+        type=threshold_or_auto,
         metavar="T",
         help="default confidence threshold, or auto: the thresholds that exitserve calibrate found "
         "(default: auto if there are any, else full depth)",
@@ -121,15 +126,6 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _threshold(text: str) -> float | str:
-    try:
-        return text if text == AUTO else float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number, for example 0.8, nor {AUTO}"
-        ) from error
-
-
 def _layers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
@@ -176,7 +172,7 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
     check_same_config(vllm_args, args.revision)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
-    vllm_args.shadow_rate = args.shadow_rate
+    vllm_args.shadow_rate, vllm_args.playground = args.shadow_rate, args.playground
     vllm_args.engine_end = end = EngineEnd()
     reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=drafts)
     add_engine_options(vllm_args, ours)

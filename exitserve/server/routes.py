@@ -5,9 +5,8 @@ The two completion routes wrap vLLM's handlers, which do everything else.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import uuid
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,36 +27,23 @@ from vllm.entrypoints.openai.completion.api_router import (
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
-from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from exitserve.engine.hooks.rows_processor import RowsProcessor
-from exitserve.engine.options import rules_from
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import FIELDS, TraceKeys
+from exitserve.policy import FIELDS, FULL_TRACE, NOT_A_TRACE
 from exitserve.server.api_description import STATS, described
 from exitserve.server.bad_requests import JsonRoute, bad_request
+from exitserve.server.exit_server import ExitServer
 from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
-from exitserve.server.metrics import (
-    ExitMetrics,
-    ShadowMetrics,
-    export_break_even,
-    export_calibrated_agreement,
-)
-from exitserve.server.response_fields import Depths, ExitFields, RequestTrace
-from exitserve.server.shadow_evaluation import ShadowEvaluation
-from exitserve.server.stats_window import StatsWindow
+from exitserve.server.offers import offers
+from exitserve.server.playground.routes import add_playground, address
+from exitserve.server.response_fields import ExitFields, RequestTrace
 from exitserve.server.unsupported_features import (
     NO_POOLING,
     NO_SCALING,
     POOLING_ROUTES,
     SCALING_ROUTE,
 )
-from exitserve.server.worker_client import (
-    PATIENCE_SECONDS,
-    LatestCounts,
-    NoAnswerError,
-    WorkerClient,
-)
+from exitserve.server.worker_client import PATIENCE_SECONDS
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""
@@ -65,70 +51,6 @@ FAULT = f'data: {{"error": {{"message": "{GenerationError()}"'
 """How the event begins by which vLLM ends a stream whose tokens it could not generate."""
 MOST_PENALTY = 50
 """Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
-POLL_SECONDS = 2.0
-"""How often counts are sampled while requests are served, for the sums of the last minute."""
-
-
-class ExitServer:
-    """The state of the running server that our routes use."""
-
-    def __init__(self, engine_client: Any, model_name: str, shadow_rate: float) -> None:
-        self.engine = engine_client
-        self.worker = WorkerClient(engine_client)
-        self._model_name = model_name
-        self._shadow_rate = shadow_rate
-        self.rules = rules_from(engine_client.vllm_config)
-        self.counts = LatestCounts(
-            self.worker,
-            ExitMetrics(get_prometheus_registry(), model_name),
-            StatsWindow(self.rules.break_even),
-        )
-        self.open_requests = 0
-        self.unsampled = False
-        """Whether a request has ended since the last sample."""
-        self._poller: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Attaches to the worker and starts to read its counts."""
-        RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
-        await self.worker.attach()
-        await self.counts.read()
-        export_break_even(get_prometheus_registry(), self._model_name, self.rules.break_even)
-        self._poller = asyncio.create_task(self._poll())
-        self._follow_quality()
-
-    def _follow_quality(self) -> None:
-        """Exports the promised agreement, and starts to compare a share of the answers."""
-        registry = get_prometheus_registry()
-        calibration = self.rules.calibration
-        if calibration is not None and calibration.chosen.agreement is not None:
-            export_calibrated_agreement(registry, self._model_name, calibration.chosen.agreement)
-        if self._shadow_rate:
-            depths = (*self.rules.exit_layers, self.rules.num_layers)
-            counts = ShadowMetrics(registry, self._model_name, depths)
-            ShadowEvaluation(
-                self.engine, self.rules, self._shadow_rate, counts, self.take_traces
-            ).start()
-
-    async def _poll(self) -> None:
-        while not self.engine.errored:
-            await asyncio.sleep(POLL_SECONDS)
-            # vLLM's worker polls its queue without sleeping for a second after each message, so
-            # reading the counts of an idle server would keep a core busy.
-            if not (self.open_requests or self.unsampled):
-                continue
-            self.unsampled = False
-            await self.counts.refresh()
-
-    async def take_traces(self, key: str) -> dict[str, Depths]:
-        """Removes and returns the depths recorded under `key`; none if the worker is away.
-
-        A finished answer is worth more than its depths.
-        """
-        try:
-            return await self.worker.take_traces(key)
-        except NoAnswerError:
-            return {}
 
 
 def _server(raw_request: Request) -> ExitServer:
@@ -156,17 +78,8 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     if fields.get("exit_trace") is False:
         del request.vllm_xargs["exit_trace"]
     trace: RequestTrace | None = None
-    if fields.get("exit_trace"):
-        key = uuid.uuid4().hex
-        request.vllm_xargs["exit_trace"] = TraceKeys([key])
-        keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
-        trace = RequestTrace(
-            lambda: server.take_traces(key),
-            samples=request.n or 1,
-            chat=chat,
-            num_layers=server.rules.num_layers,
-            keep_token_ids=keep_token_ids,
-        )
+    if asked := fields.get("exit_trace"):
+        trace = server.trace_of(request, asked, chat=chat)
     contradiction = _contradiction(request)
     try:
         response = await handler(request, raw_request)
@@ -255,10 +168,13 @@ async def check_fields(raw_request: Request) -> None:
     for name, value in fields.items():
         if name.startswith("exit_") and value is None:
             raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
-    _server(raw_request).rules.policy_for(fields)
+    rules = _server(raw_request).rules
+    policy = rules.policy_for(fields)
     trace = fields.get("exit_trace", False)
-    if not isinstance(trace, bool):
-        raise ExitServeError(f"exit_trace must be true or false, not {shown(trace)}.")
+    if trace == FULL_TRACE:
+        rules.check_full_trace(policy)
+    elif not isinstance(trace, bool):
+        raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
 
 
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
@@ -313,6 +229,7 @@ async def stats(raw_request: Request) -> JSONResponse:
                     for layer, threshold, ends in rules.default.by_layer
                 },
             },
+            "offers": offers(rules, chats=server.chats),
             **server.counts.report(),
         }
     )
@@ -378,6 +295,8 @@ class ExitServePlugin:
             "/v1/chat/completions": ChatCompletionResponse,
         }
         app.openapi = described(app.openapi, answers)  # type: ignore[method-assign]
+        if getattr(app.state.args, "playground", False):  # unknown to plain `vllm serve`
+            add_playground(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called when the engine is ready."""
@@ -385,5 +304,8 @@ class ExitServePlugin:
         rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
         if (end := getattr(args, "engine_end", None)) is not None:
             end.watch(engine_client)
-        state.exitserve = ExitServer(engine_client, names[0], rate)
+        template = args.chat_template or getattr(engine_client.tokenizer, "chat_template", None)
+        state.exitserve = ExitServer(engine_client, names[0], rate, chats=bool(template))
         await state.exitserve.start()
+        if getattr(args, "playground", False):
+            print(f"exitserve: playground at {address(args)}", file=sys.stderr, flush=True)

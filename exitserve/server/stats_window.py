@@ -24,6 +24,9 @@ from exitserve.server.metrics import (
 WINDOW_SECONDS = 60.0
 """The length of `last_minute`."""
 
+DRAFTS = ("drafted_tokens", "accepted_tokens")
+"""Counts of the snapshot that are no metrics of ours, because vLLM exports them itself."""
+
 MIN_SPACING_SECONDS = 0.5
 """Samples closer than this are merged, to bound memory when stats are requested often."""
 
@@ -43,7 +46,7 @@ class StatsWindow:
 
     def add(self, now: float, snapshot: Snapshot) -> None:
         """Adds a worker's cumulative counts at time `now`, in seconds of a monotonic clock."""
-        current = read_counts(snapshot)
+        current = read_counts(snapshot) | {(name, ""): int(snapshot[name]) for name in DRAFTS}
         total = self._total()
         for key, count in advance(self._last, current).items():
             total[key] = total.get(key, 0) + count
@@ -60,8 +63,8 @@ class StatsWindow:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
             later, and those of rejected drafts), `checks`, `checks_passed` and `checks_screened`,
-            and `exits`, the last three by exit layer with whether it `pays`. Averages are None if
-            no token was generated.
+            `drafted_tokens` and `accepted_tokens`, and `exits`, the checks by exit layer with
+            whether it `pays`. Averages are None if no token was generated.
         """
         self._forget(now)
         total = self._total()
@@ -114,4 +117,5 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "checks": total(CHECKS),
         "checks_passed": total(CHECKS_PASSED),
         "checks_screened": total(CHECKS_SCREENED),
+        **{name: counts.get((name, ""), 0) for name in DRAFTS},
     }

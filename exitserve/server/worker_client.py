@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from exitserve.server.full_trace import Notes
 from exitserve.server.metrics import ExitMetrics, Snapshot
 from exitserve.server.response_fields import Depths
 from exitserve.server.stats_window import StatsWindow
@@ -57,6 +58,11 @@ class WorkerClient:
         """Removes and returns the depths that the worker recorded under `key`."""
         traces: dict[str, Depths] = await self._ask("exit_take_traces", key)
         return traces
+
+    async def take_notes(self, key: str) -> dict[str, Notes]:
+        """Removes and returns what the worker noted under `key`, after `take_traces`."""
+        notes: dict[str, Notes] = await self._ask("exit_take_notes", key)
+        return notes
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """The first rank's answer.

@@ -189,7 +189,8 @@ def test_the_cpu_list_leaves_out_packages_built_for_cuda():
 
 def test_the_list_with_hashes_is_the_cpu_list():
     versions = pins("cpu.txt")
-    assert versions.pop("torch")
+    for left_out in ("torch", "playwright", "greenlet", "pyee", "axe-playwright-python"):
+        assert versions.pop(left_out)
     assert pins("cpu-hashes.txt") == versions
     lines = (ROOT / "requirements" / "cpu-hashes.txt").read_text().splitlines()[1:]
     assert [line for line in lines if not re.search(r" --hash=sha256:[0-9a-f]{64}$", line)] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,8 @@ from exitserve.server.local_server import LocalServer, free_port, stop
 from ..forks import ForkedServer, PythonProcess
 
 NAME = "exit-py"
+KEY = "none"
+"""The API key that our clients send; one server asks for it."""
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
 # The worker in the engine's own process, which spares the start of one more. On CPUs vLLM 0.32
 # takes the option only with the variable, which is of no effect on a server otherwise
@@ -59,13 +62,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 @pytest.fixture(scope="session")
 def server(bundled: Path, serve: Serve) -> Iterator[LocalServer]:
     """Our server, full depth by default."""
-    with serve(bundled) as running:
+    with serve(bundled, "--playground") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def client(server: LocalServer) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +86,7 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     while not _healthy(url):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.5)
-    yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    yield OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     stop(process)
 
 
@@ -102,7 +105,7 @@ def complete(client: OpenAI) -> Any:
     """
 
     def complete(prompt: Any, max_tokens: int = 24, *, options: Any = None, **fields: Any) -> Any:
-        xargs = {**fields, "exit_trace": True}
+        xargs = {"exit_trace": True, **fields}
         return _complete(client, prompt, max_tokens, (options or {}) | {"vllm_xargs": xargs})
 
     return complete
@@ -161,9 +164,10 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judging(calibrated: Path, serve: Serve) -> Iterator[LocalServer]:
     """A server that compares every answer with full depth, and whose requests may call tools.
 
-    They exit unless they say otherwise: the checkpoint is calibrated.
+    They exit unless they say otherwise: the checkpoint is calibrated. They need the API key.
     """
     options = ("--shadow-rate", 1, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    options += ("--playground", "--api-key", KEY)
     # A small model would go on with blanks for ever where the grammar lets it.
     grammar = (
         "--structured-outputs-config",
@@ -176,4 +180,57 @@ def judging(calibrated: Path, serve: Serve) -> Iterator[LocalServer]:
 @pytest.fixture(scope="session")
 def early_client(judging: LocalServer) -> OpenAI:
     """Of the server whose requests exit unless they say otherwise."""
-    return OpenAI(base_url=f"{judging.url}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{judging.url}/v1", api_key=KEY, max_retries=0)
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, where there is one.
+
+    For a module: what drives it keeps an event loop running, and other tests start their own.
+    """
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Without its sandbox, which root may not use; it opens our own pages only.
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[OpenPage]:
+    """`open_page(server, width=390, color_scheme="dark")`: its playground.
+
+    At the end of the test, nothing may have failed in the page, and nothing may have been asked of
+    anybody else.
+    """
+    contexts, faults = [], []
+
+    def open_page(server: LocalServer, *, width: int = 1280, **options: Any) -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: faults.append(said.text) if is_fault(said) else None)
+        page.on("request", lambda one: faults.append(one.url) if is_foreign(one, server) else None)
+        page.goto(f"{server.url}/exitserve/playground")
+        return page
+
+    def is_fault(said: Any) -> bool:
+        # The browser reports answers that are errors, which tests may want.
+        return said.type == "error" and "Failed to load resource" not in said.text
+
+    def is_foreign(request: Any, server: LocalServer) -> bool:
+        return not request.url.startswith((f"{server.url}/", "blob:"))
+
+    yield open_page
+    for one in contexts:
+        one.close()
+    assert faults == []

@@ -85,7 +85,7 @@ def test_fields_in_the_wrong_place(post) -> None:
 
 @pytest.mark.parametrize("value", ["yes", 1, 2.5])
 def test_traces(post, value: object) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true or false")
+    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true, false or")
 
 
 def test_chat_is_checked_too(post) -> None:
@@ -109,7 +109,7 @@ def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
     ):
         answer = httpx.post(f"{server.url}{route}", json=body | own, timeout=60)
         assert answer.status_code == 400, (route, answer.text)
-        assert "exit_trace must be true or false" in answer.text
+        assert "exit_trace must be true, false or" in answer.text
 
 
 def test_json_that_is_nested_deeply_inside_a_text(post) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from exitserve.cli import main
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
@@ -87,6 +89,58 @@ def test_a_stream_ends_with_the_trace(client, complete) -> None:
     ]
     assert layers == whole["choices"][0]["exit_layers"]
     assert chunks[-1]["exit_metrics"] == whole["exit_metrics"]
+
+
+def test_a_full_trace_is_the_oracles(complete, bundled, tmp_path) -> None:
+    """As `exitserve trace` writes it, but for layers that a server does not look at."""
+    answer = complete(PROMPT, 32, exit_threshold=0.4, exit_trace="full")["choices"][0]
+    out = tmp_path / "trace.json"
+    arguments = ["--prompt", PROMPT, "--max-tokens", "32", "--exit-threshold", "0.4"]
+    assert main(["trace", str(bundled), *arguments, "--out", str(out)]) == 0
+    assert answer["exit_trace"]["version"] == 1
+    told = answer["exit_trace"]["tokens"]
+    assert "".join(token["text"] for token in told) == answer["text"]
+    assert [token["depth"] for token in told] == answer["exit_layers"]
+    for mine, theirs in zip(told, json.loads(out.read_text())["tokens"], strict=True):
+        for layer, expected in zip(mine.pop("layers"), theirs.pop("layers"), strict=True):
+            looked = layer["outcome"] in ("went_on", "stopped")
+            kept = expected if looked else {k: expected[k] for k in ("layer", "outcome")}
+            if looked:
+                kept |= {"confidence": pytest.approx(expected["confidence"], abs=1e-4)}
+            assert layer == kept
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_a_full_trace_comes_with_the_stream(client, kind: str) -> None:
+    request = {
+        "model": NAME,
+        "max_tokens": 48,
+        "temperature": 0,
+        "extra_body": {"vllm_xargs": {"exit_threshold": 0.4, "exit_trace": "full"}},
+    }
+    if kind == "chat":
+        create = client.chat.completions.create
+        request["messages"] = [{"role": "user", "content": PROMPT}]
+    else:
+        create, request["prompt"] = client.completions.create, PROMPT
+    whole = create(**request).model_dump()["choices"][0]
+    chunks = [one.model_dump()["choices"][0] for one in create(stream=True, **request)]
+    parts = [one["exit_trace"]["tokens"] for one in chunks if one.get("exit_trace")]
+    assert len(parts) > 1, "they come while the stream goes on"
+    told = [token for part in parts for token in part]
+    assert [one["index"] for one in told] == list(range(48))
+    expected = whole["exit_trace"]["tokens"]
+    close = [pytest.approx(_numbers(one), abs=1e-4) for one in expected]
+    assert [_numbers(one) for one in told] == close
+    text = whole["message"]["content"] if kind == "chat" else whole["text"]
+    assert "".join(one["text"] for one in told) == text
+
+
+def _numbers(token: dict) -> list[float]:
+    """A traced token as numbers, which two runs may round differently."""
+    layers = [(one.get("token_id", -1), one.get("confidence", -1)) for one in token["layers"]]
+    return [token["token_id"], token["depth"], *(number for pair in layers for number in pair)]
 
 
 def test_chat_whole_and_streamed(client) -> None:

@@ -245,11 +245,12 @@ def test_more_than_can_wait_is_dropped_and_counted(judging, early_client) -> Non
     assert lost("error") == lost("no_trace") == 0
 
 
-def test_a_client_that_hangs_up_leaves_an_answer_to_judge(judging) -> None:
+def test_a_client_that_hangs_up_leaves_an_answer_to_judge(judging, early_client) -> None:
     watch = Watch(judging)
     body = {"model": NAME, "prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": True}
     url = f"{judging.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+    key = {"authorization": f"Bearer {early_client.api_key}"}
+    with httpx.stream("POST", url, json=body, headers=key, timeout=60) as answer:
         lines = answer.iter_lines()
         assert sum(next(lines).startswith("data: ") for _ in range(6)) == 3
     assert 0 < watch.tokens(1).total() < 450

@@ -25,7 +25,9 @@ PROMPTS = (
     "class Stack:\n    def __init__(self):\n        self.items = []\n",
     "for index, item in enumerate(items):\n    if item is None:\n        ",
 )
-VERIFY = ("--mode", "verify", "--exit-threshold", "0.3", "--num-drafts", "4")
+VERIFY = ("--playground", "--mode", "verify", "--exit-threshold", "0.3", "--num-drafts", "4")
+
+CONFIDENCE = {"exit_mode": "confidence"}
 
 Complete = Callable[..., dict[str, Any]]
 
@@ -149,6 +151,29 @@ def test_any_two_fields_together(verifying: LocalServer) -> None:
     found = list(replies(verifying.url, islice(bodies.pairs(), 60)))
     assert [(body.content, fault(*rest)) for body, *rest in found if fault(*rest)] == []
     assert sum(status == 200 for _, status, _ in found) > 0.4 * len(found)
+
+
+def test_drafts_have_no_full_trace(ask: Any) -> None:
+    with pytest.raises(BadRequestError, match="does not go with mode 'verify'"):
+        ask(PROMPTS[0], vllm_xargs={"exit_trace": "full"})
+    told = ask(PROMPTS[0], vllm_xargs={"exit_trace": "full", "exit_threshold": 0.2, **CONFIDENCE})
+    assert {one["depth"] for one in told.choices[0].exit_trace["tokens"]} > {12}
+
+
+def test_the_playground_counts_drafts(verifying: LocalServer, open_page: Any) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page(verifying)
+    expect(page.locator("#meaning")).to_contain_text("judges every token")
+    page.locator("#advanced summary").click()
+    page.locator("#max-tokens").fill("24")
+    page.locator("#run").click()
+    expect(page.locator("#parting")).to_contain_text("all 24 tokens", timeout=60_000)
+    assert page.locator("#early .token.depth-7").count() > 0
+    assert "".join(page.locator("#early .token").all_inner_texts()).startswith(", ")
+    page.locator("#early .token").first.click()
+    expect(page.locator("#why-says")).to_contain_text("tells no more than that")
+    expect(page.locator("#live-text")).to_contain_text("drafts accepted")
 
 
 def test_bad_fields_are_refused(ask: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.policy import ExitPolicy
+from exitserve.policy import FULL_TRACE, ExitPolicy
 from exitserve.reference import Reference, load_reference
 
 
@@ -81,6 +81,20 @@ class Harness:
                     done[output.request_id] = list(output.outputs[0].token_ids)
             steps += 1
         return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
+
+    def notes(self, jobs: Sequence[Job]) -> list[list[list[tuple[Any, ...]]]]:
+        """What each generated token of each job met, as full traces keep it."""
+        names = [f"{FULL_TRACE}:{next(NAMES)}" for _ in jobs]
+        for name, one in zip(names, jobs, strict=True):
+            self._add(name, one)
+        while self.engine.llm_engine.has_unfinished_requests():
+            self.engine.llm_engine.step()
+        found = []
+        for name in names:
+            (depths,) = self.engine.collective_rpc("exit_take_traces", args=(name,))[0].values()
+            (notes,) = self.engine.collective_rpc("exit_take_notes", args=(name,))[0].values()
+            found.append([[*map(tuple, notes.get(index, ()))] for index in sorted(depths)])
+        return found
 
     def stats(self) -> dict[str, Any]:
         """The engine's own counts."""
@@ -317,6 +331,27 @@ def expect() -> Callable[[Reference, Job], Outcome]:
     def expect(reference: Reference, job: Job) -> Outcome:
         found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
         return found.token_ids, found.exit_layers
+
+    return expect
+
+
+@pytest.fixture(scope="session")
+def expect_notes() -> Callable[[Reference, Job], list[Any]]:
+    """What the oracle says that each token of a job meets, as far down as an engine looks."""
+
+    def expect(reference: Reference, job: Job) -> list[Any]:
+        found = reference.watch(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
+        return [
+            [
+                (one.layer, one.token_id, pytest.approx(one.confidence, abs=1e-4), one.threshold)
+                if one.is_checked or one.layer == reference.parts.num_layers
+                else (one.layer, None, None, None)
+                for one in looks.by_layer
+                if one.layer <= looks.depth
+                and (one.threshold is not None or one.layer == reference.parts.num_layers)
+            ]
+            for looks in found
+        ]
 
     return expect
 

@@ -65,7 +65,7 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
 
 @pytest.mark.parametrize("leaving", ["never", "now and then", "always"])
 def test_rows_that_do_not_leave_get_the_same(
-    start, model, jobs, job, expect, oracle, leaving: str, monkeypatch
+    start, model, jobs, job, expect, expect_notes, oracle, leaving: str, monkeypatch
 ) -> None:
     """The clock decides whether rows leave; here the test does. Among those that defer are a
     request at full depth and one that drafts."""
@@ -89,14 +89,20 @@ def test_rows_that_do_not_leave_get_the_same(
     counted = harness.stats()
     assert counted["pending_tokens"] == 0
     assert (counted["stepped_aside"] > 50) == (leaving != "always")
+    deferring = start(model, enable_prefix_caching=False)
+    noted = [expect_notes(oracle(model), one) for one in asked[:2]]
+    assert deferring.notes(asked[:-1])[:2] == noted
 
 
-def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
+def test_preempted_requests(start, model, jobs, expected, expect_notes, oracle, few_blocks) -> None:
     """What waits is computed anew, or before a pass that cannot take it along."""
     harness = start(model, max_num_batched_tokens=32, **few_blocks)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
     assert harness.counter("vllm:num_preemptions") > 0
+    some, before = jobs[:2], harness.counter("vllm:num_preemptions")
+    assert harness.notes(jobs)[:2] == [expect_notes(oracle(model), one) for one in some]
+    assert harness.counter("vllm:num_preemptions") > before
 
 
 def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from exitserve.reference import load_reference
+
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint):
@@ -17,8 +19,6 @@ def jobs(random_jobs):
 
 @pytest.fixture(scope="module")
 def expected(model, jobs, expect):
-    from exitserve.reference import load_reference
-
     return {
         checks: [expect(load_reference(str(model), exit_checks=checks), one) for one in jobs]
         for checks in ("paying", "all")
@@ -46,17 +46,30 @@ def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, chec
     assert all((count > 0) == (checks == "paying") for count in counted["screened"].values())
 
 
+@pytest.mark.parametrize("path", ["host", "masked"])
+def test_what_each_check_found(start, model, jobs, expect_notes, path: str) -> None:
+    reference = load_reference(str(model))
+    expected = [expect_notes(reference, one) for one in jobs]
+    kinds = {len(notes) for job in expected for notes in job}
+    assert kinds >= {1, 2, 3}, "tokens that were checked nowhere, once and twice"
+    assert any(note[1] is None for job in expected for notes in job for note in notes)
+    harness = start(model, exits={"exit_path": path}, enable_prefix_caching=False)
+    assert harness.notes(jobs) == expected
+
+
 def test_compiled_segments(start, model, jobs, expected) -> None:
     harness = start(model, enforce_eager=False, enable_prefix_caching=False)
     assert harness.run(jobs) == expected["paying"]
 
 
-def test_tensor_parallel(start, model, jobs, expected, monkeypatch) -> None:
+def test_tensor_parallel(start, model, jobs, expected, expect_notes, monkeypatch) -> None:
     """Every rank takes the same branch, and the cache of each holds its own heads."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     harness = start(model, tensor_parallel_size=2, enable_prefix_caching=False)
     assert harness.run(jobs) == expected["paying"]
     assert harness.run(jobs, every=2) == expected["paying"]
+    some, reference = jobs[:3], load_reference(str(model))
+    assert harness.notes(some) == [expect_notes(reference, one) for one in some]
 
 
 def test_tensor_parallel_without_a_head_of_its_own(

@@ -58,6 +58,8 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(tmp_path: Path) -> 
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"exitserve", "exitserve_kernels", "exitserve_training"}
     assert not [name for name in names if name.endswith(".safetensors")]
+    page = {f"exitserve/server/playground/page/{name}" for name in ("index.html", "main.js")}
+    assert page < set(names)
     assert wheel.stat().st_size < 1_000_000
 
 

@@ -19,6 +19,7 @@ from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 from exitserve.server import routes
 from exitserve.server.engine_end import EngineEnd
+from exitserve.server.exit_server import ExitServer
 from exitserve.server.metrics import ExitMetrics
 from exitserve.server.stats_window import StatsWindow
 from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient
@@ -219,9 +220,9 @@ def test_a_restarted_worker_is_counted_on_top() -> None:
 def server() -> Any:
     """The routes' state, without start-up."""
 
-    def make(engine: Engine) -> routes.ExitServer:
-        made: Any = object.__new__(routes.ExitServer)
-        made.engine, made.worker = engine, WorkerClient(engine)
+    def make(engine: Engine) -> ExitServer:
+        made: Any = object.__new__(ExitServer)
+        made.engine, made.worker, made.chats = engine, WorkerClient(engine), False
         made.counts, _ = counts_of(engine)
         return made
 

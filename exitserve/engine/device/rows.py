@@ -21,6 +21,7 @@ from torch import Tensor
 
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
+from exitserve_kernels.exit_check import Decision
 
 LeastScore = Callable[[int, float], float]
 """Of an exit layer and a threshold: see `ExitHead.least_score`."""
@@ -216,6 +217,9 @@ class DeviceRows:
     def count_screened(self, layer: int, rows: Tensor) -> None:
         """See `MaskedRows`."""
         self.checks[self._requests.exit_layers.index(layer), 3] += rows.sum()
+
+    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
+        """Keeps nothing: captured passes tell the host depths only (`ExitRules.full_trace`)."""
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""

@@ -5,14 +5,15 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.recorder import Recorder
+from exitserve.engine.recorder import CheckNote, Recorder
+from exitserve_kernels.exit_check import Decision
 
 
 class Checks:
@@ -22,20 +23,25 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
-    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int) -> list[int]:
+    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int, step: Step) -> list[int]:
         """Indices of the rows whose check after `layer` layers is worth making.
 
         Args:
             normed: [N, D] normed states of their tokens.
             due: [N] the rows.
             layer: the exit layer.
+            step: takes note of the others.
         """
         every = list(range(len(due)))
         unchecked = all(one.exits_unchecked(layer) for one in due)
         if unchecked or not self.head.has_screen(layer):
             return every
         opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
-        return [index for index in every if opens[index]]
+        opened = [index for index in every if opens[index]]
+        if len(opened) < len(due):
+            self._recorder.screened[layer] += len(due) - len(opened)
+            self.note_screened([due[index] for index in every if not opens[index]], layer, step)
+        return opened
 
     def least_scores(self, due: Sequence[Candidate], layer: int) -> Tensor:
         """[N] scores above which rows are checked."""
@@ -61,6 +67,8 @@ class Checks:
         some = normed if len(asked) == len(due) else normed[asked]
         thresholds = step.thresholds([due[index] for index in asked], layer)
         found, logits = self.head.check(some, *thresholds)
+        checked = {place: due[index] for place, index in enumerate(asked)}
+        self.note_checks(checked, layer, step, found, logits)
         passed = self.settle(step, layer, due, found.exits.tolist())
         exits = [number for number, index in enumerate(asked) if index in passed]
         if exits:
@@ -97,6 +105,38 @@ class Checks:
         step.depth.update((due[index].row, layer) for index in passed)
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
         return passed
+
+    def note_screened(self, screened: Sequence[Candidate], layer: int, step: Step) -> None:
+        """Notes rows that a screen did not let through to a check."""
+        for one in screened:
+            step.note(one, CheckNote(layer))
+
+    def note_checks(
+        self,
+        checked: Mapping[int, Candidate],
+        layer: int,
+        step: Step,
+        found: Decision,
+        logits: Tensor,
+    ) -> None:
+        """Notes what a check found, for the rows whose requests ask for that.
+
+        Args:
+            checked: the rows, by their place in `found` and `logits`.
+            layer: the exit layer.
+            step: takes the notes.
+            found: the outcome.
+            logits: as `ExitHead.check` returned them.
+        """
+        noted = {place: one for place, one in checked.items() if one.request.note_keys}
+        if not noted:
+            return
+        # Every rank comes here: with slices of the vocabulary, this gathers them.
+        whole = self.head.logits_of(logits, sorted(noted))
+        for place, token in zip(sorted(noted), whole.argmax(dim=-1).tolist(), strict=True):
+            one, confidence = noted[place], float(found.confidence[place])
+            threshold = one.thresholds_at(layer)[token in self.head.end_ids]
+            step.note(one, CheckNote(layer, token, confidence, threshold))
 
     def outcome(
         self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
@@ -144,8 +184,19 @@ class HostMaskedRows:
         return found
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
-        """Counts them."""
+        """Counts and notes them."""
         self._recorder.screened[layer] += int(rows.sum())
+        screened = rows.tolist()
+        left_out = [one for one in self._due if screened[one.row]]
+        self._checks.note_screened(left_out, layer, self._step)
+
+    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
+        """Notes them, where a request asks for that."""
+        is_due = due.tolist()
+        checked = {
+            one.row: one for one in self._due if is_due[one.row] and not one.exits_unchecked(layer)
+        }
+        self._checks.note_checks(checked, layer, self._step, found, logits)
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""

@@ -14,7 +14,7 @@ Shapes: C rows that may exit, E exits, M states whose logits are read, D hidden,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.recorder import Recorder
+from exitserve_kernels.exit_check import Decision
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,19 @@ class _Wanted:
     """[E x C, 2] for any token, for ends of sequence."""
     may_exit: list[list[bool]]
     """[E][C]."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One read of the head: checks, and behind them the last layer's rows."""
+
+    numbers: dict[int, int]
+    """By exit and row (as E x C), which of the checks it is."""
+    found: Decision
+    exits: list[bool]
+    """Of the checks."""
+    logits: Tensor
+    """[M, ...], as `ExitHead.check` gives them."""
 
 
 class LateChecks:
@@ -61,21 +75,24 @@ class LateChecks:
         states = torch.cat([*at_exits, normed])
         opened = self._opened(wanted, states[: -len(rows)])
         asked = [place for place, opens in enumerate(opened) if opens]
-        found = dict[int, bool]()
-        if asked:
-            finals = range(len(states) - len(rows), len(states))
-            thresholds = wanted.thresholds[asked]
-            check, logits = self._checks.head.check(
-                states[[*asked, *finals]], thresholds[:, 0], thresholds[:, 1]
-            )
-            # The last layer's logits, which are among these, are needed anyway.
-            self._recorder.final_heads += 1
-            found = dict(zip(asked, check.exits.tolist(), strict=True))
-        self._settle(step, wanted, opened, found)
+        read = self._read(wanted, asked, states) if asked else None
+        self._settle(step, wanted, opened, read)
         depths = [step.depth.get(one.row, last) for one in rows]
         self._recorder.count_deferred_layers(sum(last - depth for depth in depths))
-        if asked:
-            self._keep_logits(step, asked, depths, logits)
+        if read is not None:
+            self._keep_logits(step, read, depths)
+
+    def _read(self, wanted: _Wanted, asked: Sequence[int], states: Tensor) -> _Read:
+        """Reads the head for some of the states [(E + 1) x C, D], and for those behind the last."""
+        finals = range(len(states) - len(wanted.names), len(states))
+        thresholds = wanted.thresholds[asked]
+        found, logits = self._checks.head.check(
+            states[[*asked, *finals]], thresholds[:, 0], thresholds[:, 1]
+        )
+        # The last layer's logits, which are among these, are needed anyway.
+        self._recorder.final_heads += 1
+        numbers = {place: number for number, place in enumerate(asked)}
+        return _Read(numbers, found, found.exits.tolist(), logits)
 
     def _wanted(self, rows: Sequence[Candidate]) -> _Wanted:
         names = [one.request.name for one in rows]
@@ -101,42 +118,35 @@ class LateChecks:
         ]
 
     def _settle(
-        self, step: Step, wanted: _Wanted, opened: Sequence[bool], found: Mapping[int, bool]
+        self, step: Step, wanted: _Wanted, opened: Sequence[bool], read: _Read | None
     ) -> None:
         """Notes the outcome, exit by exit, for the rows that did not exit before."""
         rows = step.candidates
-        for number, layer in enumerate(self._exit_layers):
+        for exit_number, layer in enumerate(self._exit_layers):
+            first = exit_number * len(rows)
             due = [
                 index
-                for index, may_exit in enumerate(wanted.may_exit[number])
+                for index, may_exit in enumerate(wanted.may_exit[exit_number])
                 if may_exit and rows[index].row not in step.depth
             ]
-            made = [index for index in due if opened[number * len(rows) + index]]
-            self._recorder.screened[layer] += len(due) - len(made)
-            if made:
-                places = [number * len(rows) + index for index in made]
-                confident = [found[place] for place in places]
-                self._checks.settle(
-                    step, layer, [rows[index] for index in made], confident, head_passes=0
-                )
+            left_out = [rows[index] for index in due if not opened[first + index]]
+            self._recorder.screened[layer] += len(left_out)
+            self._checks.note_screened(left_out, layer, step)
+            made = [index for index in due if opened[first + index]]
+            if read is None or not made:
+                continue
+            numbers = {read.numbers[first + index]: rows[index] for index in made}
+            self._checks.note_checks(numbers, layer, step, read.found, read.logits)
+            confident = [read.exits[number] for number in numbers]
+            self._checks.settle(step, layer, list(numbers.values()), confident, head_passes=0)
 
-    def _keep_logits(
-        self, step: Step, asked: Sequence[int], depths: Sequence[int], logits: Tensor
-    ) -> None:
-        """Keeps those [M, V] of each row's depth.
-
-        Args:
-            step: takes them.
-            asked: the exit and row that the first of them belong to, as E x C.
-            depths: [C].
-            logits: what the head read gave.
-        """
-        numbers = {place: number for number, place in enumerate(asked)}
+    def _keep_logits(self, step: Step, read: _Read, depths: Sequence[int]) -> None:
+        """Keeps those of each row's depth [C]."""
         exits = {layer: number for number, layer in enumerate(self._exit_layers)}
         kept = []
         for index, depth in enumerate(depths):
             place = exits[depth] * len(depths) + index if depth in exits else None
-            kept.append(len(asked) + index if place is None else numbers[place])
+            kept.append(len(read.exits) + index if place is None else read.numbers[place])
         # In the rows' order, so that the sampler's logits need no other.
         rows = [one.row for one in step.candidates]
-        step.keep_logits(rows, self._checks.head.logits_of(logits, kept))
+        step.keep_logits(rows, self._checks.head.logits_of(read.logits, kept))

@@ -47,6 +47,7 @@ from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, Stream, ended
+from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
 
 
@@ -272,9 +273,8 @@ class HostLoop:
         places, normed = active.last_tokens([one.row for one in due]), active.normed
         if places.shape[0] < normed.shape[0]:
             normed = normed[places]
-        opened = self.checks.opened(normed, due, layer)
+        opened = self.checks.opened(normed, due, layer, step)
         if len(opened) < len(due):
-            self._recorder.screened[layer] += len(due) - len(opened)
             if not opened:
                 return set()
             due, places, normed = [due[index] for index in opened], places[opened], normed[opened]
@@ -354,6 +354,25 @@ class HostLoop:
             compute: the model's own head, of normed states.
         """
         step, self._step = self._step, None  # prompt logprobs call again, for other states
+        found = self._logits(step, normed, compute)
+        if step is not None and step.noted and normed.shape[0] == step.num_samples:
+            self._note_full_depth(step, found)
+        return found
+
+    def _note_full_depth(self, step: Step, logits: Tensor | None) -> None:
+        """Notes what the head said [S, V] to tokens that reached it, for full traces."""
+        rows = [row for row in step.noted if row not in step.depth]
+        if logits is None or not rows:
+            return
+        read = self.checks.head.read(logits[[step.samples(row)[-1] for row in rows]])
+        for row, token, confidence in zip(rows, *read, strict=True):
+            note = CheckNote(self._rules.num_layers, token, confidence)
+            self.requests.note_full_depth(step, row, note)
+
+    def _logits(
+        self, step: Step | None, normed: Tensor, compute: Callable[[Tensor], Tensor | None]
+    ) -> Tensor | None:
+        """See `logits`."""
         fresh = self._counted(compute)
         if step is None or not step.found or normed.shape[0] != step.num_samples:
             return self.sampled(step, fresh(normed))

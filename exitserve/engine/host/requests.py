@@ -13,6 +13,7 @@ from torch import Tensor
 from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.pending_tokens import PendingTokens
+from exitserve.engine.recorder import CheckNote
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 
@@ -94,6 +95,14 @@ class HostRequests:
             if request.policy.mode != "off":
                 request.note_depth(generated, depth, self.rules.num_layers)
             self._trace(index, range(generated, generated + 1), depth)
+            if keys := request.note_keys:
+                step.noted[index] = generated
+                self.recorder.note(keys, request.name, generated, step.notes.get(index, ()))
+
+    def note_full_depth(self, step: Step, row: int, note: CheckNote) -> None:
+        """Keeps what full depth says to a token that reached it, after `record`."""
+        request = self.rows[row]
+        self.recorder.note(request.note_keys, request.name, step.noted[row], [note])
 
     def _trace(self, index: int, generated: range, depth: int) -> None:
         """Keeps the depth of some generated tokens of a row, if its request asks for that."""

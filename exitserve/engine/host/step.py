@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.pending_tokens import PendingTokens, Tokens
+from exitserve.engine.recorder import CheckNote
 from exitserve.engine.requests import Request
 from exitserve.policy import ALWAYS, ExitRules
 
@@ -111,6 +112,10 @@ class Step:
         self.known_depth = known_depth
         self.depth: dict[int, int] = {}
         """Exit layers of the rows that exited."""
+        self.notes: dict[int, list[CheckNote]] = {}
+        """By row, what its token met so far, where its request asks for a full trace."""
+        self.noted: dict[int, int] = {}
+        """Rows of such requests that sample, and the index of their generated token."""
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]."""
         self._exit_layers = rules.exit_layers
@@ -137,6 +142,11 @@ class Step:
         return [
             one for one in self.candidates if one.row not in self.depth and one.may_exit_at(layer)
         ]
+
+    def note(self, candidate: Candidate, note: CheckNote) -> None:
+        """Keeps what a row's token met, if its request asks for a full trace."""
+        if candidate.request.note_keys:
+            self.notes.setdefault(candidate.row, []).append(note)
 
     def has_more(self, gone: Collection[int]) -> bool:
         """Whether tokens of rows that are not `gone` still wait."""

@@ -91,6 +91,8 @@ class ExitHead:
         padded: int = self._lm_head.num_embeddings_per_partition
         self.width = padded if self._sliced else self._columns
         """Of the logits that `check` and `own_logits` give."""
+        self.end_ids = frozenset(eos_token_ids.tolist())
+        """Ends of sequence, of the whole vocabulary."""
         ends = eos_token_ids - self._first
         self._ends = ends[(ends >= 0) & (ends < self._columns)]
         self._prepared = False
@@ -178,6 +180,12 @@ class ExitHead:
             end_thresholds=end_thresholds,
         )
         return Decision(found.confidence, found.exits), logits
+
+    def read(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """The most likely tokens of full logits [N, V], and their confidences."""
+        never = torch.full((len(logits),), inf, device=logits.device)
+        found = check_logits(logits, never, criterion=self._criterion)
+        return logits.argmax(dim=-1).tolist(), found.confidence.tolist()
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the logits of some rows, from states of a type."""

@@ -23,6 +23,7 @@ from exitserve.engine.layers.branches import when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Ended, RunLayer, Stream, restored, through, total_of
+from exitserve_kernels.exit_check import Decision
 
 
 class MaskedSegment(Protocol):
@@ -71,6 +72,9 @@ class MaskedRows(Protocol):
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
         """Counts rows [B] bool that a screen did not let through."""
+
+    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
+        """Keeps what a check found [B], for full traces; not where the device decides."""
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
@@ -164,6 +168,7 @@ class MaskedLoop:
         def check() -> None:
             normed = held.normed[rows.places]  # [B, D]
             found, logits = self.head.check(normed, *rows.thresholds(layer))
+            rows.note_checks(layer, due, found, logits)
             exits = rows.settle(layer, due, found.exits & due, logits)
             newly[rows.places, 0] |= exits & rows.freezes
 

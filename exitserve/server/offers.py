@@ -1,0 +1,34 @@
+"""What requests of a server may ask for, as `GET /exitserve/stats` tells clients with a choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exitserve.policy import ExitRules
+
+
+def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
+    """Modes, kinds of traces, and what the calibration promises, ascending by agreement.
+
+    Args:
+        rules: the server's.
+        chats: whether the model has a chat template.
+    """
+    found = rules.calibration
+    points = () if found is None else (*found.points, found.chosen)
+    promising = {one.agreement: one for one in points if one.agreement is not None}
+    return {
+        "modes": list(rules.modes),
+        "criterion": rules.criterion,
+        "full_trace": rules.full_trace,
+        "chat": chats,
+        "calibrated_mode": None if found is None else found.mode,
+        "promises": [
+            {
+                "agreement": agreement,
+                "thresholds": dict(promising[agreement].thresholds),
+                "found": dict(promising[agreement].found),
+            }
+            for agreement in sorted(promising)
+        ],
+    }

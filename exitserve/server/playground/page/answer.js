@@ -1,0 +1,187 @@
+// One answer: text that streams in, each token in the colour of its depth once that is known.
+
+import { depthStep, element, nameOf, visible } from "./depths.js";
+import { hideTip, showTip } from "./tip.js";
+
+const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
+
+export class Answer extends EventTarget {
+  /** @param pane the section that shows it */
+  constructor(pane) {
+    super();
+    this.figures = pane.querySelector(".figures");
+    this.text = pane.querySelector(".text");
+    this.text.addEventListener("keydown", (event) => this.#onKey(event));
+    this.text.addEventListener("focusin", (event) => this.#onFocus(event));
+    this.text.addEventListener("focusout", hideTip);
+    this.text.addEventListener("mouseover", (event) => this.#tipFor(event.target));
+    this.text.addEventListener("mouseleave", hideTip);
+    this.text.addEventListener("click", (event) => {
+      const index = this.#indexOf(event.target);
+      if (index >= 0) this.choose(index);
+    });
+    this.clear([]);
+  }
+
+  clear(depths) {
+    this.depths = depths; // exit layers and full depth, ascending
+    this.tokens = []; // those whose depth is known: TokenTrace of docs/playground.md
+    this.received = ""; // all text so far
+    this.coloured = 0; // characters of it that belong to `tokens`
+    this.times = []; // [milliseconds, tokens that had come by then]
+    this.ids = [];
+    this.pieces = []; // [text, token ids] of each chunk
+    this.chosen = -1;
+    this.prompt = element("span", "prompt");
+    this.list = element("span", "tokens");
+    this.tail = element("span", "tail");
+    this.text.replaceChildren(this.prompt, this.list, this.tail);
+    this.figures.textContent = "";
+  }
+
+  start(prompt) {
+    this.prompt.textContent =
+      prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
+    this.tail.classList.add("waiting");
+  }
+
+  end() {
+    this.tail.classList.remove("waiting");
+  }
+
+  /** Takes a chunk of a stream. */
+  take(chunk) {
+    const choice = chunk.choices[0];
+    if (!choice) return;
+    this.addText(choice.text ?? choice.delta?.content ?? "", choice.token_ids ?? []);
+    if (choice.exit_trace) this.addTokens(choice.exit_trace.tokens);
+    else if (choice.exit_layers) this.#addDepths(choice.exit_layers);
+  }
+
+  addText(text, ids) {
+    this.received += text;
+    if (ids.length) {
+      this.ids.push(...ids);
+      this.times.push([performance.now(), this.ids.length]);
+      this.pieces.push([text, ids]);
+    }
+    this.tail.textContent = this.received.slice(this.coloured);
+  }
+
+  /** Servers without full traces tell depths at the end: then pieces of text get them. */
+  #addDepths(exitLayers) {
+    let at = 0;
+    const tokens = this.pieces.map(([text, ids]) => {
+      const index = at;
+      at += ids.length;
+      const depth = Math.max(...exitLayers.slice(index, at));
+      return { index, token_id: ids[0], text, depth, layers: [] };
+    });
+    this.addTokens(tokens);
+  }
+
+  addTokens(tokens) {
+    for (const token of tokens) {
+      const place = this.tokens.push(token) - 1;
+      const shown = element("span", `token depth-${depthStep(token.depth, this.depths)}`, token.text);
+      shown.id = `${this.text.parentElement.id}-${place}`;
+      shown.setAttribute("role", "option");
+      shown.setAttribute("aria-selected", "false");
+      shown.setAttribute("aria-label", this.describe(token));
+      shown.tabIndex = place === 0 ? 0 : -1;
+      this.list.append(shown);
+      this.coloured += token.text.length;
+    }
+    if (this.tokens.length) {
+      this.list.setAttribute("role", "listbox");
+      this.list.setAttribute("aria-label", "tokens; arrows move, Enter says why");
+      this.list.setAttribute("aria-orientation", "horizontal");
+    }
+    this.tail.textContent = this.received.slice(this.coloured);
+  }
+
+  describe(token) {
+    const there = token.layers.find((layer) => layer.layer === token.depth);
+    const sure = there?.confidence === undefined ? "" : `, confidence ${there.confidence.toFixed(2)}`;
+    return `${visible(token.text)}: ${nameOf(token.depth, this.depths)}${sure}`;
+  }
+
+  /** Tokens per second after the first; undefined before there are any. */
+  speed() {
+    if (this.times.length < 2) return undefined;
+    const [[start, before], [end, all]] = [this.times[0], this.times.at(-1)];
+    return end > start ? (1000 * (all - before)) / (end - start) : undefined;
+  }
+
+  meanDepth() {
+    const sum = this.tokens.reduce((total, token) => total + token.depth, 0);
+    return this.tokens.length ? sum / this.tokens.length : undefined;
+  }
+
+  showFigures() {
+    const parts = [];
+    if (this.speed() !== undefined) parts.push(`${this.speed().toFixed(1)} tokens/s`);
+    if (this.ids.length) parts.push(`${this.ids.length} tokens`);
+    const depth = this.meanDepth();
+    if (depth !== undefined) parts.push(`mean depth ${depth.toFixed(1)} of ${this.depths.at(-1)}`);
+    this.figures.textContent = parts.join(" · ");
+  }
+
+  /** Marks the token at which two answers part. */
+  markParting(index) {
+    this.list.children[index]?.classList.add("parts");
+  }
+
+  choose(index) {
+    const token = this.list.children[index];
+    if (!token) return;
+    this.list.children[this.chosen]?.setAttribute("aria-selected", "false");
+    this.chosen = index;
+    token.setAttribute("aria-selected", "true");
+    this.dispatchEvent(new CustomEvent("choose", { detail: index }));
+  }
+
+  unchoose() {
+    this.list.children[this.chosen]?.setAttribute("aria-selected", "false");
+    this.chosen = -1;
+  }
+
+  focusToken(index) {
+    const token = this.list.children[index];
+    if (!token) return;
+    for (const one of this.list.querySelectorAll("[tabindex='0']")) one.tabIndex = -1;
+    token.tabIndex = 0;
+    token.focus();
+  }
+
+  #indexOf(node) {
+    return node.classList?.contains("token") ? [...this.list.children].indexOf(node) : -1;
+  }
+
+  #onFocus(event) {
+    this.#tipFor(event.target);
+    const index = this.#indexOf(event.target);
+    if (index >= 0 && this.chosen >= 0 && index !== this.chosen) this.choose(index);
+  }
+
+  #onKey(event) {
+    const index = this.#indexOf(event.target);
+    if (index < 0) return;
+    const last = this.list.children.length - 1;
+    const to = {
+      ArrowRight: index + 1, ArrowDown: index + 1, ArrowLeft: index - 1, ArrowUp: index - 1,
+      Home: 0, End: last,
+    }[event.key];
+    if (to !== undefined) this.focusToken(Math.min(last, Math.max(0, to)));
+    else if (event.key === "Enter" || event.key === " ") this.choose(index);
+    else if (event.key === "Escape") this.dispatchEvent(new Event("dismiss"));
+    else return;
+    event.preventDefault();
+  }
+
+  #tipFor(node) {
+    const index = this.#indexOf(node);
+    if (index < 0) hideTip();
+    else showTip(node, this.describe(this.tokens[index]));
+  }
+}

@@ -1,0 +1,44 @@
+// Depths and confidences as steps of two ordered scales, whose colours are in style.css.
+
+const STEPS = 8;
+
+/** Which of the eight colours a depth has: the shallowest exit the first, full depth the last. */
+export function depthStep(depth, depths) {
+  const rank = depths.indexOf(depth);
+  const last = depths.length - 1;
+  return rank < 0 || last < 1 ? STEPS - 1 : Math.round((rank / last) * (STEPS - 1));
+}
+
+/** Which of the eight colours a confidence from 0 to 1 has. */
+export function confidenceStep(confidence) {
+  return Math.min(STEPS - 1, Math.max(0, Math.floor(confidence * STEPS)));
+}
+
+export function nameOf(depth, depths) {
+  return depth === depths.at(-1) ? `full depth (${depth})` : `layer ${depth}`;
+}
+
+/** An element with a class and text; text is never read as HTML. */
+export function element(name, className = "", text = "") {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
+
+/** A token's text with its blanks to be seen. */
+export function visible(text) {
+  if (text === "") return "∅";
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+export function drawLegend(place, depths) {
+  place.replaceChildren(
+    ...depths.map((depth) => {
+      const item = element("li");
+      item.append(element("span", `swatch depth-${depthStep(depth, depths)}`));
+      item.append(` ${nameOf(depth, depths)}`);
+      return item;
+    }),
+  );
+}

@@ -1,0 +1,192 @@
+// The page: reads what the server offers, runs a prompt twice, and shows both answers.
+
+import { Answer } from "./answer.js";
+import { keepKey, read, ServerError, stream } from "./api.js";
+import { drawLegend, visible } from "./depths.js";
+import { Live } from "./live.js";
+import { Settings } from "./settings.js";
+import { openTrace, saveTrace } from "./trace-file.js";
+import { hideWhy, showWhy } from "./why.js";
+
+const EXAMPLE = "def read_lines(path):\n    with open(path";
+const $ = (id) => document.getElementById(id);
+
+const early = new Answer($("early"));
+const full = new Answer($("full"));
+let stats, model, settings, live, running, saved;
+
+async function start() {
+  if (!$("prompt").value) $("prompt").value = EXAMPLE;
+  const models = await withKey(() => read("v1/models"));
+  model = models.data[0].id;
+  $("model").textContent = model;
+  stats = await read("exitserve/stats");
+  settings = new Settings(stats);
+  drawLegend($("legend"), settings.depths);
+  live = new Live(settings.depths);
+}
+
+/** Does something with the server; asks for the API key as long as it wants another. */
+async function withKey(work) {
+  for (let tries = 0; ; tries++) {
+    try {
+      return await work();
+    } catch (error) {
+      if (!(error instanceof ServerError) || error.status !== 401) throw error;
+      await askForKey(tries > 0);
+    }
+  }
+}
+
+function askForKey(wasWrong) {
+  const dialog = $("key");
+  $("key-problem").hidden = !wasWrong;
+  $("key-problem").textContent = "The server did not take this key.";
+  $("key-text").value = "";
+  dialog.showModal();
+  return new Promise((done, failed) => {
+    dialog.addEventListener("close", () => {
+      const key = $("key-text").value;
+      if (!key) failed(new Error("this server wants an API key; reload the page to give one."));
+      keepKey(key);
+      done();
+    }, { once: true });
+  });
+}
+
+function problem(text) {
+  $("problem").hidden = !text;
+  $("problem").textContent = text;
+}
+
+async function run() {
+  running?.abort();
+  const own = (running = new AbortController());
+  reset(settings.depths);
+  $("stop").hidden = false;
+  const { path, prompt, chat, body } = settings.request(model);
+  const fields = settings.fields();
+  try {
+    await answer(early, fields, path, body, chat ? "" : prompt, own.signal);
+    saved = { model, prompt, fields, tokens: early.tokens };
+    $("save").disabled = !stats.offers.full_trace || !early.tokens.length;
+    await answer(full, { exit_mode: "off" }, path, body, chat ? "" : prompt, own.signal);
+    showParting();
+  } catch (error) {
+    if (error.name !== "AbortError") problem(error.message);
+  } finally {
+    if (running === own) $("stop").hidden = true;
+  }
+}
+
+async function answer(shown, fields, path, body, prompt, signal) {
+  const mode = Object.keys(fields).length ? fields.exit_mode : stats.default.mode;
+  const exit_trace = stats.offers.full_trace && mode !== "verify" ? "full" : true;
+  const request = { ...body, vllm_xargs: { ...fields, exit_trace } };
+  shown.start(prompt);
+  live.hurry();
+  try {
+    await withKey(async () => {
+      for await (const chunk of stream(path, request, signal)) {
+        shown.take(chunk);
+        shown.showFigures();
+      }
+    });
+  } finally {
+    shown.end();
+  }
+}
+
+/** Empties both answers, for depths that may be those of another model. */
+function reset(depths) {
+  problem("");
+  $("parting").textContent = "";
+  $("save").disabled = true;
+  early.clear(depths);
+  full.clear(depths);
+  drawLegend($("legend"), depths);
+  hideWhy();
+  document.body.classList.remove("from-file");
+  $("early-title").textContent = "This setting";
+}
+
+function showParting() {
+  const most = Math.min(early.ids.length, full.ids.length);
+  let same = 0;
+  while (same < most && early.ids[same] === full.ids[same]) same++;
+  if (same === most && early.ids.length === full.ids.length) {
+    $("parting").textContent = `The same text: all ${most} tokens are those of full depth.`;
+    return;
+  }
+  early.markParting(same);
+  full.markParting(same);
+  const [here, there] = [early, full].map((one) => {
+    const token = one.tokens.find(({ index }) => index === same);
+    return token ? `“${visible(token.text)}”` : "the end";
+  });
+  $("parting").textContent =
+    `The texts part after ${same} tokens: ${here} here, ${there} at full depth.`;
+}
+
+async function open(file) {
+  if (!file) return;
+  try {
+    const trace = await openTrace(file);
+    running?.abort();
+    reset([...trace.exit_layers, trace.num_layers]);
+    document.body.classList.add("from-file");
+    $("early-title").textContent = `${file.name} (${trace.made_by}, ${trace.model})`;
+    early.start(trace.prompt);
+    early.end();
+    early.addText(trace.tokens.map((token) => token.text).join(""), []);
+    early.ids = trace.tokens.map((token) => token.token_id);
+    early.addTokens(trace.tokens);
+    early.showFigures();
+  } catch (error) {
+    problem(error.message);
+  }
+}
+
+function connect() {
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  $("save").addEventListener("click", () => saveTrace({
+    num_layers: stats.num_layers,
+    exit_layers: stats.exit_layers,
+    criterion: stats.offers.criterion,
+    ...saved,
+  }));
+  $("file").addEventListener("change", () => {
+    open($("file").files[0]);
+    $("file").value = "";
+  });
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    document.body.classList.add("dragging");
+  });
+  addEventListener("dragleave", () => document.body.classList.remove("dragging"));
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dragging");
+    open(event.dataTransfer.files[0]);
+  });
+  for (const [shown, other] of [[early, full], [full, early]]) {
+    shown.addEventListener("choose", (event) => {
+      other.unchoose();
+      showWhy(shown, event.detail);
+    });
+    shown.addEventListener("dismiss", () => {
+      shown.unchoose();
+      hideWhy();
+    });
+  }
+}
+
+connect();
+start().catch((error) => problem(`The server cannot be asked: ${error.message}`));

@@ -1,0 +1,48 @@
+// Trace files: docs/playground.md says what is in them, `exitserve trace` writes them too.
+
+import { OUTCOMES } from "./why.js";
+
+const VERSION = 1;
+
+/** Reads a file; throws an `Error` with one line if it is no trace. */
+export async function openTrace(file) {
+  let trace;
+  try {
+    trace = JSON.parse(await file.text());
+  } catch {
+    throw new Error(`${file.name} is not JSON; open a file that exitserve trace wrote.`);
+  }
+  if (trace?.version !== VERSION || !isTrace(trace)) {
+    throw new Error(
+      `${file.name} is no trace of version ${VERSION}; open a file that exitserve trace wrote.`,
+    );
+  }
+  return trace;
+}
+
+function isTrace(trace) {
+  return Array.isArray(trace.tokens) && Array.isArray(trace.exit_layers) &&
+    Number.isInteger(trace.num_layers) && typeof trace.prompt === "string" &&
+    trace.tokens.every(isToken);
+}
+
+function isToken(token) {
+  return typeof token.text === "string" && Number.isInteger(token.depth) &&
+    Array.isArray(token.layers) && token.layers.every(isLayer);
+}
+
+function isLayer(layer) {
+  const numbers = [layer.confidence ?? 0, layer.threshold ?? 0];
+  return Number.isInteger(layer.layer) && layer.outcome in OUTCOMES &&
+    typeof (layer.text ?? "") === "string" && numbers.every(Number.isFinite);
+}
+
+/** Lets the browser save an answer as a trace. */
+export function saveTrace(trace) {
+  const text = JSON.stringify({ version: VERSION, made_by: "server", ...trace }, null, 1);
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = "trace.json";
+  link.click();
+  URL.revokeObjectURL(link.href);
+}

@@ -1,0 +1,1 @@
+"""Full traces: what every exit check found, of servers and of the oracle."""
