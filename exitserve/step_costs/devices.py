@@ -3,7 +3,7 @@
     seconds of a part = max(bytes it reads / bandwidth, arithmetic / peak)
 
 A bound, not a measurement: no launches, no engine. The figures are the vendors' peaks for dense
-bfloat16 and for memory bandwidth, written down **from memory and unverified**.
+bfloat16 and for memory bandwidth, **unverified**.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError, nearest
 from exitserve.step_costs.curves import Curve, StepCosts
 
-FIGURES_NOTE = "vendor figures from memory, unverified"
+FIGURES_NOTE = "vendors' figures, unverified"
 
 
 @dataclass(frozen=True)
