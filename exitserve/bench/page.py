@@ -138,9 +138,9 @@ def markdown(data: Mapping[str, Any]) -> str:
         "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "
         "perplexity is that model's of the generated text.",
-        "- Mean depth counts the layers a token waited for; layers run adds those that ran after "
-        "it was sent (defer) and those of rejected drafts (verify). Accepted: drafts (verify) that "
-        "full depth agreed with.",
+        "- Mean depth is where tokens stopped; layers run adds those that ran behind that (defer: "
+        "after the token was sent, or before it where that was faster) and those of rejected "
+        "drafts (verify). Accepted: drafts (verify) that full depth agreed with.",
         f"- {machine_line(data)}.",
         "",
     ]

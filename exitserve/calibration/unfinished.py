@@ -12,7 +12,8 @@ import io
 import json
 import pickle
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,13 +53,19 @@ class UnfinishedWork:
         self._job = hashlib.sha256(
             json.dumps(job, sort_keys=True, default=str).encode()
         ).hexdigest()
-        try:
+        with self._told():
             self._database = sqlite3.connect(self.path, isolation_level=None)
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.execute("CREATE TABLE IF NOT EXISTS found (job, name, value)")
             self._database.execute("CREATE INDEX IF NOT EXISTS by_name ON found (job, name)")
             self._database.execute("DELETE FROM found WHERE job != ?", (self._job,))
-        except sqlite3.Error as error:
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Says in one line what is wrong with the file, or with the disk."""
+        try:
+            yield
+        except (sqlite3.Error, pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise ExitServeError(
                 f"'{self.path}' cannot be used ({error}); remove it, or give another --out."
             ) from error
@@ -68,20 +75,17 @@ class UnfinishedWork:
 
     def recall(self, name: str, compute: Callable[[], Any]) -> Any:
         """See `Recall`."""
-        query = "SELECT value FROM found WHERE job = ? AND name = ?"
-        row = self._database.execute(query, (self._job, name)).fetchone()
-        if row is not None:
-            try:
+        with self._told():
+            query = "SELECT value FROM found WHERE job = ? AND name = ?"
+            row = self._database.execute(query, (self._job, name)).fetchone()
+            if row is not None:
                 return torch.load(io.BytesIO(row[0]), weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                raise ExitServeError(
-                    f"'{self.path}' is not what a calibration wrote; remove it."
-                ) from error
         value, written = compute(), io.BytesIO()
         torch.save(value, written)
-        self._database.execute(
-            "INSERT INTO found VALUES (?, ?, ?)", (self._job, name, written.getvalue())
-        )
+        with self._told():
+            self._database.execute(
+                "INSERT INTO found VALUES (?, ?, ?)", (self._job, name, written.getvalue())
+            )
         return value
 
     def finish(self) -> None:

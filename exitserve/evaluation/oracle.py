@@ -74,7 +74,7 @@ class SettingQuality:
 
     @property
     def mean_depth(self) -> float:
-        """Mean number of layers a token waited for."""
+        """Where tokens stopped, on average, in layers."""
         layers = sum(depth * tally.tokens for depth, tally in self.by_depth.items())
         return layers / self.whole.tokens
 

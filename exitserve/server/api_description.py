@@ -55,7 +55,7 @@ class ExitMetrics(BaseModel):
     """`exit_metrics`: the depths of all choices. Averages are null without tokens."""
 
     tokens: int = Field(description="generated tokens, of all choices")
-    mean_depth: float | None = Field(description="layers run per token before it was sent")
+    mean_depth: float | None = Field(description="the depth at which tokens stopped, on average")
     depth_speedup: float | None = Field(
         description="layers at full depth over layers run; a count, not a time"
     )
@@ -144,13 +144,13 @@ class Period(_Exact):
     tokens_by_exit_layer: dict[int, int] = Field(
         description="the same by the depth at which they stopped; the last layer is full depth"
     )
-    mean_depth: float | None = Field(description="layers run per token before it was sent")
+    mean_depth: float | None = Field(description="the depth at which tokens stopped, on average")
     depth_speedup: float | None = Field(
-        description="layers at full depth over layers run before tokens were sent"
+        description="layers at full depth over mean_depth; a count, not a time"
     )
     mean_layers_run: float | None = Field(
-        description="layers run per token, with those that mode defer runs later, and those of "
-        "drafts that mode verify rejects"
+        description="layers run per token: with those that mode defer runs behind the depth at "
+        "which it stopped, and those of drafts that mode verify rejects"
     )
     checks: int = Field(description="tokens checked, summed over the exit layers")
     checks_passed: int = Field(description="of these, tokens that stopped (or were drafted)")

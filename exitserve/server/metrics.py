@@ -170,7 +170,7 @@ STEPPED_ASIDE = WorkerMetric(
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
-    help="Layers that generated tokens skipped: the sum of L - depth.",
+    help="Layers above the depth at which tokens stopped (mode defer runs them all the same).",
     promql="sum(rate(exitserve_depth_saved_layers_total[5m]))",
     read=lambda snapshot: {"": _saved_layers(snapshot)},
 )

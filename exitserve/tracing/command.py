@@ -11,6 +11,7 @@ from exitserve.arguments import add_revision, at_least, check_context, threshold
 from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError
+from exitserve.files import check_writable
 from exitserve.policy import AUTO
 
 DESCRIPTION = """\
@@ -66,8 +67,7 @@ def _trace(args: argparse.Namespace) -> int:
     fields = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
     prompt = _prompt_of(args)
     at_least(1, args.max_tokens, "--max-tokens")
-    if args.out.exists() and not args.overwrite:
-        raise ExitServeError(f"'{args.out}' exists; add --overwrite to replace it.")
+    _check_out(args.out, overwrite=args.overwrite)
     from exitserve.engine.launch import check_rules
 
     config = read_config(args.model, args.revision)
@@ -102,11 +102,23 @@ def _trace(args: argparse.Namespace) -> int:
         prompt=prompt,
         tokens=tokens,
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(to_json(trace), ensure_ascii=False, indent=1)
     replace_file(args.out, f"{text}\n".encode())
     _show(console, trace, args.out)
     return 0
+
+
+def _check_out(out: Path, *, overwrite: bool) -> None:
+    """Makes the file's folder; raises `ExitServeError` if it could not be written at the end."""
+    from exitserve.report import prepare_out_dir
+
+    if out.is_dir():
+        raise ExitServeError(
+            f"--out '{out}' is a folder; give a file, for example {out}/trace.json."
+        )
+    if out.exists() and not overwrite:
+        raise ExitServeError(f"'{out}' exists; add --overwrite to replace it.")
+    check_writable(prepare_out_dir(out.parent, overwrite=True), "give another --out")
 
 
 def _prompt_of(args: argparse.Namespace) -> str:

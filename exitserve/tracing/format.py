@@ -64,7 +64,7 @@ class TokenTrace:
     text: str
     """What it added to the text: nothing, if it is only a part of a character."""
     depth: Layer
-    """Layers run before it was sent."""
+    """The layer that it was sent from."""
     layers: tuple[LayerTrace, ...]
     """The exit layers, ascending, and full depth."""
 

@@ -50,6 +50,13 @@ def test_a_file_that_came_with_a_checkpoint_runs_no_code(tmp_path: Path) -> None
     assert not (tmp_path / "harm").exists()
 
 
+def test_a_disk_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
+    work = UnfinishedWork(tmp_path, {})
+    work._database.execute("PRAGMA query_only = ON")
+    with pytest.raises(ExitServeError, match=r"cannot be used .*readonly"):
+        work.recall("one", lambda: 1)
+
+
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("no database " * 100)
     with pytest.raises(ExitServeError, match="remove it, or give another --out"):

@@ -182,6 +182,8 @@ def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path
         (["--prompt", "x", "--out", "t.json", "--max-tokens", "0"], "at least 1"),
         (["--prompt", "x", "--out", "t.json", "--max-tokens", "900"], "context of 256"),
         (["--prompt-file", "no.txt", "--out", "t.json"], "cannot read --prompt-file"),
+        (["--prompt", "x", "--out", "/proc/none/t.json"], "cannot make output folder"),
+        (["--prompt", "x", "--out", "."], "is a folder; give a file"),
     ],
 )
 def test_bad_arguments(make_checkpoint, capsys, arguments: list[str], says: str) -> None:

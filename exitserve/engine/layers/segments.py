@@ -111,9 +111,8 @@ def compiled_segment(
 ) -> Segment:
     """A segment that is compiled as one unit where vLLM compiles.
 
-    With `masked` it takes two more arguments and
-    gives frozen tokens their state back after each layer (`restored`;
-    `exitserve.engine.layers.masked_loop.MaskedSegment`).
+    With `masked` it takes two more arguments and gives frozen tokens their state back after each
+    layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
 
     vLLM's cache of compiled code knows a module by its forward's qualified name
     (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
