@@ -37,6 +37,7 @@ from exitserve.engine.compat.context import (
     rearranged_context,
     slots_at,
 )
+from exitserve.engine.compat.frames import with_room
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
 from exitserve.engine.host.late_checks import LateChecks
@@ -98,6 +99,7 @@ class HostLoop:
         """What tells whether exits pay just now; None where they are always taken."""
         return PassTiming(agree=_as_first_rank) if self._rules.steps_aside else None
 
+    @with_room
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
     ) -> Tensor:
@@ -313,6 +315,7 @@ class HostLoop:
         active = ActiveTokens([0] * len(step.lengths), positions[:0], (none, None), slots)
         self._run_segments(active, step.only_pending(), self._segments)
 
+    @with_room
     def draft(self, rows: Sequence[Draft]) -> None:
         """Drafts the next tokens of rows, as far as they are confident.
 
