@@ -17,7 +17,7 @@ from exitserve.engine.launch import (
     suit_runner,
 )
 from exitserve.engine.options import KEY, RAILS
-from exitserve.errors import ExitServeError, nearest
+from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.first_layers import doubt
 from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
@@ -165,8 +165,7 @@ def serve(args: argparse.Namespace) -> int:
     if rules.exit_layers and not drafts:
         reject_unsupported_quantisation(config)
     check_rules(args.model, ours["additional_config"][KEY], args.revision)
-    import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.cli.serve import ServeSubcommand
 
     revision = [] if args.revision is None else ["--revision", args.revision]
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
@@ -177,10 +176,14 @@ def serve(args: argparse.Namespace) -> int:
     reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=drafts)
     add_engine_options(vllm_args, ours)
     try:
-        uvloop.run(run_server(vllm_args))
+        # vLLM's own command: it starts as many engines and API processes as its flags say.
+        ServeSubcommand.cmd(vllm_args)
     except ValueError as error:  # flags that vLLM rejects for this model, before loading it
         message = " ".join(str(error).split())
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
+    except RuntimeError as error:  # one of several processes
+        print(f"exitserve: {one_line(str(error))} The log above says how.", file=sys.stderr)
+        return 1
     if end.failed:
         print("exitserve: the engine failed; the log above says how.", file=sys.stderr)
     return int(end.failed)

@@ -40,11 +40,13 @@ class ExitServer:
         self._model_name = model_name
         self._shadow_rate = shadow_rate
         self.rules = rules_from(engine_client.vllm_config)
-        self.counts = LatestCounts(
-            self.worker,
-            ExitMetrics(get_prometheus_registry(), model_name),
-            StatsWindow(self.rules.break_even),
-        )
+        core = engine_client.engine_core
+        self._alone = core.client_count == 1
+        """Whether no other API process serves the same engines."""
+        self._exports = core.client_index == 0
+        """Whether this one exports what it reads from them: `/metrics` adds up all processes."""
+        metrics = ExitMetrics(get_prometheus_registry(), model_name) if self._exports else None
+        self.counts = LatestCounts(self.worker, metrics, StatsWindow(self.rules.break_even))
         self.open_requests = 0
         self.unsampled = False
         """Whether a request has ended since the last sample."""
@@ -55,7 +57,8 @@ class ExitServer:
         RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
         await self.worker.attach()
         await self.counts.read()
-        export_break_even(get_prometheus_registry(), self._model_name, self.rules.break_even)
+        if self._exports:
+            export_break_even(get_prometheus_registry(), self._model_name, self.rules.break_even)
         self._poller = asyncio.create_task(self._poll())
         self._follow_quality()
 
@@ -63,8 +66,9 @@ class ExitServer:
         """Exports the promised agreement, and starts to compare a share of the answers."""
         registry = get_prometheus_registry()
         calibration = self.rules.calibration
-        if calibration is not None and calibration.chosen.agreement is not None:
-            export_calibrated_agreement(registry, self._model_name, calibration.chosen.agreement)
+        promised = None if calibration is None else calibration.chosen.agreement
+        if self._exports and promised is not None:
+            export_calibrated_agreement(registry, self._model_name, promised)
         if self._shadow_rate:
             depths = (*self.rules.exit_layers, self.rules.num_layers)
             counts = ShadowMetrics(registry, self._model_name, depths)
@@ -76,8 +80,9 @@ class ExitServer:
         while not self.engine.errored:
             await asyncio.sleep(POLL_SECONDS)
             # vLLM's worker polls its queue without sleeping for a second after each message, so
-            # reading the counts of an idle server would keep a core busy.
-            if not (self.open_requests or self.unsampled):
+            # reading the counts of an idle server would keep a core busy. What other processes
+            # serve is not known.
+            if self._alone and not (self.open_requests or self.unsampled):
                 continue
             self.unsampled = False
             await self.counts.refresh()

@@ -53,12 +53,24 @@ class Metric:
 
     def gauge(self, registry: CollectorRegistry) -> Gauge:
         """Registers it as a gauge; possible once for each registry."""
-        return Gauge(self.name, self.documentation, self.labels, registry=registry)
+        # Of several API processes, the one that set it last.
+        return Gauge(
+            self.name,
+            self.documentation,
+            self.labels,
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMetric(Metric):
     """A metric that is read from the worker's snapshot."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """As vLLM labels its own: by model, and by the engine's data-parallel rank."""
+        return ("model_name", "engine", *self.by)
 
     read: Callable[[Snapshot], dict[str, int]]
     """Value by exit layer, or under "" for metrics without that label."""
@@ -267,7 +279,7 @@ def advance(last: Counts, current: Counts) -> Counts:
 
 
 class ExitMetrics:
-    """The counters and gauges of one served model that are read from its worker."""
+    """The counters and gauges of one served model that are read from its engines' workers."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         """Registers the metrics; possible once for each registry."""
@@ -280,18 +292,20 @@ class ExitMetrics:
         self._gauges = {
             metric: metric.gauge(registry) for metric in WORKER_METRICS if metric.is_gauge
         }
-        self._last: Counts = {}
+        self._last: dict[int, Counts] = {}
+        """By engine."""
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot, engine: int = 0) -> None:
         """Raises the counters to a worker's cumulative counts, and sets the gauges."""
+        whose = (self._model_name, str(engine))
         for metric, gauge in self._gauges.items():
             for value in metric.read(snapshot).values():
-                gauge.labels(self._model_name).set(value)
+                gauge.labels(*whose).set(value)
         current = read_counts(snapshot)
-        for (name, layer), count in advance(self._last, current).items():
-            labels = (self._model_name, layer) if layer else (self._model_name,)
+        for (name, layer), count in advance(self._last.get(engine, {}), current).items():
+            labels = (*whose, layer) if layer else whose
             self._counters[name].labels(*labels).inc(count)
-        self._last = current
+        self._last[engine] = current
 
 
 class ShadowMetrics:

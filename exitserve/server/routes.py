@@ -307,5 +307,5 @@ class ExitServePlugin:
         template = args.chat_template or getattr(engine_client.tokenizer, "chat_template", None)
         state.exitserve = ExitServer(engine_client, names[0], rate, chats=bool(template))
         await state.exitserve.start()
-        if getattr(args, "playground", False):
+        if getattr(args, "playground", False) and engine_client.engine_core.client_index == 0:
             print(f"exitserve: playground at {address(args)}", file=sys.stderr, flush=True)

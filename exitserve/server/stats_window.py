@@ -41,16 +41,17 @@ class StatsWindow:
             break_even: by exit layer, the share of its checks that must pass for it to pay.
         """
         self._break_even = dict(break_even or {})
-        self._last: Counts = {}
+        self._last: dict[int, Counts] = {}
+        """By engine."""
         self._samples: deque[tuple[float, Counts]] = deque()
 
-    def add(self, now: float, snapshot: Snapshot) -> None:
-        """Adds a worker's cumulative counts at time `now`, in seconds of a monotonic clock."""
+    def add(self, now: float, snapshot: Snapshot, engine: int = 0) -> None:
+        """Adds the cumulative counts of an engine's worker at time `now`, of a monotonic clock."""
         current = read_counts(snapshot) | {(name, ""): int(snapshot[name]) for name in DRAFTS}
         total = self._total()
-        for key, count in advance(self._last, current).items():
+        for key, count in advance(self._last.get(engine, {}), current).items():
             total[key] = total.get(key, 0) + count
-        self._last = current
+        self._last[engine] = current
         if len(self._samples) > 1 and now - self._samples[-2][0] < MIN_SPACING_SECONDS:
             self._samples.pop()
         self._samples.append((now, total))

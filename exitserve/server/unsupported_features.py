@@ -124,27 +124,37 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "data parallelism (--data-parallel-*)",
-        lambda args: (
-            args.data_parallel_size > 1
-            or args.data_parallel_rank is not None
-            or args.data_parallel_start_rank is not None
-        ),
-        "traces, /exitserve/stats and the exit metrics read one engine",
+        "servers that vLLM starts for each rank (--data-parallel-multi-port-external-lb)",
+        lambda args: args.data_parallel_multi_port_external_lb,
+        "vLLM would start servers without exits",
+        fix="start one for each rank with --data-parallel-rank",
+        needs_exits=False,
+    ),
+    UnsupportedFeature(
+        "engines that come and go (--enable-elastic-ep)",
+        lambda args: args.enable_elastic_ep,
+        "counts and traces are read from the engines that a server starts with",
         fix="start one server for each replica behind a load balancer",
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "an --api-server-count other than 1",
-        lambda args: args.api_server_count not in (None, 1),
-        "each API process would count the engine's exits again",
-        fix="use 1, or start several servers behind a load balancer",
+        "--api-server-count below 1",
+        lambda args: args.api_server_count is not None and args.api_server_count < 1,
+        "nobody would answer",
+        fix="start engines of a server on another machine with --headless",
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "serving over several machines, or without HTTP (--nnodes, --headless, --grpc)",
-        lambda args: args.nnodes > 1 or args.headless or args.grpc,
-        "exit fields need the HTTP server, which runs on its engine's machine",
+        "--data-parallel-backend ray",
+        lambda args: args.data_parallel_backend != "mp",
+        "it was not tested with exits",
+        fix="leave it out: engines on other machines start with --headless",
+        needs_exits=False,
+    ),
+    UnsupportedFeature(
+        "serving over several machines in one rank, or without HTTP (--nnodes, --grpc)",
+        lambda args: args.nnodes > 1 or args.grpc,
+        "it was not tested with exits, whose fields need the HTTP server",
         needs_exits=False,
     ),
 )
@@ -254,8 +264,8 @@ POOLING_ROUTES = (
 """vLLM's routes of pooling models; without ours they would be 404s."""
 
 NO_SCALING = (
-    "this server has one engine and cannot scale: traces and counts are read from one. Start one "
-    "server for each replica behind a load balancer."
+    "this server keeps the engines that it started with. Start one server for each replica behind "
+    "a load balancer."
 )
 """The error of `SCALING_ROUTE`."""
 SCALING_ROUTE = "/scale_elastic_ep"

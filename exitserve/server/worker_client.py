@@ -1,4 +1,4 @@
-"""What the API process asks of the worker, with an end to every wait.
+"""What an API process asks of the engines' workers, with an end to every wait.
 
 vLLM answers between two steps of its engine. A step may take seconds, and an engine that hangs or
 has died never answers: a request that waited for it would not end, and the server waits for its
@@ -33,7 +33,7 @@ class NoAnswerError(RuntimeError):
 
 
 class WorkerClient:
-    """Calls of `exitserve.engine.hooks.worker_extension.ExitWorkerExtension`."""
+    """Calls of `exitserve.engine.hooks.worker_extension.ExitWorkerExtension`, of every engine."""
 
     def __init__(self, engine_client: Any, *, answer_seconds: float = ANSWER_SECONDS) -> None:
         """Asks nothing yet.
@@ -46,32 +46,37 @@ class WorkerClient:
         self._answer_seconds = answer_seconds
 
     async def attach(self) -> None:
-        """Tells the worker that vLLM's engine is complete; to be called once."""
+        """Tells the workers that vLLM's engines are complete."""
         await self._ask("exit_attach")
 
-    async def counts(self) -> Snapshot:
-        """The counts since the worker's start."""
-        counts: Snapshot = await self._ask("exit_stats")
-        return counts
+    async def counts(self) -> dict[int, Snapshot]:
+        """By engine, its data-parallel rank, the counts since its worker's start."""
+        counts: list[Snapshot] = await self._ask("exit_stats")
+        return dict(zip(self._engine.engine_core.engine_ranks_managed, counts, strict=True))
 
     async def take_traces(self, key: str) -> dict[str, Depths]:
-        """Removes and returns the depths that the worker recorded under `key`."""
-        traces: dict[str, Depths] = await self._ask("exit_take_traces", key)
-        return traces
+        """Removes and returns the depths that the workers recorded under `key`."""
+        return await self._take("exit_take_traces", key)
 
     async def take_notes(self, key: str) -> dict[str, Notes]:
-        """Removes and returns what the worker noted under `key`, after `take_traces`."""
-        notes: dict[str, Notes] = await self._ask("exit_take_notes", key)
-        return notes
+        """Removes and returns what the workers noted under `key`, after `take_traces`."""
+        return await self._take("exit_take_notes", key)
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        """The first rank's answer.
+    async def _take(self, method: str, key: str) -> dict[str, Any]:
+        # Each sample of a request runs on one engine, several on as many as the router chose.
+        found: list[dict[str, Any]] = await self._ask(method, key)
+        return {name: one for engine in found for name, one in engine.items()}
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Of each engine, its first rank's answer.
 
         Raises:
             NoAnswerError: there is none.
         """
         # One that comes later finds nobody waiting for it: vLLM drops it.
-        call = asyncio.ensure_future(self._engine.collective_rpc(method, args=args))
+        # vLLM's own `collective_rpc` of a client gives the first engine's answers only.
+        ask = self._engine.engine_core.call_utility_all_async
+        call = asyncio.ensure_future(ask("collective_rpc", method, None, args, None))
         clock = asyncio.get_running_loop().time
         end = clock() + self._answer_seconds
         try:
@@ -83,7 +88,7 @@ class WorkerClient:
                     logger.warning("the engine did not answer in %.0f s", self._answer_seconds)
                     raise NoAnswerError("the engine does not answer.")
                 await asyncio.wait({call}, timeout=min(FAILURE_SECONDS, max(0, end - clock())))
-            return call.result()[0]
+            return [ranks[0] for ranks in call.result()]
         except NoAnswerError:
             raise
         except Exception as error:  # vLLM's refusals, as of a server that stops, have no type
@@ -93,19 +98,21 @@ class WorkerClient:
 
 
 class LatestCounts:
-    """The worker's counts, read when somebody looks, and the last ones while it is busy.
+    """The workers' counts, read when somebody looks, and the last ones while one is busy.
 
     One reading is under way at a time, and all who look share it. So readings arrive in the order
     in which they were taken: an older one on top of a newer would pass for a restart of the worker
     (`exitserve.server.metrics.advance`).
     """
 
-    def __init__(self, worker: WorkerClient, metrics: ExitMetrics, window: StatsWindow) -> None:
+    def __init__(
+        self, worker: WorkerClient, metrics: ExitMetrics | None, window: StatsWindow
+    ) -> None:
         """Knows no counts before the first reading.
 
         Args:
             worker: is asked.
-            metrics: are raised to each reading.
+            metrics: are raised to each reading; None where another API process does that.
             window: gets each reading.
         """
         self._worker = worker
@@ -122,8 +129,10 @@ class LatestCounts:
         """
         counts = await self._worker.counts()
         self._read_at = time.monotonic()
-        self._metrics.update(counts)
-        self._window.add(self._read_at, counts)
+        for engine, snapshot in counts.items():
+            if self._metrics is not None:
+                self._metrics.update(snapshot, engine)
+            self._window.add(self._read_at, snapshot, engine)
 
     async def refresh(self, patience: float | None = None) -> None:
         """Waits for a reading that is not older than this call.

@@ -148,7 +148,7 @@ def test_gauges_fall() -> None:
     for waiting in (5, 2):
         recorder.pending_tokens = waiting
         metrics.update(recorder.snapshot())
-    labels = {"model_name": MODEL}
+    labels = {"model_name": MODEL, "engine": "0"}
     assert registry.get_sample_value("exitserve_pending_tokens", labels) == 2
     assert samples(registry)["exitserve_tokens_total", "4"] == 1, "taken for a new worker"
 

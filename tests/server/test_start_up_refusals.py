@@ -10,16 +10,19 @@ import pytest
 
 from exitserve.cli import main
 
+MULTI_PORT = (
+    "--data-parallel-size 2 --data-parallel-size-local 2 --data-parallel-multi-port-external-lb"
+)
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
     ("--lora-modules a=b", "LoRA", "without the adapter"),
     ("--pipeline-parallel-size 2", "pipeline parallelism", "stages"),
     ("--decode-context-parallel-size 2", "context parallelism", "one unsharded cache"),
-    ("--data-parallel-size 2", "data parallelism", "one server for each replica"),
-    ("--data-parallel-rank 0", "data parallelism", "one server for each replica"),
-    ("--api-server-count 2", "--api-server-count", "use 1"),
-    ("--api-server-count 0", "--api-server-count", "use 1"),
-    ("--headless", "--headless", "HTTP server"),
+    (MULTI_PORT, "for each rank", "--data-parallel-rank"),
+    ("--enable-elastic-ep", "--enable-elastic-ep", "one server for each replica"),
+    ("--data-parallel-backend ray", "--data-parallel-backend ray", "--headless"),
+    ("--api-server-count 0", "--api-server-count below 1", "--headless"),
+    ("--nnodes 2", "--nnodes", "not tested"),
     ("--runner pooling", "pooling", "generate none"),
     ("--convert embed", "embeddings", "generate none"),
     ("--task embed", "--task", "embeddings"),
@@ -87,7 +90,7 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
     async def run_server(args: Any) -> None:
         print("the engine would start", args.hf_overrides, "revision", args.revision)
 
-    monkeypatch.setattr("vllm.entrypoints.launchers.api_server.entry.run_server", run_server)
+    monkeypatch.setattr("vllm.entrypoints.cli.serve.run_server", run_server)
 
     def serve(*options: str, model: Path = bundled) -> tuple[int, str, str]:
         code = main(["serve", str(model), *options])
@@ -204,8 +207,8 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
     assert code == 2 and "--exit-layers" in error
     code, _, error = serve("--shadow-rate", "0.5", model=plain)
     assert code == 2 and "nothing exits" in error
-    code, _, error = serve("--data-parallel-size", "2", model=plain)
-    assert code == 2 and "data parallelism" in error
+    code, _, error = serve("--enable-elastic-ep", model=plain)
+    assert code == 2 and "engines that come and go" in error
 
 
 def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:

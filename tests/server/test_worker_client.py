@@ -32,7 +32,10 @@ RULES = ExitRules(num_layers=6, exit_layers=(2, 4))
 class Engine:
     """Answers when it is let to, in the order of the calls; what it counts grows."""
 
+    engine_ranks_managed = (0,)
+
     def __init__(self) -> None:
+        self.engine_core = self  # vLLM's client of the core processes
         self.errored = False
         self.refusal: Exception | None = None
         self.recorder = Recorder(6, (2, 4))
@@ -41,13 +44,13 @@ class Engine:
         self.calls = 0
         self.stopped = 0
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[Any]:
         self.calls += 1
         if self.refusal is not None:
             raise self.refusal
         snapshot = self.recorder.snapshot()
         await self.answering.wait()
-        return [{"exit_stats": snapshot, "exit_take_traces": {"r": {0: 6}}}.get(method)]
+        return [[{"exit_stats": snapshot, "exit_take_traces": {"r": {0: 6}}}.get(method)]]
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.stopped += 1
@@ -68,7 +71,7 @@ def counts_of(engine: Engine, **options: Any) -> tuple[LatestCounts, CollectorRe
 
 
 def tokens(registry: CollectorRegistry) -> float:
-    labels = {"model_name": MODEL, "exit_layer": "6"}
+    labels = {"model_name": MODEL, "engine": "0", "exit_layer": "6"}
     return registry.get_sample_value("exitserve_tokens_total", labels) or 0.0
 
 
@@ -156,11 +159,11 @@ class SlowEngine(Engine):
         super().__init__()
         self.open: list[asyncio.Future[None]] = []
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[Any]:
         snapshot = self.recorder.snapshot()
         self.open.append(asyncio.get_running_loop().create_future())
         await self.open[-1]
-        return [snapshot]
+        return [[snapshot]]
 
     async def answer(self, place: int) -> None:
         if self.open and not (call := self.open.pop(place)).done():

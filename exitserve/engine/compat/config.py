@@ -75,6 +75,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
         ),
         FIXED_SCALES: has_fixed_activation_scales(declared) and not drafts,
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        # Ranks exchange tokens in every layer, so all of them have to run all layers.
+        "data parallelism of a mixture of experts (--data-parallel-size)": (
+            parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
+        ),
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "one graph for prompts (cudagraph_mode FULL)": _graphs(vllm_config) == "FULL",

@@ -32,8 +32,16 @@ class ExitWorkerExtension:
     sample_tokens: Callable[[Any], Any]
     take_draft_token_ids: Callable[[], Any]
 
+    _is_attached = False
+
     def exit_attach(self) -> None:
-        """Tells our batch the names of vLLM's requests; called once, after start-up."""
+        """Tells our batch the names of vLLM's requests, at the first call after start-up.
+
+        Each API process calls it, and none knows whether it is the first.
+        """
+        if self._is_attached:
+            return
+        self._is_attached = True
         check_version()
         state = self._exit_state
         if self.vllm_config.use_v2_model_runner:
