@@ -1,11 +1,13 @@
 """Room for Python's frames while a compiled pass runs.
 
 CPython keeps the frames of Python functions in chunks of 16 KiB. The code that `torch.compile`
-writes for all layers of a model is one function of a thousand variables: its frame fills a chunk,
-and then every small function that it calls gets a new chunk from the operating system, and gives
-it back when it returns. For 24 layers that is 0.5 ms a pass. A frame that is larger than a chunk
-gets a larger one (`push_chunk` in CPython's `Python/pystate.c`), in which there is room for all
-frames above it; so the pass is called from such a frame.
+writes for all layers of a model is one function of a thousand variables: its frame may
+fill a chunk, and then every small function that it calls gets a new chunk from the operating
+system, and gives it back when it returns. Whether it does depends on the number of layers and on
+how many frames lie below: with 24 layers and engine and caller in one process it took 0.5 ms a
+pass, in a worker process nothing. A frame that is larger than a chunk gets a larger one
+(`push_chunk` in CPython's `Python/pystate.c`), in which there is room for all frames above it; so
+the pass is called from such a frame, for five page faults.
 """
 
 from __future__ import annotations
