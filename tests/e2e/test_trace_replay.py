@@ -1,0 +1,93 @@
+"""`benchmarks/trace_replay.py`: real traces' formats, and a replay against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from exitserve.errors import ExitServeError
+from exitserve.server.local_server import LocalServer
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trace_replay.py"
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:46.9951690,40,109
+2023-11-16 18:17:50.9951690,396,109
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 1200, "output_length": 40, "hash_ids": [0, 1, 2]}
+{"timestamp": 1500, "input_length": 1300, "output_length": 8, "hash_ids": [0, 1, 3]}
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("trace_replay", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trace_replay"] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "trace"
+    path.write_text(text)
+    return path
+
+
+def test_azures_format(script: Any, tmp_path: Path) -> None:
+    read = list(script.read_trace(written(tmp_path, AZURE)))
+    assert [(one.prompt, one.answer) for one in read] == [(374, 44), (40, 109), (396, 109)]
+    assert [round(one.seconds, 3) for one in read] == [0.0, 0.315, 124.315]
+    kept = script.scaled(iter(read), script.Scale(minutes=1, rate=1.0, lengths=0.25, context=64))
+    assert [(one.prompt, one.answer) for one in kept] == [(53, 11), (10, 27)]
+    half = script.scaled(iter(read), script.Scale(minutes=10, rate=0.34, lengths=1, context=4096))
+    assert [one.prompt for one in half] == [396]
+
+
+def test_mooncakes_format_shares_text_by_blocks(script: Any, tmp_path: Path) -> None:
+    read = list(script.read_trace(written(tmp_path, MOONCAKE)))
+    assert [one.seconds for one in read] == [0.0, 1.5]
+    first, second = (script.prompt_of(one, 0, range(10_007), 1.0) for one in read)
+    assert (len(first), len(second)) == (1200, 1300)
+    assert first[:1024] == second[:1024] and first[1024:] != second[1024:1200]
+
+
+def test_another_file_is_said_to_be_none(script: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExitServeError, match="is no trace: its first line is 'a,b'"):
+        list(script.read_trace(written(tmp_path, "a,b\n1,2\n")))
+
+
+def test_a_replay(
+    script: Any, server: LocalServer, client: OpenAI, bundled: Path, tmp_path: Path
+) -> None:
+    """Two settings of one server: full depth twice gives the same, the first layers do not."""
+    read = script.read_trace(written(tmp_path, AZURE))
+    arrivals = script.scaled(read, script.Scale(minutes=0.1, rate=1.0, lengths=0.25, context=64))
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    tokens = tokenizer(SCRIPT.read_text())["input_ids"]
+    requests = script.requests_of(arrivals, tokens, 0.25)
+    results = {
+        name: asyncio.run(
+            script.replay(server.url, "exit-py", tokenizer, requests, body, {"ttft": 30_000.0})
+        )
+        for name, body in (
+            ("full depth", {}),
+            ("again", {"vllm_xargs": {"exit_mode": "off"}}),
+            ("layer 3", {"vllm_xargs": {"exit_layer": 3}}),
+        )
+    }
+    for name, share in script.same_answers(results).items():
+        results[name]["same_answers"] = share
+    assert all(found["completed"] == 2 and not found["failed"] for found in results.values())
+    assert [found["same_answers"] for found in results.values()][:2] == [1.0, 1.0]
+    assert results["layer 3"]["same_answers"] < 1.0
+    heading, _, *rows = script.table(results)
+    assert all(row.count("|") == heading.count("|") and "|  |" not in row for row in rows)
