@@ -19,7 +19,7 @@ from typing import Any
 
 from exitserve.bench.cache import cache_gib
 from exitserve.bench.forced import start_forced_engine
-from exitserve.bench.rivals import DraftCounts, speculation_of
+from exitserve.bench.rivals import DraftCounts, cut_of, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     greedy_params,
@@ -71,7 +71,9 @@ class Engines:
         self._exits = exits
         self._verify = verify
         self._rivals = rivals
-        self._drafts = {name: DraftCounts(engine) for name, engine in rivals.items()}
+        self._drafts = {
+            name: DraftCounts(engine) for name, engine in rivals.items() if cut_of(name) is None
+        }
         self._last: Any = None
 
     @property
@@ -135,9 +137,9 @@ class Engines:
             of weights), `drafted`, `accepted`; nothing for plain vLLM.
         """
         engine = self._engine(setting)
-        if setting.mode == "rival":
-            return self._drafts[setting.rival or ""].counted.copy()
-        if engine is self._plain:
+        if setting.rival in self._drafts:
+            return self._drafts[setting.rival].counted.copy()
+        if engine is self._plain or setting.mode == "rival":
             return Counter()
         stats = engine.collective_rpc("exit_stats")[0]
         return Counter(
@@ -203,23 +205,27 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
 
     try:
         plain = started_one(start_plain_engine(job.model_dir, **arguments))
+        # Before ours: requests are checked by the rules of the engine that started last.
+        rivals = {name: started_one(_rival(name, job, arguments)) for name in job.rivals}
         drafts = job.verifies or (runs_on_v2() and job.defers)
         exits, verify = ours(verify=False), ours(verify=True) if drafts else None
-        rivals = {
-            name: started_one(
-                start_plain_engine(
-                    job.model_dir,
-                    speculative_config=speculation_of(name, job.num_drafts),
-                    disable_log_stats=False,  # which counts drafts
-                    **arguments,
-                )
-            )
-            for name in job.rivals
-        }
         yield Engines(plain, exits, verify, rivals)
     finally:
         for llm in started:
             llm.llm_engine.engine_core.shutdown()
+
+
+def _rival(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
+    if (layers := cut_of(name)) is not None:
+        # As with a checkpoint of `exitserve truncate`, without exits.
+        cut = {"max_layers": layers, "exit_layers": []}
+        return start_engine(job.model_dir, exits=cut, **arguments)
+    return start_plain_engine(
+        job.model_dir,
+        speculative_config=speculation_of(name, job.num_drafts),
+        disable_log_stats=False,  # which counts drafts
+        **arguments,
+    )
 
 
 def _arguments(job: BenchJob) -> dict[str, Any]:

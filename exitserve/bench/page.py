@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exitserve.bench.measures import label_of
+from exitserve.bench.rivals import cut_of
 from exitserve.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
@@ -159,13 +160,23 @@ def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What other kinds of drafts need beside the model."""
+    """What other kinds of drafts need beside the model, and what a cut model is."""
+    cuts = [name for name in rivals if cut_of(name) is not None]
     return [
+        *(
+            f"- Cut to {cut_of(name)} layers: the deeper ones are not there at all."
+            for name in cuts
+        ),
+        *(_drafts_line(name, memory) for name, memory in rivals.items() if name not in cuts),
+    ]
+
+
+def _drafts_line(name: str, memory: Mapping[str, int]) -> str:
+    return (
         f"- vLLM with {name}: plain vLLM and its own speculative decoding. Beside the model, "
         f"{memory['weight_bytes'] / 1e6:.1f} MB of weights and {memory['cache_bytes_per_token']:,} "
         f"bytes of cache for each token. Mode verify needs neither."
-        for name, memory in rivals.items()
-    ]
+    )
 
 
 def _exit_table(cases: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitserve.arguments import calibrated_fields, threshold_label, verify_options
+from exitserve.bench.rivals import cut_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
@@ -35,13 +36,15 @@ class Setting:
     run at full depth."""
 
     rival: str | None = None
-    """Plain vLLM with drafts of another kind (`exitserve.bench.rivals`)."""
+    """Plain vLLM with drafts of another kind, or fewer layers (`exitserve.bench.rivals`)."""
 
     @property
     def label(self) -> str:
         """For tables and plots."""
         if self.mode == "rival":
-            return f"vLLM, {(self.rival or '').replace('draft:', 'draft ')}"
+            cut = cut_of(self.rival)
+            drafts = f"vLLM, {(self.rival or '').replace('draft:', 'draft ')}"
+            return drafts if cut is None else f"cut to {cut} layers"
         if self.mode in BY_CONFIDENCE:
             return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":

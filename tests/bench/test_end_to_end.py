@@ -18,7 +18,18 @@ from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 6
-MODES = ("plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival", "rival")
+MODES = (
+    "plain",
+    "off",
+    "confidence",
+    "defer",
+    "verify",
+    "fixed",
+    "mixed",
+    "rival",
+    "rival",
+    "rival",
+)
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
@@ -71,6 +82,11 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["efficiency"] == pytest.approx(wall["median"] / limit, abs=1e-3)
     assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
     assert case["tokens_per_second"] > 0
+    if case["rival"] == "cut:2":
+        assert by_layer[2] == tokens
+        assert case["drafted"] is None
+        assert case["agreement"] < 1.0
+        return
     if case["mode"] in {"plain", "off", "verify", "rival"}:
         assert case["depth_speedup"] == 1.0
         assert case["limit_speedup"] == 1.0 or case["mode"] in {"verify", "rival"}
@@ -106,7 +122,7 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     lines = [{"prompt_token_ids": [5, 9, 17]}, {"prompt_token_ids": list(range(20, 60))}]
     prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     # The model as its own draft model is always right.
-    work = ("--rivals", f"draft:{model},ngram", "--prompts", str(prompts), "--out", str(out))
+    work = ("--rivals", f"draft:{model},ngram,cut:2", "--prompts", str(prompts), "--out", str(out))
     arguments = (str(model), *work, *ARGUMENTS.split())
 
     assert bench(*arguments) == 0
