@@ -3,8 +3,8 @@
 Run on x86-64 Linux with Python 3.11, as in the image:  python requirements/with_hashes.py
 
 torch is left out: its CPU builds lie on an index of PyTorch's own (or wherever PIP_EXTRA_INDEX_URL
-says), so there is no one file whose hash could be asked for. So is what only tests use and is large:
-what drives a browser, and the schemas of Kubernetes, 190 MB that an image has no use for.
+says), so there is no one file whose hash could be asked for. So is what only tests use and is
+large: what drives a browser, and the schemas of Kubernetes, 190 MB that an image has no use for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: against the API's schemas, and against each other. No cluster runs here.
+"""The Kubernetes manifests, against the API's schemas and each other. No cluster runs here.
 
 Overlays are built by kustomize itself, which kubectl contains; without either, their tests are
 skipped, and only what they are made of is checked.
