@@ -194,6 +194,11 @@ EXIT_SHARE = 0.5
 ACCEPTANCE = 0.7
 DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
 GAINS = (1.0, 1.3, 1.6)
+REPLICAS = {"llama-3-8b": 1, "llama-3-70b": 4}
+"""GPUs of 80 GB that one replica of a shape takes, its cache included."""
+GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+DEFER_ACCEPTANCE = 0.8
+"""Of drafts that stand, or that full depth accepts: some that stand it would not."""
 
 
 @cache
@@ -234,21 +239,30 @@ def step_times() -> str:
     return of_shapes(GPUS, cells)
 
 
+def draft_gain(
+    report: Mapping[str, Any],
+    batch: int,
+    rows: int,
+    mode: str = "verify",
+    acceptance: float = ACCEPTANCE,
+) -> float | None:
+    """Wall speedup where an eighth of the layers drafts; None if the head has not so many rows."""
+    layer = round(DRAFT_DEPTHS["an eighth"] * report["shape"]["num_layers"])
+    wanted = {"mode": mode, "batch_size": batch, "acceptance": acceptance}
+    wanted |= {"exit_layer": layer, "draft_head_rows": rows}
+    found = (one["wall_speedup"] for one in report["modes"] if wanted.items() <= one.items())
+    return max(found, default=None)
+
+
 def drafted(gpu: str = "h100") -> str:
     """Wall speedup of mode `verify` at the best number of drafts, by the draft's head."""
     from exitserve.draft_tokens import ROWS
 
-    def gain(report: dict[str, Any], batch: int, rows: int) -> str:
-        layer = round(DRAFT_DEPTHS["an eighth"] * report["shape"]["num_layers"])
-        wanted = {"mode": "verify", "batch_size": batch, "acceptance": ACCEPTANCE}
-        wanted |= {"exit_layer": layer, "draft_head_rows": rows}
-        found = [one["wall_speedup"] for one in report["modes"] if wanted.items() <= one.items()]
-        return f"{max(found):.2f}" if found else "-"
-
     def cells(shape: str) -> list[str]:
         report = plan(shape, gpu)
         heads = (report["shape"]["vocab_size"], ROWS)
-        return [gain(report, batch, rows) for rows in heads for batch in BATCHES]
+        found = (draft_gain(report, batch, rows) for rows in heads for batch in BATCHES)
+        return [f"{gain:.2f}" if gain else "-" for gain in found]
 
     heads = ("batch", "head of 32,000 rows, batch")
     return of_shapes([f"{head} {batch}" for head in heads for batch in BATCHES], cells)
@@ -287,6 +301,45 @@ def acceptances() -> str:
     return of_shapes([f"{part}: {gain:g}" for part in DRAFT_DEPTHS for gain in GAINS], cells)
 
 
+def scaled(shape: str, gpu: str = "h100") -> Callable[[], str]:
+    """What writes tokens a second of 1 to 64 GPUs, in replicas of as few as hold the model."""
+    from math import floor, log10
+
+    def rounded(rate: float) -> str:
+        return f"{round(rate, 2 - floor(log10(rate))):,.0f}"
+
+    def write() -> str:
+        costs, size = costs_of(shape, gpu).costs, REPLICAS[shape]
+        counts = [count for count in GPU_COUNTS if count >= size]
+        rows = []
+        for batch in BATCHES[1:]:
+            for mode, gain in gains(plan(shape, gpu), batch).items():
+                of_one = gain * batch / costs.full(batch)
+                rows.append((str(batch), mode, *(rounded(count * of_one) for count in counts)))
+        first = "1 GPU: by bytes" if size == 1 else f"{size} GPUs: by bytes, assumed"
+        return table(("batch", "mode", first, *(f"{n}: assumed" for n in counts[1:])), rows)
+
+    return write
+
+
+def gains(report: Mapping[str, Any], batch: int) -> dict[str, float]:
+    """Wall speedup by mode, with what it assumes; drafts read the whole head."""
+    from exitserve.planning.run import gain_of
+
+    head = report["shape"]["vocab_size"]
+    verified = draft_gain(report, batch, head)
+    deferred = draft_gain(report, batch, head, "defer", DEFER_ACCEPTANCE)
+    assert verified is not None and deferred is not None
+    return {
+        "`off`": 1.0,
+        f"`verify`, {100 * ACCEPTANCE:.0f} % of drafts accepted (assumed)": verified,
+        f"`defer`, {100 * DEFER_ACCEPTANCE:.0f} % stand or are accepted (assumed)": deferred,
+        f"`confidence`, {100 * EXIT_SHARE:.0f} % of tokens exit (assumed)": gain_of(
+            report["best"], batch, EXIT_SHARE
+        ),
+    }
+
+
 PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "metrics.md": (
         ("metrics", metrics),
@@ -308,6 +361,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("acceptances", acceptances),
         ("skipped", skipped),
     ),
+    "scale.md": tuple((f"tokens-of-{shape}", scaled(shape)) for shape in REPLICAS),
 }
 """By page: the name of each generated section, and what writes it."""
 

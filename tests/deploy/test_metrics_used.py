@@ -19,13 +19,14 @@ from exitserve.server.metrics import METRICS
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"
+KUBERNETES = DEPLOY / "kubernetes"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 KEYWORDS = {"and", "or", "unless", "bool", "by", "without", "on", "ignoring", "offset"}
 # Prometheus adds these to what it scrapes.
 SCRAPE_METRICS = {"up"}
-SCRAPE_LABELS = {"job", "instance", "le", "__name__"}
+SCRAPE_LABELS = {"job", "instance", "le", "__name__", "namespace", "pod"}
 VLLM_LABELS = {"model_name", "engine"}
 
 
@@ -122,6 +123,30 @@ def query_problems(queries: list[str], rules: dict[str, Any]) -> list[str]:
     return found
 
 
+def adapter_rules() -> list[dict[str, Any]]:
+    """The rules by which the Prometheus adapter makes metrics of pods."""
+    values = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())
+    rules: list[dict[str, Any]] = values["rules"]["custom"]
+    return rules
+
+
+def adapter_queries(rule: dict[str, Any]) -> list[str]:
+    """Both queries of a rule, the second as the adapter asks it for some pods."""
+    (series,) = metric_names(rule["seriesQuery"])
+    filled = {"Series": series, "LabelMatchers": 'namespace="n",pod=~"a|b"', "GroupBy": "pod"}
+    query = rule["metricsQuery"]
+    for name, value in filled.items():
+        query = query.replace(f"<<.{name}>>", value)
+    return [rule["seriesQuery"], query]
+
+
+def scaling_metrics() -> dict[str, float]:
+    """The metrics by which replicas are scaled, and what each replica should have of them."""
+    scaler = yaml.safe_load((KUBERNETES / "monitoring" / "autoscaler.yaml").read_text())
+    pods = [one["pods"] for one in scaler["spec"]["metrics"]]
+    return {one["metric"]["name"]: float(one["target"]["averageValue"]) for one in pods}
+
+
 def made_up(page: str) -> set[str]:
     """Metrics that a page names and nothing exports."""
     return set(re.findall(r"\bexitserve_\w+_total\b", page)) - {metric.name for metric in METRICS}
@@ -139,6 +164,28 @@ def test_rules_use_metrics_that_exist():
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
 def test_dashboards_use_metrics_that_exist(path):
     assert query_problems(dashboard_queries(json.loads(path.read_text())), load_rules()) == []
+
+
+def test_the_adapter_reads_metrics_that_exist():
+    queries = [query for rule in adapter_rules() for query in adapter_queries(rule)]
+    assert query_problems(queries, load_rules()) == []
+    assert not any("<<" in query for query in queries)
+
+
+def test_replicas_are_scaled_by_what_the_adapter_makes():
+    made = {rule["name"]["as"] for rule in adapter_rules()}
+    assert set(scaling_metrics()) <= made
+    # The queue, and how deep the tokens go.
+    assert set(scaling_metrics()) == {"vllm_num_requests_waiting", "exitserve_layers_per_second"}
+    assert "exitserve_tokens_per_second" in made
+    assert all(re.fullmatch(r"[a-z_]+", name) for name in made), "the metrics API takes no colons"
+
+
+def test_the_liveness_probe_reads_metrics_that_exist():
+    text = (KUBERNETES / "base" / "alive.py").read_text()
+    names = re.search(r"\^vllm:\(\?:(.+?)\)\\{", re.sub(r'"\s+r"', "", text))
+    assert names is not None
+    assert {f"vllm:{name}" for name in names[1].split("|")} <= vllm_names()
 
 
 def test_promql_lines_of_the_metrics_use_metrics_that_exist():

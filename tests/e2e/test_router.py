@@ -1,0 +1,287 @@
+"""Two servers behind nginx, as `deploy/nginx` configures it: fields, streams, sessions, a death."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from exitserve.server.local_server import LocalServer, free_port
+
+from .conftest import NAME, Serve
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "nginx"
+MAIN = """
+daemon off;
+pid nginx.pid;
+worker_processes 1;
+error_log error.log;
+events {}
+http { include exitserve.conf; }
+"""
+FIELDS = {"exit_threshold": 0.4, "exit_trace": True}
+PROMPT = "def read_lines(path):\n    with open(path"
+LONG = 400
+"""Tokens; they take seconds."""
+SESSIONS = tuple(f"session-{number}" for number in range(8))
+
+
+@dataclass(frozen=True)
+class Router:
+    """A running nginx."""
+
+    url: str
+    log: Path
+
+    def replica_of(self, headers: dict[str, str]) -> str:
+        """The port of the replica that answers a short request, while there is no other."""
+        before = len(self.replicas())
+        answer = httpx.post(f"{self.url}/v1/completions", json=body(1), headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        # nginx writes the line after the answer.
+        wait_until(lambda: len(self.replicas()) > before)
+        return self.replicas()[-1]
+
+    def replicas(self) -> list[str]:
+        """The port of the last replica that each request was sent to, as they ended."""
+        return re.findall(r", by .*:(\d+)$", self.log.read_text(), flags=re.MULTILINE)
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def body(tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy request with exits and their trace."""
+    return {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "vllm_xargs": FIELDS,
+        **fields,
+    }
+
+
+def events(url: str, tokens: int, headers: dict[str, str] | None = None) -> list[tuple[float, str]]:
+    """The events of a stream with the seconds at which they came."""
+    request = {"json": body(tokens, stream=True, ignore_eos=True), "headers": headers or {}}
+    found, begun = [], time.monotonic()
+    with httpx.stream("POST", f"{url}/v1/completions", timeout=120, **request) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                found.append((time.monotonic() - begun, line.removeprefix("data: ")))
+    return found
+
+
+def told(streamed: list[tuple[float, str]]) -> dict[str, Any]:
+    """The text and the exit fields of a stream, however many tokens an event has."""
+    assert streamed[-1][1] == "[DONE]"
+    found = [json.loads(text) for _, text in streamed[:-1]]
+    layers = [choice.get("exit_layers") for one in found for choice in one["choices"]]
+    return {
+        "text": "".join(choice["text"] for one in found for choice in one["choices"]),
+        "exit_layers": [one for one in layers if one],
+        "exit_metrics": [one["exit_metrics"] for one in found if "exit_metrics" in one],
+    }
+
+
+@pytest.fixture(scope="module")
+def nginx() -> str:
+    """The program; Debian's is outside of users' paths."""
+    found = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+    if found is None:
+        pytest.skip("no nginx: install Debian's nginx-light, for example")
+    return found
+
+
+@pytest.fixture(scope="module")
+def second(nginx: str, bundled: Path, serve: Serve) -> Iterator[LocalServer]:
+    """Another replica, which may be killed."""
+    with serve(bundled) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def router(
+    nginx: str, server: LocalServer, second: LocalServer, tmp_path_factory: Any
+) -> Iterator[Router]:
+    """nginx with our configuration, but for addresses and a shorter memory of failures."""
+    folder: Path = tmp_path_factory.mktemp("nginx")
+    port = free_port()
+    text = (FOLDER / "exitserve.conf").read_text()
+    for ours, here in (
+        ("listen 8080;", f"listen 127.0.0.1:{port};"),
+        ("/var/log/nginx/exitserve.log", "access.log"),
+    ):
+        assert text.count(ours) == 1
+        text = text.replace(ours, here)
+    (folder / "exitserve.conf").write_text(text)
+    (line, *_) = re.findall(r"^server .*$", (FOLDER / "exitserve-replicas").read_text(), re.M)
+    assert "fail_timeout=10s" in line
+    line = line.replace("fail_timeout=10s", "fail_timeout=1s")
+    lines = [re.sub(r"[\d.]+:8000", f"127.0.0.1:{one.port}", line) for one in (server, second)]
+    (folder / "exitserve-replicas").write_text("\n".join(lines))
+    (folder / "nginx.conf").write_text(MAIN)
+    command = [nginx, "-e", "error.log", "-p", str(folder), "-c", str(folder / "nginx.conf")]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE)
+    running = Router(f"http://127.0.0.1:{port}", folder / "access.log")
+    try:
+        wait_for(running.url, process)
+        yield running
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    def answers() -> bool:
+        if process.poll() is not None:
+            pytest.fail(f"nginx did not start: {process.communicate()[1].decode()}")
+        try:
+            return httpx.get(f"{url}/health", timeout=10).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    wait_until(answers)
+
+
+def test_answers_pass_unchanged(router: Router, server: LocalServer) -> None:
+    for path, request in (
+        ("/v1/completions", body(24)),
+        ("/v1/completions", body(24, vllm_xargs={"exit_threshold": "high"})),
+        ("/v1/completions", body(24, vllm_xargs=FIELDS | {"exit_trace": "full"})),
+    ):
+        direct, routed = (
+            httpx.post(f"{url}{path}", json=request, timeout=60) for url in (server.url, router.url)
+        )
+        assert routed.status_code == direct.status_code
+        given, expected = routed.json(), direct.json()
+        for key in ("choices", "exit_metrics", "usage", "error"):
+            assert given.get(key) == expected.get(key)
+        assert ("error" in given) == (direct.status_code == 400)
+
+
+def test_only_the_api_is_reached(router: Router) -> None:
+    assert httpx.get(f"{router.url}/v1/models", timeout=60).status_code == 200
+    for path in ("/metrics", "/exitserve/stats", "/exitserve/playground", "/docs"):
+        assert httpx.get(f"{router.url}{path}", timeout=60).status_code == 404
+
+
+def test_streams_pass_unchanged_and_unbuffered(router: Router, server: LocalServer) -> None:
+    routed, direct = (events(url, LONG) for url in (router.url, server.url))
+    assert told(routed) == told(direct)
+    assert told(routed)["exit_layers"] and told(routed)["exit_metrics"]
+    # Events of a few hundred bytes: a buffer would hold back many at a time.
+    last, count = routed[-1][0], len(routed)
+    assert sum(came < last / 2 for came, _ in routed) > count / 4
+    pauses = [after - before for (before, _), (after, _) in pairwise(routed)]
+    assert sum(pause > last / count / 10 for pause in pauses) > count / 4
+
+
+def test_sessions_stay_with_their_replica_and_others_spread(
+    router: Router, server: LocalServer, second: LocalServer
+) -> None:
+    ports = {str(server.port), str(second.port)}
+    assert {router.replica_of({}) for _ in range(4)} == ports
+    first, again = (
+        [router.replica_of({"X-Session-ID": session}) for session in SESSIONS] for _ in range(2)
+    )
+    assert first == again
+    assert set(first) == ports
+
+
+def counted(server: LocalServer, series: str) -> float:
+    """A series of vLLM's, summed over its labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    return sum(map(float, re.findall(rf"^vllm:{series}\{{.*\}} (\S+)$", text, re.M)))
+
+
+def generated(server: LocalServer) -> float:
+    return counted(server, "generation_tokens_total")
+
+
+def test_a_client_that_hangs_up_is_not_generated_for(
+    router: Router, server: LocalServer, second: LocalServer
+) -> None:
+    both = (server, second)
+    before = sum(map(generated, both))
+    request = body(LONG, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{router.url}/v1/completions", json=request, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert sum(next(lines).startswith("data: ") for _ in range(6)) == 3
+    wait_until(lambda: not any(counted(one, "num_requests_running") for one in both))
+    assert 0 < sum(map(generated, both)) - before < LONG
+
+
+def test_the_death_of_a_replica_harms_its_own_requests_only(
+    router: Router, server: LocalServer, second: LocalServer
+) -> None:
+    headers = [{"X-Session-ID": session} for session in SESSIONS]
+    homes = {router.replica_of(one): one for one in headers}
+    alone, before = told(events(server.url, LONG)), len(router.replicas())
+    made = {one: generated(one) for one in (server, second)}
+    with ThreadPoolExecutor() as threads:
+        stays, dies = (
+            threads.submit(events, router.url, LONG, homes[str(one.port)])
+            for one in (server, second)
+        )
+        wait_until(lambda: all(generated(one) > 8 + count for one, count in made.items()))
+        os.killpg(second.pid, signal.SIGKILL)
+        wait_until(lambda: not listens(second.port))
+        statuses = list(threads.map(lambda one: ask(router, one), [*headers, {}, {}, {}, {}]))
+        assert told(stays.result()) == alone
+        with pytest.raises(httpx.RemoteProtocolError):
+            dies.result()
+    assert statuses == [200] * len(statuses)
+    wait_until(lambda: len(router.replicas()) >= before + 2 + len(statuses))
+    assert router.replicas()[before:].count(str(second.port)) == 1, "only the stream that broke off"
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ask(router: Router, headers: dict[str, str]) -> int:
+    url = f"{router.url}/v1/completions"
+    return httpx.post(url, json=body(4), headers=headers, timeout=60).status_code
+
+
+def test_a_replica_that_is_back_gets_requests_again(router: Router, second: LocalServer) -> None:
+    """After the last test; a stand-in is there at once, where a server takes its time."""
+
+    class StandIn(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(299)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    back = HTTPServer(("127.0.0.1", second.port), StandIn)
+    Thread(target=back.serve_forever, daemon=True).start()
+    wait_until(lambda: 299 in [ask(router, {"X-Session-ID": session}) for session in SESSIONS])
+    back.shutdown()
+    back.server_close()
