@@ -21,8 +21,7 @@ SECONDS = 120
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
     ("--pipeline-parallel-size 2", "pipeline parallelism", "stages"),
-    ("--data-parallel-size 2", "data parallelism", "one server for each replica"),
-    ("--api-server-count 2", "--api-server-count", "use 1"),
+    ("--enable-elastic-ep", "engines that come and go", "one server for each replica"),
     ("--runner pooling", "pooling", "generate none"),
     ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
 ]

@@ -236,8 +236,8 @@ def test_stats_and_metrics_count_what_was_served(server, complete) -> None:
         assert grown == layers.count(layer)
     page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
     for layer, tokens in after["tokens_by_exit_layer"].items():
-        line = f'exitserve_tokens_total{{exit_layer="{layer}",model_name="{NAME}"}} {tokens}.0'
-        assert line in page
+        labels = f'engine="0",exit_layer="{layer}",model_name="{NAME}"'
+        assert f"exitserve_tokens_total{{{labels}}} {tokens}.0" in page
 
 
 def test_models_and_health(client, server) -> None:
