@@ -206,6 +206,54 @@ def test_counts_reach_the_metrics_once_and_in_order(events: list[str]) -> None:
     asyncio.run(test())
 
 
+class TwoEngines(Engine):
+    """Data-parallel ranks 2 and 3 of a server that shares them with others."""
+
+    engine_ranks_managed = (2, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorders = [Recorder(6, (2, 4)), Recorder(6, (2, 4))]
+
+    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[Any]:
+        if method == "exit_take_traces":
+            return [[{"0_r": {0: 6}}], [{"1_r": {0: 4}}]]
+        return [[one.snapshot()] for one in self.recorders]
+
+
+def test_counts_of_several_engines_are_labelled_and_added_up() -> None:
+    """Also when one of them starts again."""
+
+    async def test() -> None:
+        engine = TwoEngines()
+        counts, registry = counts_of(engine)
+        for first, second in ((5, 2), (1, 3)):
+            for recorder, more in zip(engine.recorders, (first, second), strict=True):
+                for _ in range(more):
+                    recorder.count_token(6)
+            await counts.refresh()
+            engine.recorders[0] = Recorder(6, (2, 4))
+        labels = {"model_name": MODEL, "exit_layer": "6"}
+        assert [
+            registry.get_sample_value("exitserve_tokens_total", labels | {"engine": rank})
+            for rank in "23"
+        ] == [6, 5]
+        assert counts.report()["since_start"]["tokens"] == 11
+        assert await WorkerClient(engine).take_traces("k") == {"0_r": {0: 6}, "1_r": {0: 4}}
+
+    asyncio.run(test())
+
+
+def test_one_process_of_several_exports() -> None:
+    async def test(engine: Engine) -> None:
+        counts = LatestCounts(WorkerClient(engine), None, StatsWindow())
+        engine.recorder.count_token(6)
+        await counts.refresh()
+        assert counts.report()["since_start"]["tokens"] == 1
+
+    run(test)
+
+
 def test_a_restarted_worker_is_counted_on_top() -> None:
     async def test(engine: Engine) -> None:
         counts, registry = counts_of(engine)
