@@ -186,8 +186,7 @@ def decided_by_logits(
     else:
         confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
     if end_thresholds is not None and ends is not None and len(ends):
-        top = confidence if criterion == "max_prob" else chances.amax(dim=-1)
-        at_end = chances.index_select(1, ends).amax(dim=-1) == top
+        at_end = logits[:, ends].amax(dim=-1) == logits.amax(dim=-1)
         thresholds = torch.where(at_end, end_thresholds, thresholds)
     return confidence, confidence > thresholds
 
