@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from exitserve.arguments import calibrated_fields, threshold_label
+from exitserve.checkpoint import num_layers_of, parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
+from exitserve.policy import AUTO
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "exit-py-10m"
 """In the repository, not in the wheel."""
 
-THRESHOLDS = (1.0, 0.7, 0.4)
+THRESHOLDS = (0.7, 0.4)
+"""Of a checkpoint that promises nothing."""
+LOWER_TARGET = 0.95
+"""Shown beside what a calibrated checkpoint promises, if it can promise that too."""
+DRAFTS_ABOVE = 0.5
+"""The confidence above which mode "verify" drafts."""
 PROMPTS = (
     "def read_lines(path):\n    with open(path",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
+    "def test_empty_list():\n    assert",
 )
 MAX_TOKENS = 48
 PALETTE = ("bold green", "green", "yellow", "red")
@@ -33,7 +44,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="serve the bundled model, show every token's depth, compare with plain vLLM",
-        description="Starts a server on loopback, completes code at several exit thresholds, "
+        description="Starts a server on loopback, completes code with and without exits, "
         "prints each token in the colour of its depth, then runs a small benchmark against "
         "plain vLLM. Takes a few minutes on two cores.",
     )
@@ -89,23 +100,85 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
         server.stop()
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
-    bench = ["bench", str(args.model), "--thresholds", ",".join(map(str, THRESHOLDS[1:]))]
+    bench = ["bench", str(args.model), *compared(args.model)]
     bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
     bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):
         return code
+    console.print()
+    for line in verdict(json.loads((report / "report.json").read_text())["cases"]):
+        console.print(line)
     # Not wrapped: people copy paths and commands.
     console.print(
         f"\nThe report: {report / 'report.md'} (plot and JSON beside it).", soft_wrap=True
     )
-    serve = f"exitserve serve {args.model} --exit-threshold 0.7 --playground"
+    exits = "" if _promises(args.model) else f" --exit-threshold {THRESHOLDS[0]}"
+    serve = f"exitserve serve {args.model}{exits} --playground"
     console.print(f"Serve it yourself:  {serve}", soft_wrap=True)
     return 0
 
 
+def _promises(model: Path) -> dict[str, float]:
+    """What a checkpoint promises: agreements, by the names that `exitserve bench` has for them."""
+    block = parse_multi_exit(read_config(model))
+    calibration = None if block is None else block.calibration
+    chosen = None if calibration is None else calibration.chosen.agreement
+    if calibration is None or chosen is None:
+        return {}
+    lower = chosen > LOWER_TARGET and calibration.for_agreement(LOWER_TARGET) is not None
+    return {AUTO: chosen} | ({f"{AUTO}:{LOWER_TARGET}": LOWER_TARGET} if lower else {})
+
+
+def shown(model: Path) -> dict[str, dict[str, Any]]:
+    """Whose completions are shown: by title, exit fields of requests."""
+    promised: dict[str, dict[str, Any]] = {
+        f"promised {agreement:.0%} of full depth's tokens": dict(calibrated_fields(word))
+        for word, agreement in _promises(model).items()
+    }
+    tried = {f"exit threshold {one}": {"exit_threshold": one} for one in THRESHOLDS}
+    return {"full depth": {"exit_mode": "off"}} | (promised or tried)
+
+
+def compared(model: Path) -> list[str]:
+    """Options of `exitserve bench`: the same, and for calibrated checkpoints drafts and a cut."""
+    promises = _promises(model)
+    if not promises:
+        return ["--thresholds", ",".join(map(str, THRESHOLDS))]
+    config = read_config(model)
+    block = parse_multi_exit(config)
+    half = num_layers_of(config) // 2
+    cut = ["--rivals", f"cut:{half}"] if block and half in block.exit_layers else []
+    thresholds = ",".join([*promises, str(DRAFTS_ABOVE)])
+    return ["--thresholds", thresholds, "--modes", "verify", *cut]
+
+
+def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences on what gained, by batch size, and where a gain comes from."""
+    lines = []
+    for size in sorted({case["batch_size"] for case in cases}):
+        exits = [
+            case
+            for case in cases
+            if case["batch_size"] == size and case["mode"] not in ("plain", "off", "rival")
+        ]
+        best = max(exits, key=lambda case: float(case["wall_speedup"]["median"]))
+        wall, label = best["wall_speedup"], threshold_label(best["mode"], best["exit_threshold"])
+        together = "one request at a time" if size == 1 else f"{size} requests together"
+        lines.append(
+            f"With {together}, {label} has the best wall speedup: {wall['median']:.2f} "
+            f"({wall['min']:.2f} to {wall['max']:.2f}), its tokens {best['agreement']:.1%} equal "
+            "to full depth's."
+        )
+    return [
+        *lines,
+        "Exits gain by layers that need not run. With several requests together a layer runs as "
+        "long as one of them needs it, so there is less to gain, or nothing.",
+    ]
+
+
 def _show_completions(console: Any, url: str, model: Path) -> None:
-    """Completes each prompt at each threshold and prints the tokens by depth."""
+    """Completes each prompt in each way and prints the tokens by depth."""
     import httpx
     from openai import OpenAI
 
@@ -116,20 +189,19 @@ def _show_completions(console: Any, url: str, model: Path) -> None:
     }
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     for prompt in PROMPTS:
-        for threshold in THRESHOLDS:
+        for title, fields in shown(model).items():
             answer = client.completions.create(
                 model=str(model),
                 prompt=prompt,
                 max_tokens=MAX_TOKENS,
                 temperature=0,
                 logprobs=1,
-                extra_body={"vllm_xargs": {"exit_threshold": threshold, "exit_trace": True}},
+                extra_body={"vllm_xargs": {**fields, "exit_trace": True}},
             )
             found = answer.model_dump()
             choice, metrics = found["choices"][0], found["exit_metrics"]
-            rule = "full depth" if threshold >= 1 else f"exit threshold {threshold}"
             console.rule(
-                f"{rule}: mean depth {metrics['mean_depth']:.2f}, "
+                f"{title}: mean depth {metrics['mean_depth']:.2f}, "
                 f"depth speedup {metrics['depth_speedup']:.2f}",
                 align="left",
             )
