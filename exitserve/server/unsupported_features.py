@@ -127,7 +127,7 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         "servers that vLLM starts for each rank (--data-parallel-multi-port-external-lb)",
         lambda args: args.data_parallel_multi_port_external_lb,
         "vLLM would start servers without exits",
-        fix="start one for each rank with --data-parallel-rank",
+        fix="start one server for each replica behind a load balancer",
         needs_exits=False,
     ),
     UnsupportedFeature(

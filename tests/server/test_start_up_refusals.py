@@ -18,7 +18,7 @@ FLAGS = [
     ("--lora-modules a=b", "LoRA", "without the adapter"),
     ("--pipeline-parallel-size 2", "pipeline parallelism", "stages"),
     ("--decode-context-parallel-size 2", "context parallelism", "one unsharded cache"),
-    (MULTI_PORT, "for each rank", "--data-parallel-rank"),
+    (MULTI_PORT, "for each rank", "one server for each replica"),
     ("--enable-elastic-ep", "--enable-elastic-ep", "one server for each replica"),
     ("--data-parallel-backend ray", "--data-parallel-backend ray", "--headless"),
     ("--api-server-count 0", "--api-server-count below 1", "--headless"),
