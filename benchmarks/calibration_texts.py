@@ -24,7 +24,7 @@ from typing import Any
 from exitserve_training.recipe import load_recipe
 from exitserve_training.sources import load_split
 
-RECIPE = Path(__file__).parent.parent / "training" / "recipes" / "python-24l-shallow.yaml"
+RECIPE = Path(__file__).parent.parent / "training" / "recipes" / "bundled" / "2-longer.yaml"
 TESTS = ("/test/", "/tests/", "/testing/", "/test_")
 CHARACTERS = 3_500
 """Of a piece: more than a window needs."""

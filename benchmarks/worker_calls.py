@@ -3,7 +3,7 @@
 vLLM asks its worker twice a step, three times with drafts; `exitserve.engine.hooks.executor` once.
 Every engine answers the same prompts at full depth, in turns.
 
-    OMP_NUM_THREADS=2 python benchmarks/worker_calls.py models/exit-py-10m
+    OMP_NUM_THREADS=2 python benchmarks/worker_calls.py models/exit-py-19m
 """
 
 from __future__ import annotations

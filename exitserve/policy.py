@@ -20,6 +20,10 @@ BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer", "verify")
 EXACT: tuple[Mode, ...] = ("defer", "verify")
 """Modes in which the deeper layers of an exited token run too, later."""
 
+WhenSlower = Literal["leave", "check_late", "full_depth"]
+"""Draft and leave all the same; draft nothing, and in mode "defer" run all layers and be checked
+behind the last, with the same tokens; or, in mode "confidence" too, run at full depth unchecked."""
+
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
 
@@ -162,8 +166,8 @@ class ExitRules:
     """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
-    steps_aside: bool = True
-    """Whether rows neither draft nor leave where a measurement says that this slows passes down."""
+    when_slower: WhenSlower = "check_late"
+    """What rows do where a measurement says that drafting or leaving slows passes down."""
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"

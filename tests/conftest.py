@@ -46,7 +46,9 @@ SLOW_FIRST = ("e2e", "engine", "evaluation", "bench", "train", "calibration")
 SERVERS = "tests/e2e/"
 OWN_SERVERS = ("test_data_parallel.py", "test_demo.py", "test_server_ends.py", "test_tutorial.py")
 """Files there that use none of the servers which the others share."""
-BUNDLED = ROOT / "models" / "exit-py-10m"
+BUNDLED = ROOT / "models" / "exit-py-19m"
+BUNDLED_EXITS = [6, 12, 18]
+"""Of its 24 layers, those that were trained to be exits."""
 TINY_EXITS = (2, 4)
 VOCAB = 128
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -187,10 +189,24 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Path:
-    """The model in the repository."""
+def shipped() -> Path:
+    """The model in the repository, which is calibrated."""
     assert (BUNDLED / "model.safetensors").is_file(), f"the bundled model is missing: {BUNDLED}"
     return BUNDLED
+
+
+@pytest.fixture(scope="session")
+def bundled(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its weights without its calibration: requests choose thresholds themselves."""
+    directory = tmp_path_factory.mktemp("bundled") / shipped.name
+    directory.mkdir()
+    for path in filter(Path.is_file, shipped.iterdir()):
+        (directory / path.name).symlink_to(path)
+    config = json.loads((shipped / "config.json").read_text())
+    config["multi_exit"] = {"version": 1, "exit_layers": BUNDLED_EXITS, "objective": "aligned"}
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 @pytest.fixture(scope="session")

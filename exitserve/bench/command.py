@@ -31,7 +31,9 @@ from exitserve.arguments import (
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
 from exitserve.bench.settings import BenchJob, Setting, make_settings
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.engine.launch import check_rules, served_architecture
+from exitserve.engine.options import WHEN_SLOWER
 from exitserve.errors import ExitServeError
 from exitserve.hub import local_checkpoint
 
@@ -78,6 +80,12 @@ def add_command(subparsers: Any) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_argument_group("what is compared")
     add_threshold_flags(exits, default=None)
+    exits.add_argument(
+        "--exit-checks",
+        choices=tuple(WHEN_SLOWER),
+        default=EXIT_CHECKS[0],
+        help="as in `exitserve serve` (default %(default)s)",
+    )
     exits.add_argument(
         "--num-drafts", type=int, metavar="N", help="mode verify: most tokens drafted at a time"
     )
@@ -225,7 +233,8 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     modes = modes_of(args.modes)
     if args.num_drafts is not None and "verify" not in modes and not args.rivals:
         raise ExitServeError("--num-drafts belongs to mode verify; add it to --modes.")
-    options: dict[str, Any] = {} if layers is None else {"exit_layers": layers}
+    options: dict[str, Any] = {"exit_checks": args.exit_checks}
+    options |= {} if layers is None else {"exit_layers": layers}
     if "verify" in modes:
         options |= verify_options(args.num_drafts)
     rules = check_rules(model_dir, options)
@@ -253,6 +262,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
+        exit_checks=args.exit_checks,
         num_drafts=args.num_drafts,
         rivals=rivals,
         forced=_forced(args),

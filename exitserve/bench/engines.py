@@ -169,7 +169,8 @@ class Engines:
     def _engine(self, setting: Setting) -> Any:
         if setting.mode == "rival":
             return self._rivals[setting.rival or ""]
-        if setting.mode == "verify" or (setting.mode == "defer" and runs_on_v2()):
+        # In mode "defer" too a server that drafts is the faster one.
+        if setting.mode == "verify" or (setting.mode == "defer" and self._verify is not None):
             return self._verify
         return self._plain if setting == PLAIN else self._exits
 

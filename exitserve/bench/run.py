@@ -78,6 +78,7 @@ def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, 
         "prompts": job.prompt_source,
         "max_tokens": job.max_tokens,
         "repeats": job.repeats,
+        "exit_checks": job.exit_checks,
         "forced": None if job.forced is None else dict(job.forced),
         "dtype": dtype,
         "compile": "eager" if job.enforce_eager else "compiled",
@@ -100,7 +101,9 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
 
 def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
     """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
-    total = len(job.batch_sizes) * len(job.settings) * (job.repeats + 1)
+    # First a pass that is traced; before it one more where passes find out what pays.
+    first = -2 if job.exit_checks == "timed" else -1
+    total = len(job.batch_sizes) * len(job.settings) * (job.repeats - first)
     done = 0
     measurements = []
     for batch_size in job.batch_sizes:
@@ -109,20 +112,19 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
             setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
             for setting in job.settings
         }
-        for repeat in range(-1, job.repeats):
+        for repeat in range(first, job.repeats):
             for setting in rotated(job.settings, max(repeat, 0)):
                 phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {job.repeats}"
                 progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
                 batches = _batches(job, setting, batch_size)
-                if repeat < 0:
+                if repeat == -1:
                     _traced_pass(job, engines, batches, by_setting[setting])
                 else:
                     passes = (
                         engines.run_batch(setting, batch, job.max_tokens) for batch in batches
                     )
-                    by_setting[setting].repeats.append(
-                        joined_timing(timing_of(p.times) for p in passes)
-                    )
+                    timing = joined_timing(timing_of(p.times) for p in passes)
+                    by_setting[setting].repeats += [timing] if repeat >= 0 else []
                 done += 1
         measurements += list(by_setting.values())
     return measurements

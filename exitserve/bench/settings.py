@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from exitserve.arguments import calibrated_fields, threshold_label, verify_options
 from exitserve.bench.rivals import cut_of
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
@@ -115,6 +116,8 @@ class BenchJob:
     dtype: str
     enforce_eager: bool
     max_model_len: int | None
+    exit_checks: str = EXIT_CHECKS[0]
+    """As in `exitserve serve`."""
     num_drafts: int | None = None
     """Tokens that requests of mode "verify" may draft at a time; None for the default."""
     rivals: tuple[str, ...] = ()
@@ -134,7 +137,10 @@ class BenchJob:
 
     def engine_options(self, *, verify: bool) -> dict[str, Any]:
         """Exit options of an engine; settings of mode "verify" have an engine of their own."""
-        options: dict[str, Any] = {"exit_layers": list(self.rules.exit_layers)}
+        options: dict[str, Any] = {
+            "exit_layers": list(self.rules.exit_layers),
+            "exit_checks": self.exit_checks,
+        }
         return options | verify_options(self.num_drafts) if verify else options
 
     def requests_in_pass(self, batch_size: int) -> int:

@@ -25,6 +25,7 @@ from exitserve.policy import (
     ExitPolicy,
     ExitRules,
     Mode,
+    WhenSlower,
     check_threshold,
 )
 
@@ -57,6 +58,12 @@ LOOPS: dict[str, tuple[Mode, ...]] = {
 """How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
 "masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
 "rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
+WHEN_SLOWER: dict[str, WhenSlower] = {
+    EXIT_CHECKS[0]: "check_late",
+    EXIT_CHECKS[1]: "leave",
+    "timed": "full_depth",
+}
+"""The option `exit_checks`, and what it says of rows that lose time."""
 WITH_FULL_TRACE = ("host", "masked")
 """Those that can tell what each check found."""
 RAILS_DRAFTS = 4
@@ -101,7 +108,11 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     loop = choose(options, "exit_path", tuple(LOOPS))
     if loop == RAILS:
         exit_layers = exit_layers[:1]
-    wanted = choose(options, "exit_checks", EXIT_CHECKS)
+    wanted = choose(options, "exit_checks", tuple(WHEN_SLOWER))
+    if wanted == "timed" and loop != "host":
+        raise ExitServeError(
+            "exit_checks 'timed' is for CPUs, where rows leave a batch one by one; leave it out."
+        )
     # Where the first layers draft, all tokens are checked in one read of the head.
     screens = None if loop == RAILS or wanted == "all" else block.screens_file
     checks = "all" if screens is None else "paying"
@@ -113,7 +124,7 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
     num_drafts = _num_drafts(options, exit_layers, loop)
     rules = ExitRules(
         num_drafts=num_drafts,
-        steps_aside=wanted != "all",
+        when_slower=WHEN_SLOWER[wanted],
         modes=LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ()),
         num_layers=num_layers,
         exit_layers=exit_layers,
@@ -133,13 +144,13 @@ def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...], loop: 
     mode = options.get("mode")
     if given is not None and mode not in EXACT:
         raise ExitServeError(
-            "num_drafts belongs to mode 'verify', and on GPUs to 'defer'; add --mode verify."
+            "num_drafts belongs to modes 'verify' and 'defer'; add --mode verify or --mode defer."
         )
-    if mode != "verify" and loop != RAILS:
+    if mode != "verify" and given is None and loop != RAILS:
         return 0
     if not exit_layers:
         raise ExitServeError(
-            "mode 'verify' drafts at exit layers, and this model declares none; "
+            f"mode '{mode}' drafts at exit layers, and this model declares none; "
             "name some, for example --exit-layers 4,8."
         )
     count = (RAILS_DRAFTS if loop == RAILS else NUM_DRAFTS) if given is None else given

@@ -117,13 +117,13 @@ class PendingTokens:
     def expect(self, first: int, last: int, number: int) -> None:
         """Tells which positions of the request pass `number` computes.
 
-        Either those after the pending tokens, or, in the very next pass, those tokens themselves
-        as far as vLLM scheduled them. Else the request was preempted: it computes them anew,
-        through all layers.
+        Either those after the pending tokens, or, in the very next pass, the last of those
+        themselves, as far as vLLM scheduled them. Else the request was preempted: it computes them
+        anew, through all layers.
         """
         if not self._waiting or first == self._next:
             return
-        if first != self._first or number != self._since + 1:
+        if not self._first <= first < self._next or number != self._since + 1:
             self._waiting.clear()
         elif last < self._next - 1:
             for layer, kept in list(self._waiting.items()):

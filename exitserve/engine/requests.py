@@ -23,6 +23,14 @@ MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
 
 
+@dataclass(frozen=True)
+class Exited:
+    """A token that an exit decided, ahead of the pass that samples it."""
+
+    token: int
+    depth: int
+
+
 @dataclass(eq=False)
 class Request:
     """One request: what it asked for, and what it did so far."""
@@ -36,8 +44,6 @@ class Request:
     max_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
     """Tokens after which none follows."""
-    is_seeded: bool = False
-    """Sampled with a seed of its own, so that the answer is the same each time."""
     name: str = ""
     """vLLM's internal request id; empty until the request's first pass."""
     depths: list[int] = field(default_factory=list)
@@ -45,7 +51,12 @@ class Request:
     pending: PendingTokens | None = None
     """Its tokens that wait at exit layers; None in modes in which none do."""
     drafts: list[int] = field(default_factory=list)
-    """Tokens that the next pass is to judge (mode "verify")."""
+    """Tokens that the next pass is to judge (mode "verify"), or to run the deeper layers of."""
+    decided: list[Exited] = field(default_factory=list)
+    """Mode "defer": the next tokens, as far as exits have decided them; the first are `drafts`."""
+    may_draft: bool = False
+    """Whether its tokens may be drafted: in mode "defer", those that are the likeliest ones, of
+    which nobody wants to know more."""
 
     @property
     def note_keys(self) -> tuple[str, ...]:
@@ -114,10 +125,30 @@ def read_request(
         trace_keys=tuple(keys) if isinstance(keys, list | tuple) else (),
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
-        is_seeded=params.seed is not None and params.temperature > 0,
         name=name,
         pending=pending,
+        may_draft=_may_draft(params, policy, keys),
     )
+
+
+def _may_draft(params: Any, policy: ExitPolicy, keys: Any) -> bool:
+    """See `Request.may_draft`.
+
+    In mode "verify" sampling judges drafts, whatever it is told, but a seed's numbers would be
+    used up: how many are judged depends on others, on who is preempted, and on a pass's tokens.
+    """
+    if policy.mode == "verify":
+        return params.seed is None or params.temperature == 0
+    if policy.mode != "defer" or params.temperature > 0:
+        return False
+    told = (
+        *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
+        *(params.min_tokens, params.bad_words, params.allowed_token_ids, params.logit_bias),
+        *(params.structured_outputs, params.thinking_token_budget),
+    )
+    asked = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
+    traced = any(str(key).startswith(FULL_TRACE) for key in keys or ())
+    return not any(told) and all(one is None for one in asked) and not traced
 
 
 class PreemptedRequests:

@@ -1,9 +1,9 @@
 """Recommends exit layers to train, assuming how many tokens exit at which depth.
 
 Before training that is unknown. The assumption has one number, the share S of tokens that exit at
-all, and a curve: the part of them that has exited by a depth. Its points are the bundled model's
-at threshold 0.4 (models/exit-py-10m/README.md: 16, 12 and 12 % of all tokens at a quarter,
-a half and three quarters of the depth), joined by straight lines.
+all, and a curve: the part of them that has exited by a depth. Its points are those of a model of
+12 layers that had seen 7.0M tokens, at threshold 0.4 (16, 12 and 12 % of all tokens at a quarter, a
+half and three quarters of the depth), joined by straight lines.
 
 The mean time of a step is then a sum over segments that depend only on their two ends, so the best
 layers are a shortest path.
@@ -21,8 +21,8 @@ from exitserve.step_costs.curves import Curve, StepCosts
 LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
 """(share of the depth, part of the exits that are at or before it)."""
 SHARES = (0.3, 0.5, 0.8)
-"""S for which the gains of a recommendation are shown: the bundled model at an agreement of 0.95,
-the default assumption, and mostly easy text."""
+"""S for which the gains of a recommendation are shown: that model at an agreement of 0.95, the
+default assumption, and mostly easy text."""
 PLAUSIBLE = 0.8
 """No model is assumed to let more than this share of tokens exit, ..."""
 SHALLOWEST = 0.25

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from exitserve.arguments import add_revision, threshold_or_auto
-from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
     check_rules,
@@ -16,7 +15,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY, RAILS
+from exitserve.engine.options import KEY, RAILS, WHEN_SLOWER
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.first_layers import doubt
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -120,9 +119,11 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exit-checks",
-        choices=EXIT_CHECKS,
+        choices=tuple(WHEN_SLOWER),
         help="paying: screens of a calibrated checkpoint leave out checks that will hardly pay "
-        "(default); all: every token is checked at every exit layer",
+        "(default); all: every token is checked at every exit layer; timed: as paying, and where "
+        "exits slow a batch down, which is measured, its tokens run at full depth, so that what "
+        "exits depends on the load",
     )
 
 
@@ -133,6 +134,10 @@ def _layers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of layers; write for example 4,8"
         ) from error
+
+
+DIED = (" died ", "See root cause above")
+"""In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -181,7 +186,9 @@ def serve(args: argparse.Namespace) -> int:
     except ValueError as error:  # flags that vLLM rejects for this model, before loading it
         message = " ".join(str(error).split())
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
-    except RuntimeError as error:  # one of several processes
+    except RuntimeError as error:
+        if not any(words in str(error) for words in DIED):
+            raise
         print(f"exitserve: {one_line(str(error))} The log above says how.", file=sys.stderr)
         return 1
     if end.failed:

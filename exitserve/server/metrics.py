@@ -174,8 +174,9 @@ FLUSHED_TOKENS = WorkerMetric(
 STEPPED_ASIDE = WorkerMetric(
     name="exitserve_stepped_aside_total",
     help=(
-        "Times a request drafted nothing (mode verify), or a token ran on behind its exit (defer), "
-        "because that was faster."
+        "Times a request drafted nothing (mode verify), or a token ran all layers where its policy "
+        "looks for an exit (defer; with --exit-checks timed also confidence), because that was "
+        "faster."
     ),
     promql="sum(rate(exitserve_stepped_aside_total[5m]))",
     read=_field("stepped_aside"),

@@ -130,10 +130,10 @@ def test_a_calibrated_model_keeps_its_promise(
     assert block is not None
     found = block.calibration
     assert found is not None
-    assert (found.mode, found.num_layers, found.criterion) == (mode, 12, block.criterion)
+    assert (found.mode, found.num_layers, found.criterion) == (mode, 24, block.criterion)
     assert found.chosen.agreement == 0.8
     assert found.chosen.thresholds, "exits that pay nothing are no result"
-    assert found.chosen.found["mean_depth"] < 11.5
+    assert found.chosen.found["mean_depth"] < 23
     assert found.provenance["data"]["name"] == "calibrate.jsonl"
     assert agreement_afterwards(model, corpora[1], {"exit_threshold": "auto"}) >= 0.8
     once = {1} if mode == "confidence" else set()  # else one full-depth pass tells all
@@ -149,21 +149,21 @@ def test_a_calibrated_model_keeps_its_promise(
 
 
 def test_other_targets(quick, model: Path, corpora) -> None:
-    level = ("--confidence-level", "0.7", "--generated-share", "0", "--exit-layers", "6,9")
+    level = ("--confidence-level", "0.7", "--generated-share", "0", "--exit-layers", "12,18")
     rise = ("--target-perplexity-increase", "0.2", "--out", str(model / "report"))
     assert calibrate(model, corpora[0], *rise, *level, "--dry-run") == 0
     assert read_multi_exit(model).calibration is None, "a dry run writes a report only"
     assert (model / "report" / "report.md").is_file()
     found = json.loads((model / "report" / "report.json").read_text())["calibration"]["found"]
     assert found["perplexity"] / found["full_depth_perplexity"] <= 1.2
-    assert calibrate(model, corpora[0], "--target-mean-depth", "10.5", *level) == 0
+    assert calibrate(model, corpora[0], "--target-mean-depth", "21", *level) == 0
     block = read_multi_exit(model)
     assert block is not None
-    assert block.exit_layers == (6, 9)
+    assert block.exit_layers == (12, 18)
     found = block.calibration
     assert found is not None
-    assert found.target == "mean_depth<=10.5"
-    assert found.chosen.found["mean_depth"] <= 10.5
+    assert found.target == "mean_depth<=21"
+    assert found.chosen.found["mean_depth"] <= 21
     assert set(found.chosen.thresholds) <= {6, 9}
 
 
@@ -173,13 +173,13 @@ def test_other_targets(quick, model: Path, corpora) -> None:
         (["--target-agreement", "1"], "above 0 and below 1, such as 0.99, not 1"),
         (["--target-agreement", "0"], "above 0 and below 1"),
         (["--target-perplexity-increase", "-0.1"], "above 0 and at most 0.5"),
-        (["--target-mean-depth", "12"], "below the model's 12 layers"),
+        (["--target-mean-depth", "24"], "below the model's 24 layers"),
         (["--confidence-level", "1"], "from 0.5 to below 1"),
         (["--generated-share", "1.5"], "from 0 to 1"),
         (["--temperature", "3"], "--temperature must be from 0 to 2"),
         (["--windows", "3"], "--windows must be at least 10"),
         (["--window", "10"], "--window must be at least 24"),
-        (["--exit-layers", "3,12"], r"1\.\.11"),
+        (["--exit-layers", "6,24"], r"1\.\.23"),
         (["--costs", "abacus"], "abacus"),
         (["--target-perplexity-increase", "0.7"], "at most 0.5"),
         (["--window", "513"], "longer than the model's context of 512"),

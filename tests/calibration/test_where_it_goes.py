@@ -27,8 +27,8 @@ CALIBRATION = Calibration(
     mode="confidence",
     criterion="margin",
     confidence_level=0.95,
-    num_layers=12,
-    chosen=OperatingPoint(agreement=0.99, thresholds={3: 0.5}, eos_thresholds={3: 1.0}),
+    num_layers=24,
+    chosen=OperatingPoint(agreement=0.99, thresholds={6: 0.5}, eos_thresholds={6: 1.0}),
 )
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _read_only: list[Path] = []
@@ -65,7 +65,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     def calibrate(args: Any, directory: Path, *rest: Any) -> tuple[Any, ...]:
         models.append(directory)
         size = read_config(directory)["hidden_size"]
-        screens = {layer: screen(size, 1.0) for layer in (3, 6, 9)}
+        screens = {layer: screen(size, 1.0) for layer in (6, 12, 18)}
         promised = [SimpleNamespace(point=CALIBRATION.chosen)]
         found = SimpleNamespace(
             criterion="margin", screens=screens, promised=promised, draft_tokens=[2, 5]
@@ -85,7 +85,7 @@ def model(bundled: Path, tmp_path: Path) -> Path:
     """With screens already, which are others."""
     copy = Path(shutil.copytree(bundled, tmp_path / "model"))
     name = save_screens(copy, {3: screen(8, 0.0)})
-    write_multi_exit(copy, MultiExit(exit_layers=(3, 6, 9), screens=name))
+    write_multi_exit(copy, MultiExit(exit_layers=(6, 12, 18), screens=name))
     save_draft_tokens(copy, [1])
     return copy
 
@@ -108,11 +108,11 @@ def assert_calibrated(folder: Path) -> None:
     """Served with the new thresholds and screens, the weights being those of the model."""
     block = read_multi_exit(folder)
     assert block is not None and block.calibration == CALIBRATION
-    assert check_rules(folder, {}).default.by_layer == ((3, 0.5, float("inf")),)
+    assert check_rules(folder, {}).default.by_layer == ((6, 0.5, float("inf")),)
     assert len(list((folder / "exit_screens").iterdir())) == 1
     drafted = load_draft_tokens(folder)
     assert drafted is not None and drafted.tolist() == [2, 5]
-    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 12
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 24
 
 
 def test_into_the_model(started, model: Path) -> None:

@@ -212,7 +212,7 @@ def test_the_command_is_one_that_exitserve_takes():
 
     command = [default(word) for word in COMPOSE["services"]["exitserve-cpu"]["command"]]
     args, rest = build_parser().parse_known_args(["serve", *command])
-    assert args.model == "/models/exit-py-10m"
+    assert args.model == "/models/exit-py-19m"
     assert 0 < args.exit_threshold < 1
     assert rest == ["--host=0.0.0.0", "--port=8000", "--shutdown-timeout=60"]
 

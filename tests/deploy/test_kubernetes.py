@@ -254,7 +254,7 @@ def test_the_arguments_are_ones_that_exitserve_takes(manifests):
 
     container = container_of(manifests)
     args, rest = build_parser().parse_known_args(["serve", *container["args"]])
-    assert args.model == "/models/exit-py-10m"
+    assert args.model == "/models/exit-py-19m"
     assert rest == ["--host=0.0.0.0", "--port=8000", "--shutdown-timeout=120"]
     assert container["ports"] == [{"name": "http", "containerPort": 8000}]
 
@@ -327,5 +327,5 @@ def test_the_overlay_of_the_page_builds(tmp_path):
     assert [line for one in manifests for line in schema_problems(one, VERSIONS[0])] == []
     assert [line for check in CHECKS for line in check(manifests)] == []
     container = container_of(manifests)
-    assert container["args"][0] != "/models/exit-py-10m"
+    assert container["args"][0] != "/models/exit-py-19m"
     assert json.dumps(container["args"]).count("--host") == 1

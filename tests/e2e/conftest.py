@@ -144,8 +144,8 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(text)
     point = OperatingPoint(
         agreement=0.75,
-        thresholds=dict.fromkeys((3, 6, 9), 0.4),
-        eos_thresholds=dict.fromkeys((3, 6, 9), 0.7),
+        thresholds=dict.fromkeys((6, 12, 18), 0.4),
+        eos_thresholds=dict.fromkeys((6, 12, 18), 0.7),
     )
     calibration = Calibration(
         target=f"agreement>={point.agreement}",
@@ -153,10 +153,10 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         criterion="max_prob",
         confidence_level=0.95,
         exit_checks="all",
-        num_layers=12,
+        num_layers=24,
         chosen=point,
     )
-    write_multi_exit(directory, MultiExit(exit_layers=(3, 6, 9), calibration=calibration))
+    write_multi_exit(directory, MultiExit(exit_layers=(6, 12, 18), calibration=calibration))
     return directory
 
 

@@ -50,18 +50,18 @@ def test_thresholds_that_are_no_numbers(post, literal: str) -> None:
     _says(post(text=body), "exit_threshold must be a finite number above 0")
 
 
-@pytest.mark.parametrize("layer", [5, 0, 12, 99, -3])
+@pytest.mark.parametrize("layer", [5, 0, 24, 99, -3])
 def test_layers(post, layer: int) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "3, 6, 9")
+    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "6, 12, 18")
 
 
-@pytest.mark.parametrize("layer", ["6", 6.5, True])
+@pytest.mark.parametrize("layer", ["12", 12.5, True])
 def test_layers_that_are_no_whole_numbers(post, layer: object) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), "whole number", repr(layer))
 
 
 def test_both_fields(post) -> None:
-    fields = {"exit_threshold": 0.5, "exit_layer": 6}
+    fields = {"exit_threshold": 0.5, "exit_layer": 12}
     _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
 
 

@@ -52,7 +52,7 @@ def test_curl(shell: list[str], tmp_path: Path) -> None:
 
 def test_openai(python: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     exec(python[OPENAI], {})
-    assert "depths: [12, " in (printed := capsys.readouterr().out)
+    assert "depths: [24, " in (printed := capsys.readouterr().out)
     assert float(printed.rsplit(" ", 1)[1]) > 1
 
 

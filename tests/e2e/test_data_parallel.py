@@ -20,6 +20,8 @@ from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
 
+from .test_liveness import probe
+
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "m")
 PROMPTS = [f"def f{number}(x):" for number in range(8)]
 TOKENS = 24
@@ -92,12 +94,38 @@ def test_both_engines_answer_and_all_is_counted_once(server: LocalServer, model:
         assert answer["exit_layers"] == found.exit_layers
 
 
+def _processes(server: LocalServer) -> list[psutil.Process]:
+    assert server._process is not None
+    return [one for one in psutil.process_iter() if os.getpgid(one.pid) == server._process.pid]
+
+
+def _second_engine(group: list[psutil.Process]) -> psutil.Process:
+    return next(one for one in group if "EngineCore_DP1" in " ".join(one.cmdline()))
+
+
+def test_the_liveness_probe_names_the_engine_that_hangs(server: LocalServer) -> None:
+    assert probe(server, 60).returncode == 0
+    group = _processes(server)
+    core = _second_engine(group)
+    engine = [core, *core.children(recursive=True)]
+    for process in engine:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        hung = probe(server, 2)
+    finally:
+        for process in engine:
+            process.send_signal(signal.SIGCONT)
+    assert hung.returncode == 1
+    assert "engine 1 hangs" in hung.stderr
+    assert probe(server, 60).returncode == 0
+
+
 def test_the_server_ends_with_either_engine(server: LocalServer) -> None:
     """Its exit code says so, in one line; whoever supervises it starts all of it anew."""
     process = server._process
     assert process is not None
-    group = [one for one in psutil.process_iter() if os.getpgid(one.pid) == process.pid]
-    victim = next(one for one in group if "EngineCore_DP1" in " ".join(one.cmdline()))
+    group = _processes(server)
+    victim = _second_engine(group)
     victim.send_signal(signal.SIGKILL)
     assert process.wait(SOON) == 1
     last = server.log.read_text()

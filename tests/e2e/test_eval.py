@@ -25,7 +25,7 @@ def test_a_running_server_is_asked(server: LocalServer, bundled: Path, tmp_path:
     assert report["settings"]["tasks"]["server"] == server.url
     tasks = [case["tasks"]["complete_python"] for case in report["cases"]]
     assert [task["samples"] for task in tasks] == [4, 4]
-    assert tasks[1]["mean_depth"] < tasks[0]["mean_depth"] == 12
+    assert tasks[1]["mean_depth"] < tasks[0]["mean_depth"] == 24
 
 
 def test_what_the_server_refuses_is_told(

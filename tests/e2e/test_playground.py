@@ -53,7 +53,7 @@ def test_both_answers_come_coloured_and_compared(page, expect, complete, tmp_pat
     assert len(shown) == len(answer["exit_layers"]) == 32
     assert page.locator("#early .text").inner_text() == PROMPT + answer["text"]
     classes = [one.get_attribute("class") for one in page.locator("#early .token").all()]
-    colour = {3: "depth-0", 6: "depth-2", 9: "depth-5", 12: "depth-7"}
+    colour = {6: "depth-0", 12: "depth-2", 18: "depth-5", 24: "depth-7"}
     assert classes[:20] == [f"token {colour[depth]}" for depth in answer["exit_layers"][:20]]
     assert page.locator("#full .token.depth-7").count() == 32
     for pane in ("#early", "#full"):
@@ -79,17 +79,17 @@ def test_where_the_texts_part(page, expect, complete) -> None:
         assert page.locator(f"#{pane} .parts").get_attribute("id") == f"{pane}-{same}"
 
 
-FIXED_AND_FULL: tuple[dict[str, Any], ...] = ({"exit_layer": 3}, {"exit_mode": "off"})
+FIXED_AND_FULL: tuple[dict[str, Any], ...] = ({"exit_layer": 6}, {"exit_mode": "off"})
 
 
 def test_why_here_by_keyboard(page, expect) -> None:
     run(page, expect)
     first, tip, why = page.locator("#early-0"), page.locator("#tip"), page.locator("#why")
     first.focus()
-    expect(tip).to_contain_text("full depth (12), confidence")
+    expect(tip).to_contain_text("full depth (24), confidence")
     page.keyboard.press("ArrowRight")
     expect(page.locator("#early-1")).to_be_focused()
-    expect(tip).to_contain_text(re.compile("layer 3|layer 6|layer 9|full depth"))
+    expect(tip).to_contain_text(re.compile("layer 6|layer 12|layer 18|full depth"))
     expect(why).to_be_hidden()
     page.keyboard.press("Enter")
     expect(why).to_be_visible()
@@ -217,7 +217,7 @@ def test_a_trace_is_opened_by_drop_and_by_choice(page, expect, trace_file) -> No
     expect(page.locator("#early .token")).to_have_count(12)
     expect(page.locator("#early-title")).to_contain_text("trace.json (oracle")
     expect(page.locator("#full")).to_be_hidden()
-    early = next(token for token in json.loads(text)["tokens"] if token["depth"] < 12)
+    early = next(token for token in json.loads(text)["tokens"] if token["depth"] < 24)
     page.locator(f"#early-{early['index']}").click()
     rows = page.locator("#why-layers tbody tr")
     expect(rows.first).to_contain_text("not reached")

@@ -16,7 +16,7 @@ from exitserve.reference import load_reference
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
-LAYERS = {3, 6, 9, 12}
+LAYERS = {6, 12, 18, 24}
 
 
 @pytest.mark.parametrize("mode", ["confidence", "defer"])
@@ -38,24 +38,24 @@ def test_trace_and_totals_fit_together(complete) -> None:
     answer = complete(PROMPT, exit_threshold=0.4)
     layers = answer["choices"][0]["exit_layers"]
     assert len(layers) == answer["usage"]["completion_tokens"]
-    assert set(layers) <= LAYERS and layers[0] == 12 and min(layers) < 12
+    assert set(layers) <= LAYERS and layers[0] == 24 and min(layers) < 24
     assert answer["exit_metrics"] == {
         "tokens": len(layers),
         "mean_depth": pytest.approx(sum(layers) / len(layers)),
-        "depth_speedup": pytest.approx(12 * len(layers) / sum(layers)),
+        "depth_speedup": pytest.approx(24 * len(layers) / sum(layers)),
     }
 
 
 def test_token_ids_come_only_where_asked_for(complete) -> None:
     """A trace needs them, but that is the server's own business."""
     for asked in (True, False):
-        answer = complete(PROMPT, 4, exit_layer=6, options={"return_token_ids": asked})
+        answer = complete(PROMPT, 4, exit_layer=12, options={"return_token_ids": asked})
         assert ("token_ids" in answer["choices"][0]) is asked
 
 
 def test_several_prompts_and_samples_get_their_own_traces(complete) -> None:
-    alone = [complete(p, exit_layer=layer) for p, layer in ((PROMPT, 6), ("import os\n", 6))]
-    both = complete([PROMPT, "import os\n"], exit_layer=6)
+    alone = [complete(p, exit_layer=layer) for p, layer in ((PROMPT, 12), ("import os\n", 12))]
+    both = complete([PROMPT, "import os\n"], exit_layer=12)
     for index, one in enumerate(alone):
         assert both["choices"][index]["exit_layers"] == one["choices"][0]["exit_layers"]
     samples = complete(
@@ -200,7 +200,7 @@ def test_full_depth_is_plain_vllm_over_http(client, plain_client) -> None:
 
 
 def test_neighbours_change_nothing(complete) -> None:
-    fields = [{"exit_threshold": t} for t in (0.3, 0.5, 0.7, 0.9)] + [{"exit_layer": 3}] * 2
+    fields = [{"exit_threshold": t} for t in (0.3, 0.5, 0.7, 0.9)] + [{"exit_layer": 6}] * 2
     prompts = [PROMPT, "import os\n", "x", "class A:\n    def", "for i in range(", "return"]
     alone = [complete(p, **f)["choices"][0] for p, f in zip(prompts, fields, strict=True)]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -213,7 +213,7 @@ def test_neighbours_change_nothing(complete) -> None:
 def test_a_full_depth_turn_after_an_early_exit_conversation(complete, plain_client) -> None:
     """Longer than a cache block, so that the conversation's blocks could be reused."""
     opening = "def f(x):\n    return x\n\n\n" * 10
-    early = complete(opening, max_tokens=150, exit_layer=3)["choices"][0]["text"]
+    early = complete(opening, max_tokens=150, exit_layer=6)["choices"][0]["text"]
     request = {"model": NAME, "prompt": opening + early, "max_tokens": 16, "temperature": 0}
     answer = complete(opening + early, max_tokens=16, exit_threshold=1)
     assert (

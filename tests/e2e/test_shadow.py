@@ -26,7 +26,7 @@ from exitserve.server.shadow_evaluation import CAPACITY
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-LAYERS = 12
+LAYERS = 24
 THRESHOLD = 0.4  # of all exits, by the calibration
 Counts = Counter[tuple[str, int]]
 """Tokens by whose thresholds they had, and by depth."""
@@ -168,7 +168,7 @@ def test_every_way_to_ask_is_judged(judging, early_client) -> None:
 
 def test_what_no_threshold_lets_out_is_not_judged(judging, early_client) -> None:
     watch = Watch(judging)
-    for fields in ({"exit_threshold": 1}, {"exit_layer": 6}, {"exit_mode": "off"}):
+    for fields in ({"exit_threshold": 1}, {"exit_layer": 12}, {"exit_mode": "off"}):
         completion(early_client, fields=fields)
     completion(early_client, max_tokens=1)
     early = {"exit_threshold": 0.3}

@@ -10,8 +10,8 @@ import pytest
 
 NAME = "exit-py"
 MESSAGES = [{"role": "user", "content": "def read_lines(path):\n    with open(path"}]
-FULL_DEPTH = 12
-EARLY = {"exit_layer": 3}
+FULL_DEPTH = 24
+EARLY = {"exit_layer": 6}
 SCHEMA = {
     "type": "object",
     "properties": {

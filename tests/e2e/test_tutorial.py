@@ -17,7 +17,7 @@ from exitserve.server.local_server import free_port, stop
 from ..written import ROOT, Checkout, blocks
 
 RECIPE, TRAIN, CALIBRATE, SERVE, ASK, ASK_FULL_DEPTH, STATS, METRICS, CUT = range(9)
-DEPTHS = {3, 6, 9, 12}
+DEPTHS = {6, 12, 18, 24}
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +86,14 @@ def test_the_server_answers_and_counts(
 ) -> None:
     early = json.loads(checkout.run(commands[ASK]))
     depths = early["choices"][0]["exit_layers"]
-    assert set(depths) <= DEPTHS and min(depths) < 12
+    assert set(depths) <= DEPTHS and min(depths) < 24
     assert early["exit_metrics"]["depth_speedup"] > 1
     full = json.loads(checkout.run(commands[ASK_FULL_DEPTH]))
-    assert set(full["choices"][0]["exit_layers"]) == {12}
+    assert set(full["choices"][0]["exit_layers"]) == {24}
     counts = json.loads(checkout.run(commands[STATS]))
     assert counts["since_start"]["tokens"] >= 64
     assert {"checks", "checks_passed", "break_even", "pays"} <= set(
-        counts["since_start"]["exits"]["3"]
+        counts["since_start"]["exits"]["6"]
     )
     metrics = checkout.run(commands[METRICS])
     assert "exitserve_calibrated_agreement" in metrics and "} 0.9\n" in metrics
@@ -102,4 +102,4 @@ def test_the_server_answers_and_counts(
 
 def test_the_first_layers_are_a_model(checkout: Checkout, commands: list[str], model: Path) -> None:
     checkout.run(commands[CUT])
-    assert read(model.parent / "six-layers" / "config.json")["num_hidden_layers"] == 6
+    assert read(model.parent / "twelve-layers" / "config.json")["num_hidden_layers"] == 12

@@ -83,7 +83,7 @@ def test_log_probabilities_are_those_of_full_depth(ask: Any) -> None:
 
 def test_traces_and_streams(ask: Any) -> None:
     whole = ask(PROMPTS[0], vllm_xargs={"exit_trace": True})
-    assert whole.choices[0].exit_layers == [12] * len(whole.choices[0].token_ids)
+    assert whole.choices[0].exit_layers == [24] * len(whole.choices[0].token_ids)
     chunks = list(ask(PROMPTS[0], options={"stream": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
@@ -119,9 +119,9 @@ def test_requests_choose_their_mode(ask: Any) -> None:
     early = {"exit_threshold": 0.2, "exit_trace": True}
     for mode in ("confidence", "defer"):
         answer = ask(PROMPTS[0], vllm_xargs={**early, "exit_mode": mode})
-        assert set(answer.choices[0].exit_layers) > {12}
-    fixed = ask(PROMPTS[0], vllm_xargs={"exit_layer": 3, "exit_trace": True})
-    assert set(fixed.choices[0].exit_layers[1:]) == {3}
+        assert set(answer.choices[0].exit_layers) > {24}
+    fixed = ask(PROMPTS[0], vllm_xargs={"exit_layer": 6, "exit_trace": True})
+    assert set(fixed.choices[0].exit_layers[1:]) == {6}
 
 
 def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
@@ -157,7 +157,7 @@ def test_drafts_have_no_full_trace(ask: Any) -> None:
     with pytest.raises(BadRequestError, match="does not go with mode 'verify'"):
         ask(PROMPTS[0], vllm_xargs={"exit_trace": "full"})
     told = ask(PROMPTS[0], vllm_xargs={"exit_trace": "full", "exit_threshold": 0.2, **CONFIDENCE})
-    assert {one["depth"] for one in told.choices[0].exit_trace["tokens"]} > {12}
+    assert {one["depth"] for one in told.choices[0].exit_trace["tokens"]} > {24}
 
 
 def test_the_playground_counts_drafts(verifying: LocalServer, open_page: Any) -> None:

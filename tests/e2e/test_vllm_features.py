@@ -16,7 +16,7 @@ from openai import BadRequestError
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
 EOS = 0
-FULL_DEPTH = 12
+FULL_DEPTH = 24
 LENGTH = 32
 SAMPLED = {"temperature": 1.0, "seed": 7}
 OPTIONS = [
@@ -75,7 +75,7 @@ def test_a_seed_fixes_tokens_and_depths_whatever_shares_the_batch(complete) -> N
     alone = [draw(seed) for seed in range(4)]
     with ThreadPoolExecutor(12) as pool:
         others = [pool.submit(draw, seed) for seed in range(100, 104)]
-        others += [pool.submit(complete, "import os\n", 40, exit_layer=3) for _ in range(2)]
+        others += [pool.submit(complete, "import os\n", 40, exit_layer=6) for _ in range(2)]
         others += [pool.submit(complete, "x", 40, exit_threshold=1) for _ in range(2)]
         together = [job.result() for job in [pool.submit(draw, seed) for seed in range(4)]]
         for job in others:
@@ -147,14 +147,14 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(complete) -> None:
 
 
 def test_prompts_of_token_ids(complete) -> None:
-    answer = complete(PROMPT, 6, exit_layer=6)
-    again = complete(answer["choices"][0]["prompt_token_ids"], 6, exit_layer=6)
+    answer = complete(PROMPT, 6, exit_layer=12)
+    again = complete(answer["choices"][0]["prompt_token_ids"], 6, exit_layer=12)
     assert (tokens(again), layers(again)) == (tokens(answer), layers(answer))
 
 
 def test_echo(client) -> None:
     request: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    fields = {"exit_layer": 6}
+    fields = {"exit_layer": 12}
     text = client.completions.create(**request, extra_body={"vllm_xargs": fields}).choices[0].text
     request["echo"] = True
     echoed = client.completions.create(**request, extra_body={"vllm_xargs": fields})
@@ -168,7 +168,7 @@ def test_echo(client) -> None:
 def test_beam_search_runs_at_full_depth_and_says_so(server, plain_complete) -> None:
     body = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "n": 2, "use_beam_search": True}
     url = f"{server.url}/v1/completions"
-    for fields in ({"exit_threshold": 0.4}, {"exit_layer": 3}, {"exit_trace": True}):
+    for fields in ({"exit_threshold": 0.4}, {"exit_layer": 6}, {"exit_trace": True}):
         refused = httpx.post(url, json=body | {"vllm_xargs": fields}, timeout=60)
         assert refused.status_code == 400
         message = refused.json()["error"]["message"]

@@ -72,7 +72,7 @@ def test_rows_that_do_not_leave_get_the_same(
     drawn = random.Random(5)
     ways: list[bool] = []
 
-    def choose(self, requests, tokens, *, steady) -> bool:
+    def choose(self, requests, tokens, **more) -> bool:
         ways.append(leaving == "always" or (leaving != "never" and drawn.random() < 0.5))
         return ways[-1]
 
@@ -92,6 +92,81 @@ def test_rows_that_do_not_leave_get_the_same(
     deferring = start(model, enable_prefix_caching=False)
     noted = [expect_notes(oracle(model), one) for one in asked[:2]]
     assert deferring.notes(asked[:-1])[:2] == noted
+
+
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
+@pytest.mark.parametrize("leaving", ["never", "now and then", "always"])
+def test_timed_rows_exit_or_run_at_full_depth(
+    start, model, jobs, job, expect, oracle, mode: str, leaving: str, monkeypatch
+) -> None:
+    """Each token is what its request's policy says, or full depth's, and tells which."""
+    drawn = random.Random(7)
+    ways = {"never": 0.0, "now and then": 0.5, "always": 1.0}
+
+    def choose(self, requests, tokens, **more) -> bool:
+        return drawn.random() < ways[leaving]
+
+    monkeypatch.setattr(PassTiming, "choose", choose)
+    asked = [
+        job(one.prompt, {**one.fields, "exit_mode": mode}, 40) for one in jobs if is_deferred(one)
+    ]
+    full = [job(one.prompt, {}, 40) for one in asked]
+    harness = start(model, exits={"exit_checks": "timed"}, enable_prefix_caching=False)
+    found, reference = harness.run(asked), oracle(model)
+    if leaving != "now and then":
+        assert found == [expect(reference, one) for one in (full if leaving == "never" else asked)]
+    elif mode == "defer":  # keys and values are exact, so each token can be judged by itself
+        depths = [of_either(reference, *each) for each in zip(asked, full, found, strict=True)]
+        assert any({2, 6} <= one for one in depths) and any(4 in one for one in depths)
+
+
+def of_either(reference, early, full, outcome) -> set[int]:
+    """The depths of an answer, each of whose tokens has to be the policy's or full depth's."""
+    said, depths = outcome
+    text = [*early.prompt, *said]
+    start = len(early.prompt)
+    ways = []
+    for one in (early, full):
+        trace = reference.trace(text[:-1], start, one.policy)
+        ways.append([*zip(trace.token.tolist(), trace.depth.tolist(), strict=True)][start - 1 :])
+    for token, depth, *allowed in zip(said, depths, *ways, strict=True):
+        assert (token, depth) in allowed
+    return set(depths[1:])
+
+
+DRAFTING = {"mode": "defer", "exit_threshold": 0.08}
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 5, 8])
+@pytest.mark.parametrize("checks", ["all", "paying"])
+def test_on_a_server_that_drafts(
+    start, model, jobs, expect, oracle, drafts: int, checks: str
+) -> None:
+    """Several tokens a pass, the same ones; some rows leave, others draft. Screens leave out
+    checks unless told otherwise."""
+    reference = oracle(model)
+    if checks == "all":
+        reference.screens = {}
+    exits = {**DRAFTING, "num_drafts": drafts, "exit_checks": checks}
+    harness = start(model, exits=exits, enable_prefix_caching=False, disable_log_stats=False)
+    expected = [expect(reference, one) for one in jobs]
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=3) == expected
+    assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
+    if drafts > 1 and checks == "all":
+        drafted = harness.counter("vllm:spec_decode_num_draft_tokens")
+        assert drafted == harness.counter("vllm:spec_decode_num_accepted_tokens") > 50
+
+
+def test_preempted_while_drafting(start, model, jobs, expect, oracle, few_blocks) -> None:
+    reference = oracle(model)
+    reference.screens = {}
+    expected = [expect(reference, one) for one in jobs]
+    exits = {**DRAFTING, "num_drafts": 4, "exit_checks": "all"}
+    harness = start(model, exits=exits, max_num_batched_tokens=128, **few_blocks)
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=2) == expected
+    assert harness.counter("vllm:num_preemptions") > 0
 
 
 def test_preempted_requests(start, model, jobs, expected, expect_notes, oracle, few_blocks) -> None:

@@ -18,9 +18,9 @@ FIELDS = (
     {"exit_threshold": 0.4},
     {"exit_threshold": 0.6},
     {"exit_threshold": 0.85},
-    {"exit_layer": 3},
     {"exit_layer": 6},
-    {"exit_layer": 9},
+    {"exit_layer": 12},
+    {"exit_layer": 18},
     {"exit_threshold": 1.0},
     {},
 )
@@ -52,7 +52,7 @@ def expected(oracle, expect, bundled, jobs):
 def test_exits_fire_at_every_layer(expected) -> None:
     """Else the comparisons below would show nothing."""
     used = {depth for _, depths in expected for depth in depths}
-    assert used == {3, 6, 9, 12}
+    assert used == {6, 12, 18, 24}
 
 
 @pytest.mark.parametrize("index", range(len(FIELDS)), ids=[str(fields) for fields in FIELDS])
@@ -79,6 +79,6 @@ def test_counts_reconcile(harness, jobs) -> None:
         for depth in after["tokens_by_depth"]
     }
     assert counted == {depth: depths.count(depth) for depth in counted}
-    exited = sum(depth < 12 for depth in depths)
+    exited = sum(depth < 24 for depth in depths)
     assert after["frozen_tokens"] - before["frozen_tokens"] == exited
     assert sum(after["passed"].values()) - sum(before["passed"].values()) == exited

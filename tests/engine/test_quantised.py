@@ -25,7 +25,7 @@ def jobs(job, bundled):
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(bundled).encode
-    fields = ({"exit_layer": 6}, {"exit_threshold": 1.0}, {"exit_threshold": 0.5}, {})
+    fields = ({"exit_layer": 12}, {"exit_threshold": 1.0}, {"exit_threshold": 0.5}, {})
     return [
         job(encode(prompt), field, max_tokens=32)
         for prompt, field in zip(PROMPTS, fields, strict=True)
@@ -36,7 +36,7 @@ def test_rows_exit_and_full_depth_is_plain_vllm(start, start_plain, quantised, j
     harness = start(quantised, dtype="bfloat16", enable_prefix_caching=False)
     outcomes = harness.run(jobs)
     assert set(outcomes[0][1][1:]) == {6}
-    assert {3, 12} <= set(outcomes[2][1])
+    assert {6, 24} <= set(outcomes[2][1])
 
     from vllm import SamplingParams
 
@@ -98,7 +98,7 @@ def test_weights_of_four_bits(start, start_plain, weights_of_four_bits, job, job
     from vllm import SamplingParams
 
     skipping = {"exit_threshold": 0.5, "exit_mode": "confidence"}
-    fields = ({"exit_layer": 6}, {"exit_threshold": 1.0}, skipping, {})
+    fields = ({"exit_layer": 12}, {"exit_threshold": 1.0}, skipping, {})
     asked = [job(one.prompt, field, max_tokens=32) for one, field in zip(jobs, fields, strict=True)]
     asked += [job(one.prompt, {}, max_tokens=32) for one in jobs]
     exits = {"mode": "verify", "exit_threshold": 0.4, "exit_checks": "all"}
@@ -106,7 +106,7 @@ def test_weights_of_four_bits(start, start_plain, weights_of_four_bits, job, job
         weights_of_four_bits, exits=exits, dtype="bfloat16", enable_prefix_caching=False
     )
     outcomes = harness.run(asked)
-    assert set(outcomes[0][1][1:]) == {6} and {3, 12} <= set(outcomes[2][1])
+    assert set(outcomes[0][1][1:]) == {12} and {6, 24} <= set(outcomes[2][1])
     stats = harness.stats()
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
     plain = start_plain(weights_of_four_bits, dtype="bfloat16")

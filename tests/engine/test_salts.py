@@ -33,7 +33,7 @@ def test_salts_are_equal_only_for_equal_requests(
 
 
 def test_a_forged_salt_reads_no_propagated_blocks(start, bundled) -> None:
-    """The salt of exit layer 3, sent by a request at full depth."""
+    """The salt of exit layer 6, sent by a request at full depth."""
     from vllm import SamplingParams
 
     engine = start(bundled, block_size=32).engine
@@ -49,7 +49,7 @@ def test_a_forged_salt_reads_no_propagated_blocks(start, bundled) -> None:
         return [(token, place[token].logprob) for token, place in pairs]
 
     prompt = list(range(300, 364))
-    early = ask(prompt, exit_layer=3)
+    early = ask(prompt, exit_layer=6)
     # The blocks of what it generated are in the cache by now.
     text = prompt + [token for token, _ in early]
     forged = ask(text, FORGED, exit_threshold=1.0)

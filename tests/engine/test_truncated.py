@@ -19,7 +19,7 @@ import torch
 from exitserve.cli import main
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def", "for i in range(")
-DEPTH = 6
+DEPTH = 12
 LENGTH = 24
 
 
@@ -80,15 +80,15 @@ def test_plain_vllm_says_what_the_layer_says(
 def test_max_layers_is_the_truncated_checkpoint(
     bundled, truncated, prompts, job, start, oracle, expect
 ) -> None:
-    """Also with the exit that is left, at layer 3, and by calibrated arithmetic of six layers."""
-    fields: list[dict[str, Any]] = [{}, {"exit_layer": 3}, {"exit_threshold": 0.4}]
+    """Also with the exit that is left, at layer 6, and by calibrated arithmetic of 12 layers."""
+    fields: list[dict[str, Any]] = [{}, {"exit_layer": 6}, {"exit_threshold": 0.4}]
     fields.append({"exit_threshold": 0.4, "exit_mode": "defer"})
     jobs = [
         job(prompt, one, max_tokens=LENGTH) for prompt, one in zip(prompts, fields, strict=True)
     ]
     harness = start(bundled, exits={"max_layers": DEPTH})
     outcomes = harness.run(jobs)
-    assert {3, DEPTH} == {depth for _, depths in outcomes for depth in depths}
+    assert {6, DEPTH} == {depth for _, depths in outcomes for depth in depths}
     stats = harness.stats()
     assert stats["num_layers"] == DEPTH
     reference = oracle(truncated)

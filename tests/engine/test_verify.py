@@ -145,7 +145,7 @@ def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_
 
 def as_without_seed(*args: Any, **options: Any) -> Request:
     request = read_request(*args, **options)
-    request.is_seeded = False
+    request.may_draft = True
     return request
 
 

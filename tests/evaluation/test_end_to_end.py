@@ -36,7 +36,7 @@ def test_eval_end_to_end(bundled: Path, tmp_path: Path) -> None:
     assert report["settings"]["tasks"]["lm_eval"]
     full, early, verified = report["cases"]
     assert [case["mode"] for case in report["cases"]] == ["off", "confidence", "verify"]
-    assert full["agreement"] == 1.0 and full["mean_depth"] == 12
+    assert full["agreement"] == 1.0 and full["mean_depth"] == 24
 
     tasks = [case["tasks"]["complete_python"] for case in report["cases"]]
     for task in tasks:
@@ -44,12 +44,12 @@ def test_eval_end_to_end(bundled: Path, tmp_path: Path) -> None:
         assert sum(task["exit_layers"].values()) == task["tokens"] > ROWS
     # The bundled model completes some of the lines.
     assert 0 < tasks[0]["score"] < 1
-    assert tasks[0]["exit_layers"] == {"12": tasks[0]["tokens"]}
-    assert tasks[1]["mean_depth"] < 12 and set(tasks[1]["exit_layers"]) <= {"3", "6", "9", "12"}
+    assert tasks[0]["exit_layers"] == {"24": tasks[0]["tokens"]}
+    assert tasks[1]["mean_depth"] < 24 and set(tasks[1]["exit_layers"]) <= {"6", "12", "18", "24"}
     # Full depth judges every draft, so the answers are its own.
     assert tasks[2] == tasks[0]
     assert verified["perplexity"] == full["perplexity"]
-    assert early["mean_depth"] < 12
+    assert early["mean_depth"] < 24
 
     assert "complete_python" in (out / "report.md").read_text()
     assert (out / "retention.png").stat().st_size > 10_000

@@ -15,7 +15,9 @@ from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.settings import make_settings
 
-POINT = OperatingPoint(agreement=0.98, thresholds={3: 0.8, 9: 0.6}, eos_thresholds={3: 0.9, 9: 0.9})
+POINT = OperatingPoint(
+    agreement=0.98, thresholds={6: 0.8, 18: 0.6}, eos_thresholds={6: 0.9, 18: 0.9}
+)
 
 
 @pytest.fixture
@@ -30,9 +32,9 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
         criterion="max_prob",
         confidence_level=0.95,
         exit_checks="all",
-        num_layers=12,
+        num_layers=24,
         chosen=POINT,
-        points=(replace(POINT, agreement=0.9, thresholds={9: 0.2}),),
+        points=(replace(POINT, agreement=0.9, thresholds={18: 0.2}),),
     )
     write_multi_exit(tmp_path, replace(block, calibration=found))
     return tmp_path
@@ -52,7 +54,7 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
     full, *_, auto = settings
     assert full.fields == {"exit_threshold": 1.0} and full.policy.mode == "off"
     assert auto.fields == {"exit_threshold": "auto"}
-    assert [auto.policy.thresholds_at(layer)[0] for layer in (3, 9)] == [0.8, 0.6]
+    assert [auto.policy.thresholds_at(layer)[0] for layer in (6, 18)] == [0.8, 0.6]
 
 
 def test_auto_needs_a_calibration(bundled: Path) -> None:
@@ -65,7 +67,7 @@ def test_other_promises_are_asked_for_by_their_agreement(calibrated: Path) -> No
     settings = make_settings(rules, thresholds_of("auto:0.9,auto"), ("confidence",))
     assert [setting.label for setting in settings] == ["full depth", "defer auto:0.9", "defer auto"]
     assert settings[1].fields == {"exit_target": 0.9}
-    assert settings[1].policy.thresholds_at(9)[0] == 0.2
+    assert settings[1].policy.thresholds_at(18)[0] == 0.2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ WIDTH = 100
 README_LINES = 130
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^()\s]+)\)")
-WRITTEN_BY_PROGRAMS = ("models/exit-py-10m/report.md",)
+WRITTEN_BY_PROGRAMS = ("models/exit-py-19m/report.md",)
 
 
 @cache

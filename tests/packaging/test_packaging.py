@@ -96,5 +96,5 @@ def test_the_readme_starts_with_the_two_commands() -> None:
     assert any("make test" in block for block in blocks[:2])
 
 
-def test_the_bundled_weights_fit_the_repository(bundled: Path) -> None:
-    assert (bundled / "model.safetensors").stat().st_size <= 48 * 2**20
+def test_the_bundled_weights_fit_the_repository(shipped: Path) -> None:
+    assert (shipped / "model.safetensors").stat().st_size <= 48 * 2**20

@@ -59,10 +59,10 @@ FLAGS = [
         "decoding (--speculative-config)",
         "two kinds of drafts",
     ),
-    ("--max-layers 13", "max_layers 13", "from 1 to 12 is allowed"),
-    ("--max-layers 0", "max_layers 0", "from 1 to 12 is allowed"),
-    ("--max-layers 6 --exit-layers 3,6", "exit layer 6 is out of range", "has 6 layers"),
-    ("--max-layers 6 --exit-layer 6", "exit_layer 6", "not one of this model's exit layers"),
+    ("--max-layers 25", "max_layers 25", "from 1 to 24 is allowed"),
+    ("--max-layers 0", "max_layers 0", "from 1 to 24 is allowed"),
+    ("--max-layers 12 --exit-layers 6,12", "exit layer 12 is out of range", "has 12 layers"),
+    ("--max-layers 12 --exit-layer 12", "exit_layer 12", "not one of this model's exit layers"),
     ("--structured-outputs-config.backend nothing", "--structured-outputs-config", "nothing"),
     ("--shadow-rate 1.5", "--shadow-rate", "from 0 (off) to 1"),
     ("--shadow-rate -0.1", "--shadow-rate", "from 0 (off) to 1"),
@@ -114,9 +114,9 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
     [
         "--runner generate",
         "--api-server-count 1",
-        "--exit-layer 3",
-        "--max-layers 6 --exit-layer 3",
-        "--max-layers 3",
+        "--exit-layer 6",
+        "--max-layers 12 --exit-layer 6",
+        "--max-layers 6",
         "--shadow-rate 0.01",
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
@@ -137,7 +137,7 @@ BREAKABLE, INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
         ({INVARIANT: "1"}, "", True),
         ({INVARIANT: "1", BREAKABLE: "0"}, "", False),
         ({BREAKABLE: "1"}, "--enforce-eager", False),
-        ({BREAKABLE: "1"}, "--mode verify --exit-threshold 0.5 --exit-layers 3", False),
+        ({BREAKABLE: "1"}, "--mode verify --exit-threshold 0.5 --exit-layers 6", False),
         ({}, "", False),
     ],
 )
@@ -212,8 +212,8 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
 
 
 def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:
-    code, output, error = serve("--max-layers", "5")
+    code, output, error = serve("--max-layers", "10")
     assert code == 0 and "the engine would start" in output
-    assert "Warning: layer 5 was not trained as an exit (those that were: 3, 6, 9)" in error
-    assert "'num_hidden_layers': 5" in output
-    assert "Warning" not in serve("--max-layers", "6")[2]
+    assert "Warning: layer 10 was not trained as an exit (those that were: 6, 12, 18)" in error
+    assert "'num_hidden_layers': 10" in output
+    assert "Warning" not in serve("--max-layers", "12")[2]

@@ -24,7 +24,7 @@ from exitserve.screens import KNOTS, Screen, save_screens
 
 @pytest.fixture
 def model(hub, bundled: Path, tmp_path: Path) -> str:
-    """Exits 3, 6, 9 on the default branch; on another, exits 4 and 8 with screens."""
+    """Exits 6, 12, 18 on the default branch; on another, exits 4 and 8 with screens."""
     hub.publish(bundled)
     other = tmp_path / "other"
     shutil.copytree(bundled, other)
@@ -40,7 +40,7 @@ def model(hub, bundled: Path, tmp_path: Path) -> str:
 
 
 def test_each_revision_has_its_exits(model: str) -> None:
-    for revision, layers in ((None, (3, 6, 9)), ("main", (3, 6, 9)), ("screened", (4, 8))):
+    for revision, layers in ((None, (6, 12, 18)), ("main", (6, 12, 18)), ("screened", (4, 8))):
         block = read_multi_exit(model, revision)
         assert block is not None and block.exit_layers == layers
         rules = check_rules(model, {}, revision)
@@ -67,7 +67,7 @@ def test_screens_are_those_of_the_revision(model: str, hub) -> None:
 def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x\n")
-    layers = (3, 6, 9) if revision is None else (4, 8)
+    layers = (6, 12, 18) if revision is None else (4, 8)
     more = [] if revision is None else ["--revision", revision]
 
     def parsed(*words: str) -> Any:
@@ -102,4 +102,4 @@ def test_a_revision_that_is_not_there_is_named(model: str, capsys) -> None:
     assert main(["plan", model, "--revision", "nowhere"]) == 2
     error = capsys.readouterr().err
     assert "'someone/small' at revision 'nowhere'" in error and len(error.splitlines()) == 1
-    assert main(["truncate", model, "--revision", "nowhere", "--layers", "3", "--out", "x"]) == 2
+    assert main(["truncate", model, "--revision", "nowhere", "--layers", "6", "--out", "x"]) == 2

@@ -119,4 +119,4 @@ def test_the_example_of_the_documentation(
     monkeypatch.chdir(ROOT)
     exec(example, {})
     depths = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
-    assert len(depths) == 16 and depths[0] == 12 and min(depths) < 12
+    assert len(depths) == 16 and depths[0] == 24 and min(depths) < 24

@@ -6,8 +6,9 @@ all layers above from their frozen state and leave the batch; the next segment r
 are left, and when none is left the pass ends. In mode "defer" a row that leaves fills nothing: its
 token waits at the exit layer until the next one of its request goes on, which takes it along.
 
-`draft` is the loop in mode "verify": after a pass, tokens that pass their check are followed by
-their guess at the next, again and again. All wait, each where it stopped, for the next pass.
+`draft` is the loop on servers that draft: after a pass, tokens that pass their check are followed
+by their guess at the next, again and again. All wait, each where it stopped, for the next pass. In
+mode "verify" that judges the guesses; in mode "defer" they are the tokens.
 
 Passes whose rows cannot be rearranged run masked instead, every row in its place
 (`exitserve.engine.layers.masked_loop`): those that recompute a preempted request, whose frozen
@@ -50,6 +51,7 @@ from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, Stream, ended
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
+from exitserve.policy import Mode
 
 
 class HostLoop:
@@ -85,11 +87,16 @@ class HostLoop:
         """Of passes whose rows may leave, or be checked behind the last layer."""
         self._timed_pass = 0
         """The last one of these."""
+        late = self._rules.when_slower == "check_late"
+        self._may_stay: tuple[Mode, ...] = ("defer",) if late else ("defer", "confidence")
+        """The modes whose rows run all layers where leaving is slower."""
         self._is_pair = False
         """Whether layers carry the stream as a pair."""
         self._step: Step | None = None
         self._context: ForwardContext | None = None
         """Of the last pass, for drafts."""
+        self._like: Tensor | None = None
+        """[0, V] as the head's logits are; None on ranks that get none."""
 
     def make_checks(self, head: ExitHead) -> Checks:
         """What checks rows; benchmarks of random weights override it."""
@@ -97,7 +104,8 @@ class HostLoop:
 
     def make_timing(self) -> PassTiming | None:
         """What tells whether exits pay just now; None where they are always taken."""
-        return PassTiming(agree=_as_first_rank) if self._rules.steps_aside else None
+        leaves = self._rules.when_slower == "leave"
+        return None if leaves else PassTiming(agree=_as_first_rank)
 
     @with_room
     def run(
@@ -127,8 +135,10 @@ class HostLoop:
             hidden = embed()
             self._catch_up(positions, hidden, step)
             normed = self._run_masked(positions, hidden, step)
-        elif step.may_check_late and not self._pays_to_leave(step, steady=steady):
-            normed = self._run_late(positions, embed(), step)
+        elif step.may_stay(self._may_stay) and not self._pays_to_leave(step, steady=steady):
+            self._stay(positions, embed, step)
+            late = self._rules.when_slower == "check_late"
+            normed = self._run_late(positions, embed(), step) if late else self._run_plain(plain)
         else:
             normed = self._run_rearranged(positions, embed(), step)
         self._context = get_forward_context() if self._rules.num_drafts else None
@@ -162,17 +172,23 @@ class HostLoop:
         """Whether rows leave in this pass; `steady`: the one before did nothing but decode."""
         if self._timing is None:
             return True
+        if self._rules.num_drafts and all(one.request.may_draft for one in step.candidates):
+            return False  # these leave by drafting, which does not pay just now
         number = self.requests.pass_number
         follows, self._timed_pass = number == self._timed_pass + 1, number
         names = tuple(one.request.name for one in step.candidates)
-        return self._timing.choose(names, len(names), steady=steady and follows)
+        modes = {one.request.policy.mode for one in step.candidates}
+        return self._timing.choose(names, len(names), steady=steady and follows, modes=modes)
+
+    def _stay(self, positions: Tensor, embed: Callable[[], Tensor], step: Step) -> None:
+        """Before a pass in which no row leaves."""
+        if step.has_more(()):
+            self._catch_up(positions, embed(), step)
+            self._timed_pass = 0  # what others left behind is not this way's time
+        self._recorder.stepped_aside += len(step.candidates)
 
     def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """All rows through all layers, and checked behind the last."""
-        if step.has_more(()):
-            self._catch_up(positions, hidden, step)
-            self._timed_pass = 0  # what others left behind is not this way's time
-        self._recorder.stepped_aside += len(step.candidates)
         rows = [step.row_ends[one.row] - 1 for one in step.candidates]
         places = None if len(rows) == len(hidden) else torch.tensor(rows)
         normed, states, stream = hidden, list[Tensor](), (hidden, None)
@@ -323,7 +339,7 @@ class HostLoop:
         passed nowhere at the last: the next pass computes nothing twice.
 
         Args:
-            rows: those in mode "verify", after a pass; each takes what it found.
+            rows: those that may draft, after a pass; each takes what it found.
         """
         assert self._context is not None, "a pass was before this"
         if self._masked or not can_rearrange(self._context):
@@ -347,7 +363,11 @@ class HostLoop:
             last = self._rules.exit_layers[-1]
             step.pending[row].wait(last, waiting, self.requests.pass_number)
         guesses = step.guesses()
-        return [one for one in rows if one.row in guesses and one.take(guesses[one.row])]
+        return [
+            one
+            for one in rows
+            if one.row in guesses and one.take(guesses[one.row], step.depth[one.row])
+        ]
 
     def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """Logits of the sampled rows [S, D]: a successful check's own, else the head's.
@@ -386,7 +406,8 @@ class HostLoop:
             self._recorder.final_heads -= 1
         if len(rest) == step.num_samples:
             return self.sampled(step, fresh(normed))
-        return self.sampled(step, merge_logits(step, fresh(normed[rest]) if rest else None))
+        some = fresh(normed[rest]) if rest else None
+        return self.sampled(step, merge_logits(step, some, self._like))
 
     def _counted(
         self, compute: Callable[[Tensor], Tensor | None]
@@ -395,7 +416,9 @@ class HostLoop:
 
         def count(normed: Tensor) -> Tensor | None:
             self._recorder.final_heads += 1
-            return compute(normed)
+            found = compute(normed)
+            self._like = None if found is None else found[:0]
+            return found
 
         return count
 

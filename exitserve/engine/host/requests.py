@@ -14,7 +14,7 @@ from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.pending_tokens import PendingTokens
 from exitserve.engine.recorder import CheckNote
-from exitserve.engine.requests import Request
+from exitserve.engine.requests import Exited, Request
 from exitserve.engine.state import EngineState
 
 
@@ -45,6 +45,7 @@ class HostRequests:
         waiting: dict[int, PendingTokens] = {}
         drafts: dict[int, int] = {}
         known: list[tuple[int, int]] = []
+        decided: dict[int, list[Exited]] = {}
         recomputed = False
         start = 0
         for index, end in enumerate(ends):
@@ -60,13 +61,22 @@ class HostRequests:
             request = self._batch.named(index)
             # A grammar, the end of the context or a preemption may have taken drafts away.
             del request.drafts[drafts[index] :]
+            waits = 0
             if request.pending is not None:
                 first = last[index] - length + 1
                 request.pending.expect(first, last[index], self.pass_number)
                 waiting[index] = request.pending
+                waits = request.pending.count_from(first)
             else:
                 known += _computed_before(request, generated, length, end)
-            if request.policy.mode != "verify" and generated == len(request.output_ids):
+            if request.decided and generated >= len(request.output_ids):
+                # One more than its drafts, if an exit decided that one too.
+                decided[index] = request.decided[: drafts[index] + 1]
+            elif (
+                request.policy.mode != "verify"
+                and generated == len(request.output_ids)
+                and not waits  # else it was checked while drafting
+            ):
                 candidates.append(Candidate(index, request))
                 # Tokens before one that may exit: what a preempted request computed once.
                 recomputed |= length > 1
@@ -75,7 +85,7 @@ class HostRequests:
             known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
             for token, depth in known:
                 known_depth[token] = depth
-        step = Step(ends, last, self.rules, candidates, known_depth, waiting, drafts)
+        step = Step(ends, last, self.rules, candidates, known_depth, waiting, drafts, decided)
         self.only_decodes = step.num_samples == shape.num_tokens
         return step
 
@@ -90,14 +100,21 @@ class HostRequests:
             if request is None or position + 1 < request.length or request.drafts:
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
-            self.recorder.count_token(depth)
-            generated = len(request.output_ids)
-            if request.policy.mode != "off":
-                request.note_depth(generated, depth, self.rules.num_layers)
-            self._trace(index, range(generated, generated + 1), depth)
+            if request.decided:
+                depth, request.decided = request.decided[0].depth, []
+            generated = self._note_depth(index, len(request.output_ids), depth)
             if keys := request.note_keys:
                 step.noted[index] = generated
                 self.recorder.note(keys, request.name, generated, step.notes.get(index, ()))
+
+    def _note_depth(self, index: int, generated: int, depth: int) -> int:
+        """Counts and traces a row's token, and keeps its depth for a preemption; its index."""
+        request = self.rows[index]
+        self.recorder.count_token(depth)
+        if request.policy.mode != "off":
+            request.note_depth(generated, depth, self.rules.num_layers)
+        self._trace(index, range(generated, generated + 1), depth)
+        return generated
 
     def note_full_depth(self, step: Step, row: int, note: CheckNote) -> None:
         """Keeps what full depth says to a token that reached it, after `record`."""
@@ -114,9 +131,6 @@ class HostRequests:
     def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
         """The rows that may draft after a pass, in order.
 
-        Rows sampled with a seed never draft. Judging takes a random number for each draft, and how
-        many are judged depends on others: on who is preempted, and on the tokens of a pass.
-
         Args:
             sampled: [B] tokens that the pass generated.
             most: tokens that a row may draft.
@@ -124,18 +138,20 @@ class HostRequests:
         found = []
         for index, tokens in enumerate(sampled):
             request = self.rows.get(index)
-            if request is None or request.policy.mode != "verify" or not tokens:
-                continue
-            if request.is_seeded:
+            if request is None or not request.may_draft or not tokens:
                 continue
             request = self._batch.named(index)
             left = request.max_tokens - len(request.output_ids) - 1
             if left < 1 or tokens[-1] in request.stop_ids:
                 continue
             assert request.pending is not None
-            request.pending.clear()
+            allowed = min(left, most)
+            if request.policy.mode == "verify":
+                request.pending.clear()  # all were judged
+            else:
+                allowed -= 1  # the token behind the last draft is decided too, and needs room
             candidate = Candidate(index, request)
-            found.append(Draft(candidate, tokens[-1], request.length - 1, min(left, most)))
+            found.append(Draft(candidate, tokens[-1], request.length - 1, allowed))
         return found
 
     def keep_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
@@ -150,11 +166,24 @@ class HostRequests:
             request = self.rows.get(index)
             if request is None or not request.drafts or not tokens:
                 continue
+            if request.policy.mode == "defer":
+                self._record_decided(index, tokens)
+                continue
             self.recorder.count_judged(len(request.drafts), len(tokens) - 1)
             self.recorder.tokens_by_depth[self.rules.num_layers] += len(tokens)
             request.drafts = []
             count = len(request.output_ids)
             self._trace(index, range(count - len(tokens), count), self.rules.num_layers)
+
+    def _record_decided(self, index: int, tokens: Sequence[int]) -> None:
+        """Counts and traces the tokens of a pass before which exits had decided the first ones."""
+        request = self._batch.named(index)
+        depths = [one.depth for one in request.decided]
+        depths += [self.rules.num_layers] * (len(tokens) - len(depths))
+        first = len(request.output_ids) - len(tokens)
+        for generated, depth in enumerate(depths[: len(tokens)], first):
+            self._note_depth(index, generated, depth)
+        request.drafts, request.decided = [], []
 
     def update_counts(self) -> None:
         """See `RunningRequests`."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from exitserve.engine.pending_tokens import PendingTokens, Tokens
 from exitserve.engine.recorder import CheckNote
-from exitserve.engine.requests import Request
-from exitserve.policy import ALWAYS, ExitRules
+from exitserve.engine.requests import Exited, Request
+from exitserve.policy import ALWAYS, ExitRules, Mode
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,22 @@ class Draft:
         """The batch row."""
         return self.candidate.row
 
-    def take(self, token: int) -> bool:
-        """Takes a drafted token; returns whether another may follow.
+    def take(self, token: int, depth: int) -> bool:
+        """Takes what an exit says of the next token; returns whether another may follow.
 
-        A token that ends the answer is not drafted, since nothing may follow it.
+        In mode "verify" a token that ends the answer is not drafted, since nothing may follow it.
+        In mode "defer" nobody judges a draft: it is the token. So the end is taken too, and one
+        more token than may be drafted.
         """
-        if token in self.candidate.request.stop_ids:
+        request = self.candidate.request
+        stands, ends = request.policy.mode == "defer", token in request.stop_ids
+        if stands:
+            request.decided.append(Exited(token, depth))
+        if len(self.found) == self.most or (ends and not stands):
             return False
         self.found.append(token)
         self.token, self.position = token, self.position + 1
-        return len(self.found) < self.most
+        return not ends and (stands or len(self.found) < self.most)
 
 
 class Step:
@@ -89,6 +95,7 @@ class Step:
         known_depth: Tensor | None = None,
         pending: Mapping[int, PendingTokens] | None = None,
         drafts: Mapping[int, int] | None = None,
+        decided: Mapping[int, Sequence[Exited]] | None = None,
         is_draft: bool = False,
     ) -> None:
         """Starts with what is known before the pass.
@@ -101,7 +108,9 @@ class Step:
             known_depth: [T] depths of recomputed tokens, full depth for all others; None where
                 nothing is recomputed.
             pending: by row, tokens that wait at exit layers.
-            drafts: by row, how many of its last tokens are drafts that the pass judges.
+            drafts: by row, how many of its last tokens are drafts.
+            decided: by row, the next tokens that exits have decided already: its drafts, and
+                perhaps the one behind them.
             is_draft: the pass drafts: its tokens are judged later.
         """
         self.is_draft = is_draft
@@ -125,6 +134,12 @@ class Step:
         counts = drafts or {}
         self._sample_ends = list(accumulate(1 + counts.get(r, 0) for r in range(len(row_ends))))
         """[B] after each row's last; the sampler wants logits of its last token and its drafts."""
+        self.decided = {
+            self.samples(row).start + place: one.token
+            for row, found in (decided or {}).items()
+            for place, one in enumerate(found)
+        }
+        """By sample, the token that it is to be."""
 
     @property
     def is_plain(self) -> bool:
@@ -196,18 +211,17 @@ class Step:
 
     @property
     def found(self) -> bool:
-        """Whether checks found anything: a row that exits, or logits."""
-        return bool(self.depth or self.logits)
+        """Whether checks found anything: a row that exits, logits, or tokens before."""
+        return bool(self.depth or self.logits or self.decided)
 
-    @property
-    def may_check_late(self) -> bool:
-        """Whether all rows could run all layers and be checked behind the last.
+    def may_stay(self, modes: Collection[Mode]) -> bool:
+        """Whether all rows that may exit are in one of `modes`, so that they could stay.
 
-        Not where a token freezes, and not where drafts wait for this pass to run on with them.
+        Not where drafts wait for this pass to run on with them.
         """
         return (
             bool(self.candidates)
-            and all(one.request.policy.mode == "defer" for one in self.candidates)
+            and all(one.request.policy.mode in modes for one in self.candidates)
             and not self.waiting_counts()
         )
 
@@ -221,8 +235,9 @@ class Step:
         return range(self._sample_ends[row - 1] if row else 0, self._sample_ends[row])
 
     def with_logits(self) -> list[int]:
-        """Those that a check gave, in the order in which they are kept."""
-        return [self._sample_ends[row] - 1 for rows, _ in self.logits for row in rows]
+        """Those that need no head: of checks, in the order in which they are kept, then decided."""
+        kept = [self._sample_ends[row] - 1 for rows, _ in self.logits for row in rows]
+        return [*kept, *self.decided]
 
     def without_logits(self) -> list[int]:
         """The others, ascending."""
@@ -245,15 +260,22 @@ def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
     )
 
 
-def merge_logits(step: Step, fresh: Tensor | None) -> Tensor | None:
+def merge_logits(step: Step, fresh: Tensor | None, like: Tensor | None) -> Tensor | None:
     """All logits that the sampler wants [S, V], in their order.
 
     Args:
-        step: holds those of the rows that exited.
+        step: holds those of the rows that exited, and the tokens that were decided before.
         fresh: the others', in their order; None on ranks that get no logits.
+        like: [..., V] any logits; None on ranks that get none.
     """
     order = step.with_logits()
     parts = [logits for _, logits in step.logits]
+    if step.decided:
+        if like is None:
+            return None
+        tokens = torch.tensor(list(step.decided.values()))
+        parts.append(torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype))
+        parts[-1][torch.arange(len(tokens)), tokens] = 1.0  # the likeliest
     if len(order) < step.num_samples:
         if fresh is None:
             return None

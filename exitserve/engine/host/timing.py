@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 FIRST = 3
@@ -126,20 +126,29 @@ class PassTiming:
             agree: gives all ranks the same choice.
         """
         self._clock, self._agree = clock, agree
-        self._contests: dict[int, _Contest] = {}
+        self._contests: dict[frozenset[str], dict[int, _Contest]] = {}
+        """By modes and number of rows."""
         self._last: tuple[float, tuple[str, ...], bool] | None = None
 
-    def choose(self, requests: tuple[str, ...], tokens: int, *, steady: bool) -> bool:
+    def choose(
+        self,
+        requests: tuple[str, ...],
+        tokens: int,
+        *,
+        steady: bool,
+        modes: Collection[str] = (),
+    ) -> bool:
         """The way of what comes now.
 
         Args:
             requests: those of the batch that it concerns; times are compared only between
                 passes of the same ones.
+            modes: theirs; what pays in one mode may not in another.
             tokens: generated since the last call, for all of these requests together.
             steady: what lay between was one pass that did nothing but decode.
         """
         now = self._clock()
-        contest = self._contest(len(requests))
+        contest = self._contest(self._contests.setdefault(frozenset(modes), {}), len(requests))
         if self._last is not None and steady:
             since, before, way = self._last
             if before == requests:
@@ -148,17 +157,18 @@ class PassTiming:
         self._last = (now, requests, way)
         return way
 
-    def _contest(self, rows: int) -> _Contest:
+    @staticmethod
+    def _contest(contests: dict[int, _Contest], rows: int) -> _Contest:
         """The contest of so many rows.
 
         What loses with fewer rows is taken to lose with more, until it is tried.
         """
-        if rows not in self._contests:
-            won = {other: one.winner for other, one in self._contests.items()}
+        if rows not in contests:
+            won = {other: one.winner for other, one in contests.items()}
             winner = None
             if any(way is False and other < rows for other, way in won.items()):
                 winner = False
             elif any(way and other > rows for other, way in won.items()):
                 winner = True
-            self._contests[rows] = _Contest(winner)
-        return self._contests[rows]
+            contests[rows] = _Contest(winner)
+        return contests[rows]

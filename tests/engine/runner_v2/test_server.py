@@ -19,7 +19,7 @@ NAME = "drafting"
 
 @pytest.fixture
 def server(bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServer]:
-    """In one process, as with one GPU; drafts come from the first exit layer, 3 of 12."""
+    """In one process, as with one GPU; drafts come from the first exit layer, 6 of 24."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = (
         "--mode defer --exit-threshold 0.4 --dtype float32 --enforce-eager --max-model-len 256"
@@ -48,7 +48,7 @@ def test_a_server_that_drafts(server: LocalServer, bundled: Path) -> None:
         found: dict[str, object] = answer.model_dump()
         return found
 
-    reference = load_reference(str(bundled), exit_layers=(3,), exit_checks="all")
+    reference = load_reference(str(bundled), exit_layers=(6,), exit_checks="all")
     ids = ask()["choices"][0]["prompt_token_ids"]  # type: ignore[index]
     for fields, policy in (
         ({}, ExitPolicy.confidence(0.4, mode="defer")),
@@ -64,7 +64,7 @@ def test_a_server_that_drafts(server: LocalServer, bundled: Path) -> None:
         assert ("logprobs_from" in answer) == (policy.mode == "defer")
     for fields, words in (
         ({"exit_mode": "confidence"}, "exitserve serve --mode confidence"),
-        ({"exit_layer": 3}, "exitserve serve --exit-layer N"),
+        ({"exit_layer": 6}, "exitserve serve --exit-layer N"),
     ):
         with pytest.raises(BadRequestError, match=words):
             ask(**fields)

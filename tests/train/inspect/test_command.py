@@ -108,12 +108,12 @@ def test_writes_json_page_and_pictures(
     assert main([*command, "--sentence-model", str(bundled)]) == 0
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["schema_version"] == 1
-    assert report["exit_layers"] == [3, 6, 9]
-    assert list(report["texts"]["diversity"]) == ["3", "6", "9", "12"]
+    assert report["exit_layers"] == [6, 12, 18]
+    assert list(report["texts"]["diversity"]) == ["6", "12", "18", "24"]
     assert report["texts"]["prompts"] == 2, "one long text begins more than once"
     assert all(-1.0 <= value <= 1.0 for value in report["texts"]["coherence"].values())
     # What the model was trained for: exits at which the head reads well.
-    losses = [report["layers"][str(depth)]["loss"] for depth in (3, 6, 9, 12)]
+    losses = [report["layers"][str(depth)]["loss"] for depth in (6, 12, 18, 24)]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] < report["layers"]["1"]["loss"] - 0.5
     for name in PICTURES:

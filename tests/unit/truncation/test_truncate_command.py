@@ -123,8 +123,8 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
     (model_dir / "exit_screens" / "screens.safetensors").write_text("screens")
     (model_dir / "checkpoint-1").mkdir()
     (model_dir / "checkpoint-1" / "tokenizer.json").write_text("{}")
-    out = tmp_path / "three"
-    assert _truncate(model_dir, out, "--layers", "3") == 0
+    out = tmp_path / "six"
+    assert _truncate(model_dir, out, "--layers", "6") == 0
     assert sorted(path.name for path in out.iterdir()) == [
         "LICENSE",
         "NOTICE.txt",
@@ -140,8 +140,8 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
     assert "multi_exit" not in read_config(out)
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
-    assert "first **3 of 12** decoder layers of `full`" in card
-    assert "objective `aligned`, at layers 3, 6, 9: this depth is one of them" in card
+    assert "first **6 of 24** decoder layers of `full`" in card
+    assert "objective `aligned`, at layers 6, 12, 18: this depth is one of them" in card
     assert "| perplexity | not measured |" in card
     assert "A very small decoder" not in card, "the full model's own card is not copied"
     assert str(tmp_path) not in card
@@ -156,11 +156,11 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
 def test_the_perplexity_is_that_of_inspect_at_that_layer(bundled: Path, tmp_path: Path) -> None:
     """Both in float32 on the same windows, so equal up to the order of sums."""
     text = Path(__file__).parents[3] / "exitserve" / "policy.py"
-    out, report = tmp_path / "six", tmp_path / "report"
-    assert _truncate(bundled, out, "--layers", "6", "--data", str(text)) == 0
+    out, report = tmp_path / "twelve", tmp_path / "report"
+    assert _truncate(bundled, out, "--layers", "12", "--data", str(text)) == 0
     inspected = ["inspect", str(bundled), "--data", str(text), "--out", str(report)]
     assert main([*inspected, "--samples", "50"]) == 0
-    expected = json.loads((report / "report.json").read_text())["layers"]["6"]["perplexity"]
+    expected = json.loads((report / "report.json").read_text())["layers"]["12"]["perplexity"]
     (line,) = [one for one in (out / "README.md").read_text().splitlines() if "perplexity" in one]
     assert float(line.split("|")[2].split(",")[0]) == pytest.approx(expected, abs=6e-4)
     assert "policy.py (windows of 256 tokens, float32)" in line
@@ -173,7 +173,7 @@ def test_json_lines_are_read(bundled: Path, tmp_path: Path, capsys) -> None:
     found = []
     for name in ("a.txt", "a.jsonl"):
         data = ("--data", str(tmp_path / name))
-        assert _truncate(bundled, tmp_path / f"by {name}", "--layers", "3", *data) == 0
+        assert _truncate(bundled, tmp_path / f"by {name}", "--layers", "6", *data) == 0
         found.append([x for x in capsys.readouterr().out.splitlines() if "Perplexity" in x])
     assert found[0] == found[1] != []
 
@@ -188,12 +188,12 @@ def test_a_sharded_and_quantised_checkpoint(quantised: Path, tmp_path: Path, cap
         part = {name: tensors[name] for name in tensors if shard_of[name] == file}
         save_file(part, model_dir / file, {"format": "pt"})
     (model_dir / INDEX).write_text(json.dumps({"weight_map": shard_of}))
-    assert _truncate(model_dir, tmp_path / "out", "--layers", "6") == 0
+    assert _truncate(model_dir, tmp_path / "out", "--layers", "12") == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name for name in tensors if layer(name) < 6} == set(found)
+    assert {name for name in tensors if layer(name) < 12} == set(found)
     for name, tensor in found.items():
         assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])
-    assert _truncate(model_dir, tmp_path / "no", "--layers", "6", "--data", __file__) == 2
+    assert _truncate(model_dir, tmp_path / "no", "--layers", "12", "--data", __file__) == 2
     assert "quantised weights is not measured" in capsys.readouterr().err
     config = read_config(tmp_path / "out")
     assert config["quantization_config"] == read_config(quantised)["quantization_config"]
@@ -204,14 +204,14 @@ def layer(name: str) -> int:
 
 
 def test_to_fit_takes_the_deepest_exit_that_fits(bundled: Path, tmp_path: Path, capsys) -> None:
-    """In bfloat16: six layers have 10.4 MiB, nine 14.7; of a budget 0.9 are used."""
+    """In bfloat16: six layers have 10.4 MiB, twelve 18.9; of a budget 0.9 are used."""
     out = tmp_path / "fit"
     assert _truncate(bundled, out, "--to-fit", "15MiB", "--requests", "2") == 0
     assert read_config(out)["num_hidden_layers"] == 6
     printed = capsys.readouterr().out
     assert "requests of 512 tokens" in printed and "does not fit" in printed
     assert _truncate(bundled, tmp_path / "all", "--to-fit", "1GB") == 0
-    assert read_config(tmp_path / "all")["num_hidden_layers"] == 12
+    assert read_config(tmp_path / "all")["num_hidden_layers"] == 24
 
 
 def test_without_exits_every_depth_is_tried_and_doubted(
@@ -231,8 +231,8 @@ def test_without_exits_every_depth_is_tried_and_doubted(
 
 
 def test_a_depth_between_exits_is_doubted(bundled: Path, tmp_path: Path, capsys) -> None:
-    assert _truncate(bundled, tmp_path / "out", "--layers", "5") == 0
-    assert "layer 5 was not trained as an exit (those that were: 3, 6, 9)" in " ".join(
+    assert _truncate(bundled, tmp_path / "out", "--layers", "10") == 0
+    assert "layer 10 was not trained as an exit (those that were: 6, 12, 18)" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -241,14 +241,14 @@ def test_a_depth_between_exits_is_doubted(bundled: Path, tmp_path: Path, capsys)
     ("options", "message"),
     [
         ((), "give one of --layers N and --to-fit SIZE"),
-        (("--layers", "3", "--to-fit", "1GiB"), "give one of"),
-        (("--layers", "0"), "from 1 to 12 is allowed"),
-        (("--layers", "13"), "from 1 to 12 is allowed"),
+        (("--layers", "6", "--to-fit", "1GiB"), "give one of"),
+        (("--layers", "0"), "from 1 to 24 is allowed"),
+        (("--layers", "25"), "from 1 to 24 is allowed"),
         (("--to-fit", "8"), "such as 8GiB"),
-        (("--to-fit", "5MiB"), "the smallest, 3 of 12 layers, needs"),
+        (("--to-fit", "5MiB"), "the smallest, 6 of 24 layers, needs"),
         (("--to-fit", "1GiB", "--context", "600"), "longer than the model's context of 512"),
         (("--to-fit", "1GiB", "--requests", "0"), "--requests 0 must be at least 1"),
-        (("--layers", "3", "--data", "no/such.txt"), "no data file at"),
+        (("--layers", "6", "--data", "no/such.txt"), "no data file at"),
     ],
 )
 def test_bad_options(
@@ -263,7 +263,7 @@ def test_bad_options(
 def test_nothing_is_left_of_a_failure(capsys, bundled: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("def")
     data = ("--data", str(tmp_path / "short.txt"))
-    assert _truncate(bundled, tmp_path / "out", "--layers", "3", *data) == 2
+    assert _truncate(bundled, tmp_path / "out", "--layers", "6", *data) == 2
     assert "fewer than a window of 256" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
@@ -271,10 +271,10 @@ def test_nothing_is_left_of_a_failure(capsys, bundled: Path, tmp_path: Path) -> 
 def test_a_destination_that_exists(capsys, bundled: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for out in (tmp_path, tmp_path / "mine.txt"):
-        assert _truncate(bundled, out, "--layers", "3") == 2
+        assert _truncate(bundled, out, "--layers", "6") == 2
         assert "exists; give another" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert _truncate(bundled, tmp_path / "empty", "--layers", "3") == 0
+    assert _truncate(bundled, tmp_path / "empty", "--layers", "6") == 0
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_a_destination_that_exists(capsys, bundled: Path, tmp_path: Path) -> Non
     [
         ({"model_type": "bert"}, "model type 'bert' is not supported; supported: gemma2"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
-        ({"num_hidden_layers": 13}, "no tensor is named as part of layer 12"),
-        ({"num_hidden_layers": 8}, "exit layer 9 is out of range"),
+        ({"num_hidden_layers": 25}, "no tensor is named as part of layer 24"),
+        ({"num_hidden_layers": 16}, "exit layer 18 is out of range"),
     ],
 )
 def test_checkpoints_that_cannot_be_cut(
@@ -292,14 +292,14 @@ def test_checkpoints_that_cannot_be_cut(
     model_dir = tmp_path / "model"
     shutil.copytree(bundled, model_dir)
     (model_dir / "config.json").write_text(json.dumps(read_config(bundled) | config))
-    assert _truncate(model_dir, tmp_path / "out", "--layers", "3") == 2
+    assert _truncate(model_dir, tmp_path / "out", "--layers", "6") == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_hub_id_that_is_in_the_cache(capsys, bundled: Path, tmp_path: Path, hub) -> None:
     """Nothing is fetched, as in a run without network."""
     hub.publish(bundled)
-    assert _truncate(Path("someone/small"), tmp_path / "out", "--layers", "3") == 0
+    assert _truncate(Path("someone/small"), tmp_path / "out", "--layers", "6") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/small" in card and "layers of `someone/small`" in card
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 6

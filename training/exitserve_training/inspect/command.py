@@ -19,7 +19,7 @@ Writes report.json, report.md and plots."""
 _EXAMPLES = """\
 examples:
   a decoder, on a text:
-    exitserve inspect models/exit-py-10m --data "exitserve/*.py" --out runs/inspect
+    exitserve inspect models/exit-py-19m --data "exitserve/*.py" --out runs/inspect
   what it writes at each exit, and how well that fits (any sentence-embedding model):
     exitserve inspect MODEL --data book.txt --prompts 20 --sentence-model PATH --out DIR
   a classifier of texts, or of images in folders of their classes:
