@@ -30,6 +30,8 @@ PROMPTS = (
     "def test_empty_list():\n    assert",
 )
 MAX_TOKENS = 48
+COMPARED_TOKENS = 128
+"""Of each answer in the comparison."""
 PALETTE = ("bold green", "green", "yellow", "red")
 """Colours from the shallowest exit to full depth."""
 
@@ -101,7 +103,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
     bench = ["bench", str(args.model), *compared(args.model)]
-    bench += ["--max-tokens", str(MAX_TOKENS), "--overwrite", "--out", str(report)]
+    bench += ["--max-tokens", str(COMPARED_TOKENS), "--overwrite", "--out", str(report)]
     bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):
@@ -114,6 +116,8 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
         f"\nThe report: {report / 'report.md'} (plot and JSON beside it).", soft_wrap=True
     )
     exits = "" if _promises(args.model) else f" --exit-threshold {THRESHOLDS[0]}"
+    if _promises(args.model):
+        exits = " --mode defer --num-drafts 8 --exit-checks timed"
     serve = f"exitserve serve {args.model}{exits} --playground"
     console.print(f"Serve it yourself:  {serve}", soft_wrap=True)
     return 0

@@ -87,7 +87,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="as in `exitserve serve` (default %(default)s)",
     )
     exits.add_argument(
-        "--num-drafts", type=int, metavar="N", help="mode verify: most tokens drafted at a time"
+        "--num-drafts",
+        type=int,
+        metavar="N",
+        help="modes verify and defer: most tokens drafted at a time",
     )
     exits.add_argument(
         "--fixed-layers", metavar="N,N", help="also measure every token exiting at layer N"

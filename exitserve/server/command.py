@@ -92,7 +92,8 @@ def _add_default(parser: argparse.ArgumentParser) -> None:
         "--num-drafts",
         type=int,
         metavar="N",
-        help=f"mode verify: most tokens that a request drafts at a time (default {NUM_DRAFTS})",
+        help="most tokens that a request drafts at a time, and that such a server drafts in mode "
+        f"defer too (modes verify, default {NUM_DRAFTS}, and defer, on a CPU by default none)",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
 

@@ -234,7 +234,10 @@ def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
         return
     reasons = {
         "this model has no exit layers, so nothing exits": not rules.exit_layers,
-        "--mode verify already verifies every token at full depth": rules.num_drafts > 0,
+        "--mode verify already verifies every token at full depth": rules.default.mode == "verify",
+        "servers that draft (--num-drafts, and on GPUs all in mode defer) do not support it": (
+            rules.num_drafts > 0
+        ),
         "it needs log-probabilities, which --max-logprobs 0 forbids": vllm_args.max_logprobs == 0,
         "it compares raw logits, which --logprobs-mode "
         f"{vllm_args.logprobs_mode} hides": not vllm_args.logprobs_mode.startswith("raw"),

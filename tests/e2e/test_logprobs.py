@@ -35,7 +35,7 @@ def test_they_are_those_of_the_layer_the_token_exited_at(complete, bundled, fiel
     (choice,) = answer["choices"]
     prompt_ids, token_ids = choice["prompt_token_ids"], choice["token_ids"]
     policy = (
-        ExitPolicy.fixed(6)
+        ExitPolicy.fixed(12)
         if "exit_layer" in fields
         else ExitPolicy.confidence(fields["exit_threshold"])
     )

@@ -47,7 +47,13 @@ FLAGS = [
     ("--port x", "--port", "invalid int value"),
     ("--mode verify", "mode 'verify'", "--exit-threshold T"),
     ("--num-drafts 4", "num_drafts", "--mode verify"),
-    ("--mode defer --exit-threshold 0.5 --num-drafts 4", "num_drafts", "on GPUs only"),
+    ("--exit-threshold 0.5 --num-drafts 4", "num_drafts", "--mode defer"),
+    ("--mode defer --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
+    (
+        "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
+        "--shadow-rate",
+        "servers that draft",
+    ),
     ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     (
         "--mode verify --exit-threshold 0.5 --logits-processors a:B",
@@ -120,6 +126,7 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--shadow-rate 0.01",
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
+        "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks timed",
     ],
 )
 def test_what_is_not_refused(serve, flags: str) -> None:
