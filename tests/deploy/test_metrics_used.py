@@ -183,7 +183,8 @@ def test_replicas_are_scaled_by_what_the_adapter_makes():
 
 def test_the_liveness_probe_reads_metrics_that_exist():
     text = (KUBERNETES / "base" / "alive.py").read_text()
-    names = re.search(r"\^vllm:\(\?:(.+?)\)\\{", re.sub(r"["']\s+r["']", "", text))
+    joined = re.sub(r"""["']\s+r["']""", "", text)
+    names = re.search(r"\^vllm:\(\?:(.+?)\)\\{", joined)
     assert names is not None
     assert {f"vllm:{name}" for name in names[1].split("|")} <= vllm_names()
 
