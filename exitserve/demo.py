@@ -30,8 +30,6 @@ PROMPTS = (
     "def test_empty_list():\n    assert",
 )
 MAX_TOKENS = 48
-COMPARED_TOKENS = 128
-"""Of each answer in the comparison."""
 PALETTE = ("bold green", "green", "yellow", "red")
 """Colours from the shallowest exit to full depth."""
 
@@ -53,6 +51,13 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="another checkpoint")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), help="folder for log and report"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of each answer that is compared (default %(default)s)",
     )
     parser.add_argument(
         "--enforce-eager",
@@ -103,7 +108,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
     bench = ["bench", str(args.model), *compared(args.model)]
-    bench += ["--max-tokens", str(COMPARED_TOKENS), "--overwrite", "--out", str(report)]
+    bench += ["--max-tokens", str(args.max_tokens), "--overwrite", "--out", str(report)]
     bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):

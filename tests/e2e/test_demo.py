@@ -15,7 +15,10 @@ from ..forks import PythonProcess
 def test_the_demo_shows_depths_and_a_comparison(shipped: Path, tmp_path: Path) -> None:
     log = tmp_path / "printed"
     demo = PythonProcess(
-        "exitserve", ["demo", "--enforce-eager", "--out", str(tmp_path)], log, os.environ
+        "exitserve",
+        ["demo", "--enforce-eager", "--max-tokens", "16", "--out", str(tmp_path)],
+        log,
+        os.environ,
     )
     code, printed = demo.wait(1200), log.read_text()
     assert code == 0, printed[-4000:]

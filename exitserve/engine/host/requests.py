@@ -102,6 +102,7 @@ class HostRequests:
             depth = step.depth.get(index, self.rules.num_layers)
             if request.decided:
                 depth, request.decided = request.decided[0].depth, []
+                self._count_later(depth)
             generated = self._note_depth(index, len(request.output_ids), depth)
             if keys := request.note_keys:
                 step.noted[index] = generated
@@ -183,7 +184,12 @@ class HostRequests:
         first = len(request.output_ids) - len(tokens)
         for generated, depth in enumerate(depths[: len(tokens)], first):
             self._note_depth(index, generated, depth)
+            self._count_later(depth)
         request.drafts, request.decided = [], []
+
+    def _count_later(self, depth: int) -> None:
+        """Counts what a pass ran of a token that an exit had decided before it."""
+        self.recorder.count_deferred_layers(self.rules.num_layers - depth)
 
     def update_counts(self) -> None:
         """See `RunningRequests`."""
