@@ -164,7 +164,7 @@ def test_other_targets(quick, model: Path, corpora) -> None:
     assert found is not None
     assert found.target == "mean_depth<=21"
     assert found.chosen.found["mean_depth"] <= 21
-    assert set(found.chosen.thresholds) <= {6, 9}
+    assert set(found.chosen.thresholds) <= {12, 18}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def jobs(job, bundled):
 def test_rows_exit_and_full_depth_is_plain_vllm(start, start_plain, quantised, jobs) -> None:
     harness = start(quantised, dtype="bfloat16", enable_prefix_caching=False)
     outcomes = harness.run(jobs)
-    assert set(outcomes[0][1][1:]) == {6}
+    assert set(outcomes[0][1][1:]) == {12}
     assert {6, 24} <= set(outcomes[2][1])
 
     from vllm import SamplingParams

@@ -73,23 +73,23 @@ def test_a_recipe_grows_trains_and_goes_on(
         "config": None,
         "tokenizer": None,
         "model": str(bundled),
-        "grow_to_layers": 24,
-        "exit_layers": [6, 12, 18],
+        "grow_to_layers": 48,
+        "exit_layers": [12, 24, 36],
         "optimizer": "muon",
         "training": training,
     }
     recipe, out = make_recipe(**keys), tmp_path / "out"
     assert train(recipe) == 0
     grown = json.loads((out / "report.json").read_text())
-    as_it_was = ["grow_to_layers=null", "exit_layers=[3, 6, 9]"]
+    as_it_was = ["grow_to_layers=null", "exit_layers=[6, 12, 18]"]
     assert train(recipe, f"output_dir={tmp_path / 'shallow'}", *as_it_was) == 0
     same = json.loads((tmp_path / "shallow" / "report.json").read_text())
-    for layer in (3, 6, 9, 12):
+    for layer in (6, 12, 18, 24):
         was, now = same["initial_layers"][str(layer)], grown["initial_layers"][str(2 * layer)]
         assert now["loss"] == pytest.approx(was["loss"], rel=1e-6)
     config = json.loads((out / "config.json").read_text())
-    assert config["num_hidden_layers"] == 24
-    assert config["multi_exit"]["exit_layers"] == [6, 12, 18]
+    assert config["num_hidden_layers"] == 48
+    assert config["multi_exit"]["exit_layers"] == [12, 24, 36]
     # What was silent has begun to speak.
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     assert model.model.layers[1].self_attn.o_proj.weight.abs().max() > 0

@@ -120,7 +120,7 @@ def test_writes_json_page_and_pictures(
         assert (out / f"{name}.png").stat().st_size > 10_000
         assert f"![{name}]({name}.png)" in (out / "report.md").read_text(encoding="utf-8")
     shown = capsys.readouterr().out
-    assert "3*" in shown
+    assert "6*" in shown
     assert "Of the last layer's accuracy" in shown
     left_out = "A quick look: at most 8 rows, and 1,500 positions"
     assert left_out in shown and "--thorough takes 200 and 4,000" in shown
