@@ -55,7 +55,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        default=128,
+        default=64,
         metavar="N",
         help="of each answer that is compared (default %(default)s)",
     )
