@@ -120,7 +120,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.print(
         f"\nThe report: {report / 'report.md'} (plot and JSON beside it).", soft_wrap=True
     )
-    exits = "" if _promises(args.model) else f" --exit-threshold {THRESHOLDS[0]}"
+    exits = f" --exit-threshold {THRESHOLDS[0]}"
     if _promises(args.model):
         exits = " --mode defer --num-drafts 8 --exit-checks timed"
     serve = f"exitserve serve {args.model}{exits} --playground"

@@ -90,7 +90,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--num-drafts",
         type=int,
         metavar="N",
-        help="modes verify and defer: most tokens drafted at a time",
+        help="most tokens drafted at a time, in mode verify and, beside it, defer",
     )
     exits.add_argument(
         "--fixed-layers", metavar="N,N", help="also measure every token exiting at layer N"

@@ -118,20 +118,21 @@ def read_request(
     elif policy.mode == "defer":
         pending = PendingTokens(bounds or Bounds())
     ends = [] if params.ignore_eos else eos_ids
-    return Request(
+    request = Request(
         policy=policy,
         prompt_ids=() if prompt_ids is None else prompt_ids,
         output_ids=output_ids,
-        trace_keys=tuple(keys) if isinstance(keys, list | tuple) else (),
+        trace_keys=tuple(map(str, keys)) if isinstance(keys, list | tuple) else (),
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
         pending=pending,
-        may_draft=_may_draft(params, policy, keys),
     )
+    request.may_draft = not request.note_keys and _may_draft(params, policy)
+    return request
 
 
-def _may_draft(params: Any, policy: ExitPolicy, keys: Any) -> bool:
+def _may_draft(params: Any, policy: ExitPolicy) -> bool:
     """See `Request.may_draft`.
 
     In mode "verify" sampling judges drafts, whatever it is told, but a seed's numbers would be
@@ -147,8 +148,7 @@ def _may_draft(params: Any, policy: ExitPolicy, keys: Any) -> bool:
         *(params.structured_outputs, params.thinking_token_budget),
     )
     asked = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
-    traced = any(str(key).startswith(FULL_TRACE) for key in keys or ())
-    return not any(told) and all(one is None for one in asked) and not traced
+    return not any(told) and all(one is None for one in asked)
 
 
 class PreemptedRequests:

@@ -253,8 +253,8 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
     if "speculative_config" in ours:
         if vllm_args.logits_processors:
             raise ExitServeError(
-                "--logits-processors cannot be combined with --mode verify: vLLM would not apply "
-                "them to drafts. Drop one of them."
+                "--logits-processors cannot go with drafts (--mode verify, --num-drafts): vLLM "
+                "would not apply them to drafts. Drop one of them."
             )
         vllm_args.speculative_config = ours["speculative_config"]
     if "compilation_config" in ours:
