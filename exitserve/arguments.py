@@ -175,7 +175,7 @@ def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:
     return tokens
 
 
-def at_least(least: int, value: int, flag: str) -> int:
+def at_least(least: Number, value: Number, flag: str) -> Number:
     """Returns `value`; raises `ExitServeError` if it is below `least`."""
     if value < least:
         raise ExitServeError(f"{flag} must be at least {least}, not {value}.")

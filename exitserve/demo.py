@@ -60,6 +60,13 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
         help="of each answer that is compared (default %(default)s)",
     )
     parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="of each timed pass, at least (default %(default)g)",
+    )
+    parser.add_argument(
         "--enforce-eager",
         action="store_true",
         help="do not compile the engines that are compared: they start sooner and run slower",
@@ -108,7 +115,8 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
     bench = ["bench", str(args.model), *compared(args.model)]
-    bench += ["--max-tokens", str(args.max_tokens), "--overwrite", "--out", str(report)]
+    bench += ["--max-tokens", str(args.max_tokens), "--seconds", f"{args.seconds:g}"]
+    bench += ["--overwrite", "--out", str(report)]
     bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)
     if code := run_command(bench):

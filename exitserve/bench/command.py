@@ -134,6 +134,14 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed passes (default %(default)s)"
     )
+    work.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="of decoding in each timed pass, at least: shorter ones send their requests again "
+        "(default %(default)g)",
+    )
     engine = parser.add_argument_group("both engines")
     engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
@@ -262,6 +270,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         prompt_source=source,
         max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
         repeats=at_least(1, args.repeats, "--repeats"),
+        seconds=at_least(0.0, args.seconds, "--seconds"),
         dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),

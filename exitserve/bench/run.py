@@ -19,6 +19,7 @@ from exitserve.bench.engines import BatchRequest, Engines, running_engines
 from exitserve.bench.measures import (
     Measurements,
     Reads,
+    Timing,
     case_of,
     joined_timing,
     notes_on,
@@ -78,6 +79,7 @@ def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, 
         "prompts": job.prompt_source,
         "max_tokens": job.max_tokens,
         "repeats": job.repeats,
+        "seconds": job.seconds,
         "exit_checks": job.exit_checks,
         "forced": None if job.forced is None else dict(job.forced),
         "dtype": dtype,
@@ -120,10 +122,7 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                 if repeat == -1:
                     _traced_pass(job, engines, batches, by_setting[setting])
                 else:
-                    passes = (
-                        engines.run_batch(setting, batch, job.max_tokens) for batch in batches
-                    )
-                    timing = joined_timing(timing_of(p.times) for p in passes)
+                    timing = _timed_pass(job, engines, setting, batches)
                     by_setting[setting].repeats += [timing] if repeat >= 0 else []
                 done += 1
         measurements += list(by_setting.values())
@@ -136,6 +135,17 @@ def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Batc
     pairs = zip(job.prompts[:count], setting.fields(count), strict=True)
     requests = [BatchRequest(prompt, fields) for prompt, fields in pairs]
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
+
+
+def _timed_pass(
+    job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
+) -> Timing:
+    """All batches, and all again until they have decoded for long enough."""
+    parts: list[Timing] = []
+    while not parts or sum(part.seconds for part in parts) < job.seconds:
+        passes = (engines.run_batch(setting, batch, job.max_tokens) for batch in batches)
+        parts += [timing_of(one.times) for one in passes]
+    return joined_timing(parts)
 
 
 def _traced_pass(

@@ -113,6 +113,8 @@ class BenchJob:
     prompt_source: str
     max_tokens: int
     repeats: int
+    seconds: float
+    """Decoding in each timed pass, at least: a pass of few steps is repeated until then."""
     dtype: str
     enforce_eager: bool
     max_model_len: int | None

@@ -235,6 +235,8 @@ class Batch:
         """
         self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
         self.rows: dict[int, Request] = {}
+        self.is_plain = False
+        """Whether all of them run at full depth, and nobody asks for their depths."""
         self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
@@ -261,6 +263,8 @@ class Batch:
             self._remove(target)
             if moved is not None:
                 self.rows[target] = moved
+        rows = self.rows.values()
+        self.is_plain = all(one.policy.mode == "off" and not one.trace_keys for one in rows)
 
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""

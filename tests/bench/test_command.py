@@ -198,6 +198,7 @@ def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) ->
         (["--batch-sizes", "8,8"], "once"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2"),
         (["--repeats", "0"], "--repeats"),
+        (["--seconds", "-1"], "--seconds"),
         (["--requests", "0"], "--requests"),
         (["--dtype", "int8"], "allowed: auto, float32, bfloat16"),
         (["--max-model-len", "0"], "--max-model-len"),

@@ -16,7 +16,7 @@ def test_the_demo_shows_depths_and_a_comparison(shipped: Path, tmp_path: Path) -
     log = tmp_path / "printed"
     demo = PythonProcess(
         "exitserve",
-        ["demo", "--enforce-eager", "--max-tokens", "16", "--out", str(tmp_path)],
+        f"demo --enforce-eager --max-tokens 16 --seconds 0 --out {tmp_path}".split(),
         log,
         os.environ,
     )

@@ -38,7 +38,6 @@ from exitserve.engine.compat.context import (
     rearranged_context,
     slots_at,
 )
-from exitserve.engine.compat.frames import with_room
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
 from exitserve.engine.host.late_checks import LateChecks
@@ -107,7 +106,6 @@ class HostLoop:
         leaves = self._rules.when_slower == "leave"
         return None if leaves else PassTiming(agree=_as_first_rank)
 
-    @with_room
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
     ) -> Tensor:
@@ -123,6 +121,10 @@ class HostLoop:
             self._step = None
             if self._segments:
                 self._warm_up(positions, embed())
+            return self._run_plain(plain)
+        self._context = get_forward_context() if self._rules.num_drafts else None
+        if self.requests.decodes_plainly(shape, positions):
+            self._step = None
             return self._run_plain(plain)
         steady = self.requests.only_decodes
         step = self._step = self.requests.next_step(shape, positions)
@@ -141,7 +143,6 @@ class HostLoop:
             normed = self._run_late(positions, embed(), step) if late else self._run_plain(plain)
         else:
             normed = self._run_rearranged(positions, embed(), step)
-        self._context = get_forward_context() if self._rules.num_drafts else None
         self.requests.record(step)
         return normed
 
@@ -331,7 +332,6 @@ class HostLoop:
         active = ActiveTokens([0] * len(step.lengths), positions[:0], (none, None), slots)
         self._run_segments(active, step.only_pending(), self._segments)
 
-    @with_room
     def draft(self, rows: Sequence[Draft]) -> None:
         """Drafts the next tokens of rows, as far as they are confident.
 

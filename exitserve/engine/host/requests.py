@@ -36,6 +36,24 @@ class HostRequests:
         """The requests by batch row."""
         return self._batch.rows
 
+    def decodes_plainly(self, shape: BatchShape, positions: Tensor) -> bool:
+        """Whether every row decodes one token at full depth, and nobody asks for its depth.
+
+        Such a pass over `positions` [T] needs no step, and is counted here: requests of mode "off"
+        are served as fast as by vLLM alone.
+        """
+        count = len(shape.row_ends)
+        if not self._batch.is_plain or not shape.num_tokens == count == len(self.rows):
+            return False
+        for row, last in enumerate(positions[:count].tolist()):
+            request = self.rows.get(row)
+            if request is None or request.length > last + 1:  # a prompt's chunk of one token
+                return False
+        self.pass_number += 1
+        self.only_decodes = True
+        self.recorder.tokens_by_depth[self.rules.num_layers] += count
+        return True
+
     def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
         """The step of one forward pass over `positions` [T]."""
         ends: list[int] = shape.row_ends.tolist()
