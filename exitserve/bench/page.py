@@ -124,8 +124,9 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"tokens each, greedy, end of sequence ignored; in full batches (at least one), whose "
         f"requests start together.",
         f"- One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
-        f"without tracing, each of at least {settings['seconds']:g} s of decoding. The settings of a repeat run one after the other, each repeat "
-        f"starting at another one; wall speedup compares settings within a repeat.",
+        f"without tracing, each of at least {settings['seconds']:g} s of decoding. The settings "
+        f"of a repeat run one after the other, each repeat starting at another one; wall speedup "
+        f"compares settings within a repeat.",
         f"- Both engines: {settings['dtype']}, {settings['compile']}, context "
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",

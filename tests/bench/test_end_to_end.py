@@ -34,7 +34,8 @@ MODES = (
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
     f"--mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} "
-    f"--max-tokens {MAX_TOKENS} --repeats 2 --seconds 0 --dtype float32 --enforce-eager --max-model-len 128"
+    f"--max-tokens {MAX_TOKENS} --repeats 2 --seconds 0 --dtype float32 --enforce-eager "
+    "--max-model-len 128"
 )
 
 
