@@ -296,7 +296,8 @@ def _forced(args: argparse.Namespace) -> dict[str, float] | None:
 def _context(args: argparse.Namespace) -> int | None:
     """The context to ask the engines for; None for the checkpoint's own."""
     if args.max_model_len is not None:
-        return at_least(MIN_TOKENS, args.max_model_len, "--max-model-len")
+        context: int = at_least(MIN_TOKENS, args.max_model_len, "--max-model-len")
+        return context
     if args.synthetic is None:
         return None
     return synthetic_shapes.context_for(args.synthetic, _prompt_tokens(args), args.max_tokens)

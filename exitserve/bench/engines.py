@@ -1,7 +1,8 @@
 """The engines of a comparison, and timed batches of requests through each of them.
 
-All run the same checkpoint with the same arguments and environment; ours add exit options, and
-mode "verify" has a second engine of ours. All are loaded at the same time, in separate processes,
+All run the same checkpoint with the same arguments and environment; ours add exit options. Of ours
+there are up to two: one that drafts, for modes "verify" and "defer", and one for the others. All
+are loaded at the same time, in separate processes,
 so that their passes can be interleaved within seconds.
 """
 
@@ -12,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,13 +65,13 @@ class Engines:
     def __init__(
         self,
         plain: Any,
-        exits: Any,
-        verify: Any = None,
+        exits: Any = None,
+        drafting: Any = None,
         rivals: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._plain = plain
         self._exits = exits
-        self._verify = verify
+        self._drafting = drafting
         self._rivals = rivals
         self._drafts = {
             name: DraftCounts(engine) for name, engine in rivals.items() if cut_of(name) is None
@@ -169,10 +171,11 @@ class Engines:
     def _engine(self, setting: Setting) -> Any:
         if setting.mode == "rival":
             return self._rivals[setting.rival or ""]
+        if setting == PLAIN:
+            return self._plain
         # In mode "defer" too a server that drafts is the faster one.
-        if setting.mode == "verify" or (setting.mode == "defer" and self._verify is not None):
-            return self._verify
-        return self._plain if setting == PLAIN else self._exits
+        drafts = setting.mode in ("verify", "defer") and self._drafting is not None
+        return self._drafting if drafts or self._exits is None else self._exits
 
     def _switch_to(self, setting: Setting) -> Any:
         llm = self._engine(setting)
@@ -197,8 +200,8 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
         started.append(engine)
         return engine
 
-    def ours(*, verify: bool) -> Any:
-        options = job.engine_options(verify=verify)
+    def ours(*, drafting: bool) -> Any:
+        options = job.engine_options(drafting=drafting)
         if job.forced is None:
             return started_one(start_engine(job.model_dir, exits=options, **arguments))
         forced = start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
@@ -209,11 +212,12 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
         # Before ours: requests are checked by the rules of the engine that started last.
         rivals = {name: started_one(_rival(name, job, arguments)) for name in job.rivals}
         drafts = job.verifies or (runs_on_v2() and job.defers)
-        exits, verify = ours(verify=False), ours(verify=True) if drafts else None
-        yield Engines(plain, exits, verify, rivals)
+        exits = None if drafts and job.only_drafts else ours(drafting=False)
+        yield Engines(plain, exits, ours(drafting=True) if drafts else None, rivals)
     finally:
-        for llm in started:
-            llm.llm_engine.engine_core.shutdown()
+        # Each waits for its processes to end.
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda llm: llm.llm_engine.engine_core.shutdown(), started))
 
 
 def _rival(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:

@@ -137,13 +137,19 @@ class BenchJob:
         """Whether any setting is of mode "defer", which on GPUs needs that engine too."""
         return any(setting.mode == "defer" for setting in self.settings)
 
-    def engine_options(self, *, verify: bool) -> dict[str, Any]:
-        """Exit options of an engine; settings of mode "verify" have an engine of their own."""
+    @property
+    def only_drafts(self) -> bool:
+        """Whether the engine that drafts can serve all settings that need one of ours."""
+        ours = (one.mode for one in self.settings if one.mode not in ("plain", "rival"))
+        return all(mode in ("off", "defer", "verify") for mode in ours)
+
+    def engine_options(self, *, drafting: bool) -> dict[str, Any]:
+        """Exit options of an engine, one that drafts or one that does not."""
         options: dict[str, Any] = {
             "exit_layers": list(self.rules.exit_layers),
             "exit_checks": self.exit_checks,
         }
-        return options | verify_options(self.num_drafts) if verify else options
+        return options | verify_options(self.num_drafts) if drafting else options
 
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""

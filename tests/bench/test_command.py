@@ -299,9 +299,10 @@ def test_forced_confidence_and_the_modes_by_it() -> None:
         assert job.rules.exit_layers == (6,)
         assert job.forced == {"confidence": 0.8, "acceptance": 1.0}
         assert job.verifies
-        engine = job.engine_options(verify=True)
+        assert job.only_drafts
+        engine = job.engine_options(drafting=True)
         assert engine["mode"] == "verify"
-        assert "mode" not in job.engine_options(verify=False)
+        assert "mode" not in job.engine_options(drafting=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,26 @@ def test_requests_choose_their_mode(ask: Any) -> None:
         assert set(answer.choices[0].exit_layers) > {24}
     fixed = ask(PROMPTS[0], vllm_xargs={"exit_layer": 6, "exit_trace": True})
     assert set(fixed.choices[0].exit_layers[1:]) == {6}
+
+
+def test_drafted_answers_of_mode_defer_are_those_of_a_server_that_drafts_nothing(
+    verifying: LocalServer, ask: Any, complete: Complete
+) -> None:
+    policy = {"exit_mode": "defer", "exit_threshold": 0.3}
+    expected = [complete(prompt, 32, **policy)["choices"][0] for prompt in PROMPTS]
+    before = counter(verifying, "exitserve_tokens_total")
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        traced = {"vllm_xargs": {**policy, "exit_trace": True}}
+        answers = [answer.choices[0] for answer in pool.map(partial(ask, **traced), PROMPTS)]
+    for answer, known in zip(answers, expected, strict=True):
+        assert answer.token_ids == known["token_ids"]
+        assert answer.exit_layers == known["exit_layers"]
+    found = sum(len(answer.token_ids) for answer in answers)
+    assert counter(verifying, "exitserve_tokens_total") - before == found
+    assert any(set(answer.exit_layers) > {24} for answer in answers)
+    stopped = ask(PROMPTS[1], stop=["\n\n"], **traced).choices[0]
+    known = complete(PROMPTS[1], 32, options={"stop": ["\n\n"]}, **policy)["choices"][0]
+    assert (stopped.text, stopped.exit_layers) == (known["text"], known["exit_layers"])
 
 
 def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
