@@ -56,6 +56,11 @@ def _may_break_graphs(args: Any) -> bool:
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
+def transfers_kv(args: Any) -> bool:
+    """Whether vLLM's parsed arguments ask for a KV connector."""
+    return bool(args.kv_transfer_config or args.kv_offloading_size)
+
+
 UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
     UnsupportedFeature(
         "LoRA (--enable-lora)",
@@ -89,9 +94,9 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         "exits are planned for the whole batch, which micro-batching splits",
     ),
     UnsupportedFeature(
-        "KV transfer (--kv-transfer-config, --kv-offloading-size)",
-        lambda args: args.kv_transfer_config or args.kv_offloading_size,
-        "it saves each layer's keys and values when that layer runs, and exited tokens skip layers",
+        "KV transfer (--kv-transfer-config, --kv-offloading-size) on a GPU",
+        lambda args: transfers_kv(args) and runs_on_v2(),
+        "it was not tested with exits there",
     ),
     UnsupportedFeature(
         "this kind of quantised weights (--quantization)",
@@ -145,16 +150,16 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "--data-parallel-backend ray",
-        lambda args: args.data_parallel_backend != "mp",
-        "it was not tested with exits",
-        fix="leave it out: engines on other machines start with --headless",
+        "Ray (--data-parallel-backend ray, --distributed-executor-backend ray)",
+        lambda args: "ray" in (args.data_parallel_backend, args.distributed_executor_backend),
+        "vLLM has no Ray for CPUs, where exits are tested",
+        fix="leave it out: engines and ranks on other machines start with --headless",
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "serving over several machines in one rank, or without HTTP (--nnodes, --grpc)",
-        lambda args: args.nnodes > 1 or args.grpc,
-        "it was not tested with exits, whose fields need the HTTP server",
+        "serving without HTTP (--grpc)",
+        lambda args: args.grpc,
+        "exit fields need the HTTP server",
         needs_exits=False,
     ),
 )
