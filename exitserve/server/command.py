@@ -23,6 +23,7 @@ from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
     check_same_config,
     check_shadow_rate,
+    reject_parallel_experts,
     reject_unsupported,
     reject_unsupported_quantisation,
     transfers_kv,
@@ -179,6 +180,8 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
     check_same_config(vllm_args, args.revision)
     check_rules(args.model, served, args.revision, transfers=transfers_kv(vllm_args))
+    if rules.exit_layers:
+        reject_parallel_experts(config, vllm_args)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate, vllm_args.playground = args.shadow_rate, args.playground
     vllm_args.engine_end = end = EngineEnd()

@@ -77,8 +77,10 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
     UnsupportedFeature(
         "pipeline parallelism (--pipeline-parallel-size above 1)",
         lambda args: args.pipeline_parallel_size > 1,
-        "a token that exits would still have to visit the stages that hold the layers it skips",
-        fix="use 1",
+        "a token that exits would still have to visit the stages that hold the layers it skips, "
+        "and only the last stage has the head that checks it",
+        fix=f"use --tensor-parallel-size, or {PLAIN}",
+        needs_exits=False,
     ),
     UnsupportedFeature(
         "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)",
@@ -219,6 +221,21 @@ def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
             f"{FIXED_SCALES} (input_activations without dynamic in the checkpoint's config.json) "
             f"are not supported: keys and values of skipped layers would be rounded. "
             f"To go on, use a checkpoint with dynamic scales, or {PLAIN}."
+        )
+
+
+def reject_parallel_experts(config: Mapping[str, Any], vllm_args: Any) -> None:
+    """Raises `ExitServeError` for data parallelism of a mixture of experts.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        vllm_args: vLLM's parsed arguments.
+    """
+    if config.get("num_experts_per_tok") and vllm_args.data_parallel_size > 1:
+        raise ExitServeError(
+            "data parallelism of a mixture of experts (--data-parallel-size) is not supported: its "
+            "ranks exchange tokens in every layer, so that all of them have to run all layers. To "
+            f"go on, start one server for each replica behind a load balancer, or {PLAIN}."
         )
 
 

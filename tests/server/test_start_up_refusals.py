@@ -89,7 +89,7 @@ FLAGS = [
     ("--shadow-rate 0.1 --max-logprobs 0", "--shadow-rate", "needs log-probabilities"),
     ("--shadow-rate 0.1 --logprobs-mode processed_logits", "--shadow-rate", "processed_logits"),
 ]
-ONLY_WITH_EXITS = ["LoRA", "speculative", "pipeline", "micro-batching"]
+ONLY_WITH_EXITS = ["LoRA", "speculative", "micro-batching"]
 
 
 @pytest.fixture
@@ -126,7 +126,8 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
     [
         "--runner generate",
         "--kv-offloading-size 1",
-        "--mode verify --exit-threshold 0.5 --kv-transfer-config.kv_connector X",
+        "--mode verify --exit-threshold 0.5 --kv-transfer-config.kv_connector X "
+        "--kv-transfer-config.kv_role kv_both",
         "--tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.1",
         "--api-server-count 1",
         "--exit-layer 6",
@@ -225,6 +226,14 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
     assert code == 2 and "nothing exits" in error
     code, _, error = serve("--enable-elastic-ep", model=plain)
     assert code == 2 and "engines that come and go" in error
+
+
+def test_engines_of_a_mixture_of_experts_wait_for_each_other(serve, checkpoint) -> None:
+    experts = checkpoint(num_experts_per_tok=2)
+    code, _, error = serve("--data-parallel-size", "2", "--api-server-count", "1", model=experts)
+    assert code == 2 and "mixture of experts (--data-parallel-size)" in error.splitlines()[-1]
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--exit-layers", "")
+    assert serve(*flags, model=experts)[0] == 0
 
 
 def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:
