@@ -271,7 +271,7 @@ def same_answers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def carried(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each server: the highest load under which `CARRIED` of its requests met the goal."""
+    """A line for each server: the highest load of which `CARRIED` met the goal."""
     best: dict[str, tuple[float, str]] = {}
     for found in results.values():
         load = found["request_throughput"]

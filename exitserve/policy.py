@@ -21,7 +21,7 @@ EXACT: tuple[Mode, ...] = ("defer", "verify")
 """Modes in which the deeper layers of an exited token run too, later."""
 TRANSFERABLE: tuple[Mode, ...] = ("off", "verify")
 """Modes in which what vLLM counts as computed is full depth's in all layers, as KV connectors take
-it to be: they name blocks by their tokens, not by policy, and come back for no layer."""
+it to be: some name blocks by their tokens, not by policy, and none comes back for a layer."""
 
 WhenSlower = Literal["leave", "check_late", "full_depth"]
 """Draft and leave all the same; draft nothing, and in mode "defer" run all layers and be checked

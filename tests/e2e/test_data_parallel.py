@@ -24,7 +24,7 @@ from .engines import held_still, probe, started_by
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "m")
 PROMPTS = [f"def f{number}(x):" for number in range(8)]
 TOKENS = 24
-ENDLESS = 4000
+ENDLESS = 20_000
 """Tokens of a request that something comes in between of."""
 SOON = 30.0
 """Seconds; two or three, on machines that do nothing else."""

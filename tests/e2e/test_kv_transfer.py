@@ -6,13 +6,13 @@ One server runs at full depth and one drafts (mode "verify"); each reads what th
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
@@ -22,19 +22,15 @@ from .conftest import NAME, Serve
 from .test_crowded import metric
 
 BLOCK = 32
-LENGTH = 3 * BLOCK
-DRAFTS = ("--mode", "verify", "--exit-threshold", 0.05)
-
-
-@pytest.fixture(scope="module")
-def model(make_checkpoint: Any) -> Path:
-    path: Path = make_checkpoint("llama")
-    return path
+LENGTH = 2 * BLOCK
+TEXT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n" * 8
+# "all": it drafts whether that is faster or not.
+DRAFTS = ("--mode", "verify", "--exit-threshold", 0.3, "--exit-checks", "all")
 
 
 @pytest.fixture(scope="module")
 def servers(
-    model: Path, serve: Serve, tmp_path_factory: Any
+    bundled: Path, serve: Serve, tmp_path_factory: Any
 ) -> Iterator[tuple[LocalServer, LocalServer]]:
     """One at full depth, and one that drafts."""
     transfer = {
@@ -43,7 +39,7 @@ def servers(
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
     }
     options = ("--block-size", BLOCK, "--kv-transfer-config", json.dumps(transfer))
-    with serve(model, *options) as full, serve(model, *options, *DRAFTS) as drafting:
+    with serve(bundled, *options) as full, serve(bundled, *options, *DRAFTS) as drafting:
         yield full, drafting
 
 
@@ -64,11 +60,11 @@ def taken(server: LocalServer) -> float:
 
 
 def test_each_reads_what_the_other_wrote(
-    model: Path, servers: tuple[LocalServer, LocalServer]
+    bundled: Path, servers: tuple[LocalServer, LocalServer]
 ) -> None:
     full, drafting = servers
-    prompt = random.Random(0).choices(range(32, 127), k=2 * BLOCK + 9)
-    oracle = load_reference(str(model))
+    prompt = AutoTokenizer.from_pretrained(bundled)(TEXT)["input_ids"][: 2 * BLOCK + 9]
+    oracle = load_reference(str(bundled))
 
     def alone(ids: list[int]) -> list[int]:
         return oracle.decode(ids, LENGTH, ExitPolicy.off(), ignore_eos=True).token_ids
@@ -86,7 +82,9 @@ def test_each_reads_what_the_other_wrote(
     assert taken(full) > 0
 
 
-@pytest.mark.parametrize("fields", [{"exit_threshold": 0.5, "exit_mode": "defer"}, {"exit_layer": 2}])
+@pytest.mark.parametrize(
+    "fields", [{"exit_threshold": 0.5, "exit_mode": "defer"}, {"exit_layer": 6}]
+)
 def test_tokens_that_exit_would_write_something_else(
     servers: tuple[LocalServer, LocalServer], fields: dict[str, Any]
 ) -> None:

@@ -148,4 +148,7 @@ def test_a_replay(
     printed = capsys.readouterr().out.splitlines()
     heading, *rows = (line for line in printed if line.startswith("| ") and "---" not in line)
     assert all(row.count("|") == heading.count("|") and "|  |" not in row for row in rows)
-    assert [line.split(",")[0] for line in printed if "within the goal:" in line] == ["full", *fields]
+    assert [line.split(",")[0] for line in printed if "within the goal:" in line] == [
+        "full",
+        *fields,
+    ]
