@@ -123,8 +123,8 @@ def _failure(server: LocalServer, engine: int) -> str:
 
 
 def test_the_server_ends_with_either_engine(server: LocalServer) -> None:
-    """Under load: clients of both engines get errors, not half an answer or none. Its exit code
-    says so, in one line; whoever supervises it starts all of it anew."""
+    """Under load: clients of both engines are told, by an error or that their answer was aborted.
+    Its exit code says so, in one line; whoever supervises it starts all of it anew."""
     before = {engine: sum(own.values()) for engine, own in _exported(server).items()}
     group = started_by(server)
     with ThreadPoolExecutor(4) as pool:
@@ -133,7 +133,7 @@ def test_the_server_ends_with_either_engine(server: LocalServer) -> None:
         _second_engine(server)[0].send_signal(signal.SIGKILL)
         assert server.wait(SOON) == 1
         said = [end.result(SOON) for end in ends]
-    assert all("rror" in one for one in said), said
+    assert all("rror" in one or '"finish_reason":"abort"' in one for one in said), said
     last = server.log.read_text()
     assert "exitserve: Engine core process EngineCore_DP1 died unexpectedly." in last
     assert "Traceback" not in last[last.rindex("exitserve: Engine core") :]

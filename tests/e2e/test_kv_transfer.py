@@ -63,7 +63,8 @@ def test_each_reads_what_the_other_wrote(
     bundled: Path, servers: tuple[LocalServer, LocalServer]
 ) -> None:
     full, drafting = servers
-    prompt = AutoTokenizer.from_pretrained(bundled)(TEXT)["input_ids"][: 2 * BLOCK + 9]
+    text = AutoTokenizer.from_pretrained(bundled)(TEXT)["input_ids"]
+    prompt, other = text[: 2 * BLOCK + 9], text[3 : 2 * BLOCK]
     oracle = load_reference(str(bundled))
 
     def alone(ids: list[int]) -> list[int]:
@@ -74,12 +75,12 @@ def test_each_reads_what_the_other_wrote(
     assert tokens(drafting, prompt) == first
     assert taken(drafting) == 2 * BLOCK
     assert metric(drafting, "vllm:spec_decode_num_accepted_tokens_total") > 0, "nothing is drafted"
-    # The blocks of the answer are those that drafts began and full depth completed.
-    follow_up = [*prompt, *first, *prompt[:5]]
+    # The other way round: blocks of an answer that drafts began and full depth completed.
+    follow_up = [*other, *tokens(drafting, other), *prompt[:5]]
     second = tokens(drafting, follow_up)
     assert second == alone(follow_up)
     assert tokens(full, follow_up) == second
-    assert taken(full) > 0
+    assert taken(full) > len(other)
 
 
 @pytest.mark.parametrize(
