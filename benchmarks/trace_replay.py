@@ -7,12 +7,17 @@
 TRACE is a table of a trace of Azure's (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) or lines of
 a Mooncake trace (JSON: timestamp in ms, input_length, output_length, hash_ids). Traces have no
 text, so prompts are cut from FILE; requests that share blocks in a Mooncake trace share text. A
-server may be several replicas behind a router. A small machine replays a scaled trace: --rate 0.1
-sends every tenth request, and --lengths 0.25 cuts prompts and answers to a quarter.
+small machine replays a scaled trace: --rate 0.1 sends every tenth request, and --lengths 0.25 cuts
+prompts and answers to a quarter.
+
+A server may be several replicas: NAME=URL,URL sends each request to the replica with the fewest in
+progress, in turn among equals. Or they are behind a router, whose URL is given.
 
 vLLM's own benchmark client measures: time to first token, time per token after it, and goodput,
-the requests that meet the --goal, a second. The table and report.json also say how many answers
-are the same as the first server's (in 16 bits, batches round differently; use float32 to compare).
+the requests that meet the --goal, a second. With --speeds 1,2,4 the trace is also replayed in half
+and a quarter of its time; the last lines say which of these loads each server carries at the goal.
+The table and report.json also say how many answers are the same as the first server's (in 16 bits,
+batches round differently; use float32 to compare).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,8 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK = 512
 """Tokens that an entry of `hash_ids` stands for."""
 LEAST_PROMPT = 8
+CARRIED = 0.9
+"""The share of the requests that meet the goal under a load that a server carries."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,32 @@ def prompt_of(arrival: Arrival, number: int, tokens: Sequence[int], lengths: flo
     return joined[: arrival.prompt]
 
 
+class Replicas:
+    """Servers that share requests, each of which goes where the fewest are in progress."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        """Takes their addresses, without paths."""
+        self._in_progress = dict.fromkeys(urls, 0)
+        """In the order in which they got their last requests: equals take turns."""
+        self.sent = dict.fromkeys(urls, 0)
+        """Requests by address, those included that warm up."""
+
+    async def send(self, request_func_input: Any, session: Any, pbar: Any = None) -> Any:
+        """Sends a request as vLLM's benchmark client does, to one of them."""
+        from vllm.benchmarks.lib.endpoint_request_func import async_request_openai_completions
+
+        url = min(self._in_progress, key=self._in_progress.__getitem__)
+        self._in_progress[url] = self._in_progress.pop(url) + 1
+        self.sent[url] += 1
+        request = replace(request_func_input, api_url=f"{url}/v1/completions")
+        try:
+            return await async_request_openai_completions(request, session, pbar)
+        finally:
+            self._in_progress[url] -= 1
+
+
 async def replay(
-    url: str,
+    urls: Sequence[str],
     model: str,
     tokenizer: Any,
     requests: Sequence[Any],
@@ -142,21 +173,24 @@ async def replay(
     """Sends requests to a server when they are due; returns vLLM's figures and the answers.
 
     Args:
-        url: the server's, without a path.
+        urls: of its replicas, without paths.
         model: its name there.
         tokenizer: counts tokens of answers.
         requests: see `requests_of`.
         body: more fields of each request.
         goal: most milliseconds, by vLLM's name of a time.
     """
+    from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
     from vllm.benchmarks.serve import TaskType, benchmark
 
+    replicas = Replicas(urls)
+    ASYNC_REQUEST_FUNCS["replicas"] = replicas.send
     with contextlib.redirect_stdout(sys.stderr):
         figures: dict[str, Any] = await benchmark(
             task_type=TaskType.GENERATION,
-            endpoint_type="vllm",
-            api_url=f"{url}/v1/completions",
-            base_url=url,
+            endpoint_type="replicas",
+            api_url=f"{urls[0]}/v1/completions",
+            base_url=urls[0],
             model_id=model,
             model_name=model,
             tokenizer=tokenizer,
@@ -177,11 +211,14 @@ async def replay(
             extra_body={"temperature": 0.0, **body},
             self_timed=True,
         )
-    return figures
+    good = figures["request_goodput"] * figures["duration"]
+    return figures | {"within_goal": good / len(requests), "sent": replicas.sent}
 
 
-def requests_of(arrivals: Sequence[Arrival], tokens: Sequence[int], lengths: float) -> list[Any]:
-    """vLLM's requests, with their prompts."""
+def requests_of(
+    arrivals: Sequence[Arrival], tokens: Sequence[int], lengths: float, speed: float = 1.0
+) -> list[Any]:
+    """vLLM's requests, with their prompts; `speed`: how often the trace fits into its time."""
     from vllm.benchmarks.datasets import SampleRequest
 
     return [
@@ -190,7 +227,7 @@ def requests_of(arrivals: Sequence[Arrival], tokens: Sequence[int], lengths: flo
             prompt_len=one.prompt,
             expected_output_len=one.answer,
             request_id=str(number),
-            timestamp=one.seconds,
+            timestamp=one.seconds / speed,
         )
         for number, one in enumerate(arrivals)
     ]
@@ -199,12 +236,14 @@ def requests_of(arrivals: Sequence[Arrival], tokens: Sequence[int], lengths: flo
 COLUMNS = {
     "requests": ("completed", 0),
     "failed": ("failed", 0),
+    "requests/s": ("request_throughput", 2),
     "output tokens/s": ("output_throughput", 1),
     "first token, p50 ms": ("median_ttft_ms", 0),
     "p99": ("p99_ttft_ms", 0),
     "per token, p50 ms": ("median_tpot_ms", 2),
     "p99 ms": ("p99_tpot_ms", 2),
     "goodput, requests/s": ("request_goodput", 2),
+    "within the goal": ("within_goal", 3),
     "same answers": ("same_answers", 3),
 }
 """By heading, vLLM's name of a figure and its digits."""
@@ -231,6 +270,17 @@ def same_answers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def carried(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each server: the highest load of which `CARRIED` met the goal."""
+    best: dict[str, tuple[float, str]] = {}
+    for found in results.values():
+        load = found["request_throughput"]
+        said = f"{load:.2f} requests/s, {found['output_throughput']:.1f} output tokens/s"
+        reached = (load, said) if found["within_goal"] >= CARRIED else (0.0, "none of these loads")
+        best[found["server"]] = max(best.get(found["server"], reached), reached)
+    return [f"{name}, {CARRIED:.0%} within the goal: {said}" for name, (_, said) in best.items()]
+
+
 def _named(text: str) -> tuple[str, str]:
     name, mark, rest = text.partition("=")
     if not (name and mark and rest):
@@ -243,7 +293,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--server", type=_named, action="append", required=True, metavar="NAME=URL")
+    parser.add_argument(
+        "--server",
+        type=_named,
+        action="append",
+        required=True,
+        metavar="NAME=URL",
+        help="several replicas: NAME=URL,URL",
+    )
     parser.add_argument(
         "--fields",
         type=_named,
@@ -253,9 +310,13 @@ def _parser() -> argparse.ArgumentParser:
         help='exit fields of a server\'s requests, for example ours={"exit_target": 0.98}',
     )
     parser.add_argument("--model", required=True, help="as served; its tokenizer is read")
+    parser.add_argument("--served-model-name", help="its name on the servers, if it is another")
     parser.add_argument("--texts", type=Path, required=True, help="text that prompts are cut from")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the trace (default 10)")
     parser.add_argument("--rate", type=float, default=1.0, help="share of the requests (default 1)")
+    parser.add_argument(
+        "--speeds", default="1", metavar="S,S", help="replays the trace S times as fast (default 1)"
+    )
     parser.add_argument("--lengths", type=float, default=1.0, help="of prompts and answers")
     parser.add_argument("--context", type=int, default=4096, help="most tokens (default 4096)")
     parser.add_argument(
@@ -274,22 +335,26 @@ def main() -> int:
     tokens = tokenizer(args.texts.read_text())["input_ids"]
     scale = Scale(args.minutes, args.rate, args.lengths, args.context)
     arrivals = scaled(read_trace(args.trace), scale)
-    requests = requests_of(arrivals, tokens, scale.lengths)
-    if not requests:
+    if not arrivals:
         raise SystemExit("nothing to replay: raise --minutes or --rate.")
     prompts, answers = sum(one.prompt for one in arrivals), sum(one.answer for one in arrivals)
-    print(f"{len(requests)} requests, {prompts} prompt tokens, {answers} answer tokens", flush=True)
+    print(f"{len(arrivals)} requests, {prompts} prompt tokens, {answers} answer tokens", flush=True)
     goal = {name: float(ms) for name, ms in (one.split(":") for one in args.goal.split(","))}
     fields = {name: {"vllm_xargs": json.loads(text)} for name, text in args.fields}
+    served = args.served_model_name or args.model
     results: dict[str, dict[str, Any]] = {}
-    for name, url in args.server:
-        run = replay(url, args.model, tokenizer, requests, fields.get(name, {}), goal)
-        results[name] = asyncio.run(run)
+    for speed in map(float, args.speeds.split(",")):
+        requests = requests_of(arrivals, tokens, scale.lengths, speed)
+        for name, urls in args.server:
+            label = name if speed == 1 else f"{name} x{speed:g}"
+            body = fields.get(name, {})
+            run = replay(urls.split(","), served, tokenizer, requests, body, goal)
+            results[label] = asyncio.run(run) | {"server": name}
     for name, share in same_answers(results).items():
         results[name]["same_answers"] = share
-    print("\n".join(table(results)))
+    print("\n".join([*table(results), "", *carried(results)]))
     if args.out is not None:
-        kept = {key for key, _ in COLUMNS.values()}
+        kept = {"sent", *(key for key, _ in COLUMNS.values())}
         figures = {n: {k: v for k, v in one.items() if k in kept} for n, one in results.items()}
         report = {"scale": vars(scale), "goal_ms": goal, "servers": figures}
         args.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -19,6 +19,9 @@ BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer", "verify")
 """Modes in which a token exits where its confidence passes a threshold."""
 EXACT: tuple[Mode, ...] = ("defer", "verify")
 """Modes in which the deeper layers of an exited token run too, later."""
+TRANSFERABLE: tuple[Mode, ...] = ("off", "verify")
+"""Modes in which what vLLM counts as computed is full depth's in all layers, as KV connectors take
+it to be: some name blocks by their tokens, not by policy, and none comes back for a layer."""
 
 WhenSlower = Literal["leave", "check_late", "full_depth"]
 """Draft and leave all the same; draft nothing, and in mode "defer" run all layers and be checked
@@ -179,6 +182,8 @@ class ExitRules:
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
     full_trace: bool = True
     """Whether this server's loop can tell what each check found (`FULL_TRACE`)."""
+    transfers: bool = False
+    """Whether a KV connector carries keys and values from and to other servers."""
 
     def policy_for(
         self, fields: Mapping[str, Any] | None, *, structured: bool = False
@@ -263,6 +268,11 @@ class ExitRules:
         what, flag = f"exit_mode {mode!r}", f"--mode {mode}"
         if mode == "fixed":
             what, flag = "exit_layer", "--exit-layer N"
+        if self.transfers and mode not in TRANSFERABLE:
+            raise ExitServeError(
+                f"{what} needs a server without KV transfer, which carries full depth's keys and "
+                f"values only. Modes here: {', '.join(self.modes)}."
+            )
         raise ExitServeError(
             f"{what} needs a server that was started for it: exitserve serve {flag}. "
             f"Modes here: {', '.join(self.modes)}."

@@ -44,7 +44,13 @@ SLOW_FIRST = ("e2e", "engine", "evaluation", "bench", "train", "calibration")
 """Folders of tests in the order in which workers take them: a long one at the end would run alone.
 """
 SERVERS = "tests/e2e/"
-OWN_SERVERS = ("test_data_parallel.py", "test_demo.py", "test_server_ends.py", "test_tutorial.py")
+OWN_SERVERS = (
+    "test_data_parallel.py",
+    "test_demo.py",
+    "test_kv_transfer.py",
+    "test_server_ends.py",
+    "test_tutorial.py",
+)
 """Files there that use none of the servers which the others share."""
 BUNDLED = ROOT / "models" / "exit-py-19m"
 BUNDLED_EXITS = [6, 12, 18]

@@ -11,7 +11,7 @@ from typing import Any
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules
+from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules, rules_from
 from exitserve.errors import ExitServeError
 from exitserve.first_layers import config_overrides, cut_config
 from exitserve.policy import EXACT, ExitRules
@@ -45,10 +45,15 @@ def served_architecture(model_dir: Path | str, revision: str | None = None) -> s
 
 
 def check_rules(
-    model_dir: Path | str, options: Mapping[str, Any], revision: str | None = None
+    model_dir: Path | str,
+    options: Mapping[str, Any],
+    revision: str | None = None,
+    *,
+    transfers: bool = False,
 ) -> ExitRules:
-    """Checks the checkpoint's exits and server options before anything slow starts."""
-    rules = make_rules(read_config(model_dir, revision), options)
+    """Checks the checkpoint's exits and server options before anything slow starts; see
+    `make_rules`."""
+    rules = make_rules(read_config(model_dir, revision), options, transfers=transfers)
     if rules.screens_file is not None and rules.exit_layers:
         from exitserve.screens import load_screens
 
@@ -279,8 +284,8 @@ def start_engine(
 
     from exitserve.engine.hooks.rows_processor import RowsProcessor
 
-    RowsProcessor.rules = check_rules(model_dir, arguments["additional_config"][KEY], revision)
     engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
+    RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
     engine.collective_rpc("exit_attach")
     return engine
 

@@ -22,6 +22,7 @@ from exitserve.policy import (
     EXACT,
     MODES,
     NUM_DRAFTS,
+    TRANSFERABLE,
     ExitPolicy,
     ExitRules,
     Mode,
@@ -81,13 +82,16 @@ def has_fixed_activation_scales(quantisation: Any) -> bool:
     return any(one is not None and not one.get("dynamic") for one in inputs)
 
 
-def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRules:
+def make_rules(
+    config: Mapping[str, Any], options: Mapping[str, Any], *, transfers: bool = False
+) -> ExitRules:
     """Checks server options against a model and returns its rules.
 
     Args:
         config: the checkpoint's `config.json`.
         options: any of `OPTIONS`; `exit_layers` replaces those that the checkpoint declares, and
             `max_layers` leaves the first layers only.
+        transfers: whether a KV connector carries keys and values from and to other servers.
 
     Raises:
         ExitServeError: an option is unknown, malformed, or does not fit the model.
@@ -122,10 +126,11 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     num_drafts = _num_drafts(options, exit_layers, loop)
+    modes = LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ())
     rules = ExitRules(
         num_drafts=num_drafts,
         when_slower=WHEN_SLOWER[wanted],
-        modes=LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ()),
+        modes=modes,
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
@@ -135,7 +140,22 @@ def make_rules(config: Mapping[str, Any], options: Mapping[str, Any]) -> ExitRul
         calibration=calibration,
         full_trace=loop in WITH_FULL_TRACE,
     )
-    return replace(rules, default=_default_policy(rules, options, holds))
+    rules = replace(rules, default=_default_policy(rules, options, holds))
+    return _transferring(rules) if transfers else rules
+
+
+def _transferring(rules: ExitRules) -> ExitRules:
+    """The rules beside a KV connector."""
+    if rules.default.mode not in TRANSFERABLE:
+        mode = f"--mode {rules.default.mode}" if rules.default.mode != "fixed" else "--exit-layer"
+        raise ExitServeError(
+            "KV transfer (--kv-transfer-config, --kv-offloading-size) is not supported where "
+            f"tokens exit ({mode}): other servers would take approximate keys and values, or those "
+            "still to be computed, for full depth's. To go on, add --mode off or --mode verify."
+        )
+    return replace(
+        rules, modes=tuple(one for one in rules.modes if one in TRANSFERABLE), transfers=True
+    )
 
 
 def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...], loop: str) -> int:
@@ -236,4 +256,8 @@ def options_of(vllm_config: Any) -> dict[str, Any]:
 
 def rules_from(vllm_config: Any) -> ExitRules:
     """The rules of the engine that `vllm_config` describes; raises like `make_rules`."""
-    return make_rules(vllm_config.model_config.hf_config.to_dict(), options_of(vllm_config))
+    return make_rules(
+        vllm_config.model_config.hf_config.to_dict(),
+        options_of(vllm_config),
+        transfers=vllm_config.kv_transfer_config is not None,
+    )

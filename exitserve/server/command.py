@@ -23,8 +23,10 @@ from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
     check_same_config,
     check_shadow_rate,
+    reject_parallel_experts,
     reject_unsupported,
     reject_unsupported_quantisation,
+    transfers_kv,
 )
 
 DESCRIPTION = """\
@@ -170,12 +172,16 @@ def serve(args: argparse.Namespace) -> int:
     drafts = ours["additional_config"][KEY].get("exit_path") == RAILS
     if rules.exit_layers and not drafts:
         reject_unsupported_quantisation(config)
-    check_rules(args.model, ours["additional_config"][KEY], args.revision)
+    served = ours["additional_config"][KEY]
+    check_rules(args.model, served, args.revision)
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     revision = [] if args.revision is None else ["--revision", args.revision]
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
     check_same_config(vllm_args, args.revision)
+    check_rules(args.model, served, args.revision, transfers=transfers_kv(vllm_args))
+    if rules.exit_layers:
+        reject_parallel_experts(config, vllm_args)
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate, vllm_args.playground = args.shadow_rate, args.playground
     vllm_args.engine_end = end = EngineEnd()
@@ -263,7 +269,8 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
         mode = CUDAGraphMode[ours["compilation_config"]["cudagraph_mode"]]
         if vllm_args.compilation_config.cudagraph_mode is None:
             vllm_args.compilation_config.cudagraph_mode = mode
-    if vllm_args.distributed_executor_backend is None:
+    # Over several machines vLLM takes its own only: two calls of the workers a step, not one.
+    if vllm_args.distributed_executor_backend is None and vllm_args.nnodes == 1:
         vllm_args.distributed_executor_backend = ours.get("distributed_executor_backend")
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
     vllm_args.logits_processors = [

@@ -56,6 +56,11 @@ def _may_break_graphs(args: Any) -> bool:
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
+def transfers_kv(args: Any) -> bool:
+    """Whether vLLM's parsed arguments ask for a KV connector."""
+    return bool(args.kv_transfer_config or args.kv_offloading_size)
+
+
 UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
     UnsupportedFeature(
         "LoRA (--enable-lora)",
@@ -72,8 +77,10 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
     UnsupportedFeature(
         "pipeline parallelism (--pipeline-parallel-size above 1)",
         lambda args: args.pipeline_parallel_size > 1,
-        "a token that exits would still have to visit the stages that hold the layers it skips",
-        fix="use 1",
+        "a token that exits would still have to visit the stages that hold the layers it skips, "
+        "and only the last stage has the head that checks it",
+        fix=f"use --tensor-parallel-size, or {PLAIN}",
+        needs_exits=False,
     ),
     UnsupportedFeature(
         "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)",
@@ -89,9 +96,9 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         "exits are planned for the whole batch, which micro-batching splits",
     ),
     UnsupportedFeature(
-        "KV transfer (--kv-transfer-config, --kv-offloading-size)",
-        lambda args: args.kv_transfer_config or args.kv_offloading_size,
-        "it saves each layer's keys and values when that layer runs, and exited tokens skip layers",
+        "KV transfer (--kv-transfer-config, --kv-offloading-size) on a GPU",
+        lambda args: transfers_kv(args) and runs_on_v2(),
+        "it was not tested with exits there",
     ),
     UnsupportedFeature(
         "this kind of quantised weights (--quantization)",
@@ -145,16 +152,16 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "--data-parallel-backend ray",
-        lambda args: args.data_parallel_backend != "mp",
-        "it was not tested with exits",
-        fix="leave it out: engines on other machines start with --headless",
+        "Ray (--data-parallel-backend ray, --distributed-executor-backend ray)",
+        lambda args: "ray" in (args.data_parallel_backend, args.distributed_executor_backend),
+        "vLLM has no Ray for CPUs, where exits are tested",
+        fix="leave it out: engines and ranks on other machines start with --headless",
         needs_exits=False,
     ),
     UnsupportedFeature(
-        "serving over several machines in one rank, or without HTTP (--nnodes, --grpc)",
-        lambda args: args.nnodes > 1 or args.grpc,
-        "it was not tested with exits, whose fields need the HTTP server",
+        "serving without HTTP (--grpc)",
+        lambda args: args.grpc,
+        "exit fields need the HTTP server",
         needs_exits=False,
     ),
 )
@@ -214,6 +221,21 @@ def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
             f"{FIXED_SCALES} (input_activations without dynamic in the checkpoint's config.json) "
             f"are not supported: keys and values of skipped layers would be rounded. "
             f"To go on, use a checkpoint with dynamic scales, or {PLAIN}."
+        )
+
+
+def reject_parallel_experts(config: Mapping[str, Any], vllm_args: Any) -> None:
+    """Raises `ExitServeError` for data parallelism of a mixture of experts.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        vllm_args: vLLM's parsed arguments.
+    """
+    if config.get("num_experts_per_tok") and vllm_args.data_parallel_size > 1:
+        raise ExitServeError(
+            "data parallelism of a mixture of experts (--data-parallel-size) is not supported: its "
+            "ranks exchange tokens in every layer, so that all of them have to run all layers. To "
+            f"go on, start one server for each replica behind a load balancer, or {PLAIN}."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import Counter
@@ -20,18 +19,20 @@ from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
 
-from .test_liveness import probe
+from .engines import held_still, probe, started_by
 
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "m")
 PROMPTS = [f"def f{number}(x):" for number in range(8)]
 TOKENS = 24
+ENDLESS = 20_000
+"""Tokens of a request that something comes in between of."""
 SOON = 30.0
 """Seconds; two or three, on machines that do nothing else."""
 
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint: Any) -> Path:
-    path: Path = make_checkpoint("llama")
+    path: Path = make_checkpoint("llama", max_position_embeddings=2 * ENDLESS)
     return path
 
 
@@ -94,41 +95,46 @@ def test_both_engines_answer_and_all_is_counted_once(server: LocalServer, model:
         assert answer["exit_layers"] == found.exit_layers
 
 
-def _processes(server: LocalServer) -> list[psutil.Process]:
-    assert server._process is not None
-    return [one for one in psutil.process_iter() if os.getpgid(one.pid) == server._process.pid]
-
-
-def _second_engine(group: list[psutil.Process]) -> psutil.Process:
-    return next(one for one in group if "EngineCore_DP1" in " ".join(one.cmdline()))
+def _second_engine(server: LocalServer) -> list[psutil.Process]:
+    """Its core, and what that started."""
+    (core,) = (one for one in started_by(server) if "EngineCore_DP1" in " ".join(one.cmdline()))
+    return [core, *core.children(recursive=True)]
 
 
 def test_the_liveness_probe_names_the_engine_that_hangs(server: LocalServer) -> None:
     assert probe(server, 60).returncode == 0
-    group = _processes(server)
-    core = _second_engine(group)
-    engine = [core, *core.children(recursive=True)]
-    for process in engine:
-        process.send_signal(signal.SIGSTOP)
-    try:
+    with held_still(_second_engine(server)):
         hung = probe(server, 2)
-    finally:
-        for process in engine:
-            process.send_signal(signal.SIGCONT)
     assert hung.returncode == 1
     assert "engine 1 hangs" in hung.stderr
     assert probe(server, 60).returncode == 0
 
 
+def _failure(server: LocalServer, engine: int) -> str:
+    """How a stream of an engine that is longer than the server lives ends."""
+    body = {"model": "m", "prompt": "def", "max_tokens": ENDLESS, "ignore_eos": True}
+    rank = {"X-data-parallel-rank": str(engine)}
+    request = {"json": body | {"stream": True}, "headers": rank, "timeout": 300}
+    try:
+        with httpx.stream("POST", f"{server.url}/v1/completions", **request) as answer:
+            return [line for line in answer.iter_lines() if line][-2]
+    except httpx.HTTPError as error:
+        return repr(error)
+
+
 def test_the_server_ends_with_either_engine(server: LocalServer) -> None:
-    """Its exit code says so, in one line; whoever supervises it starts all of it anew."""
-    process = server._process
-    assert process is not None
-    group = _processes(server)
-    victim = _second_engine(group)
-    victim.send_signal(signal.SIGKILL)
-    assert process.wait(SOON) == 1
+    """Under load: clients of both engines are told, by an error or that their answer was aborted.
+    Its exit code says so, in one line; whoever supervises it starts all of it anew."""
+    before = {engine: sum(own.values()) for engine, own in _exported(server).items()}
+    group = started_by(server)
+    with ThreadPoolExecutor(4) as pool:
+        ends = [pool.submit(_failure, server, number % 2) for number in range(4)]
+        _until(lambda: all(sum(own.values()) > before[e] for e, own in _exported(server).items()))
+        _second_engine(server)[0].send_signal(signal.SIGKILL)
+        assert server.wait(SOON) == 1
+        said = [end.result(SOON) for end in ends]
+    assert all("rror" in one or '"finish_reason":"abort"' in one for one in said), said
     last = server.log.read_text()
     assert "exitserve: Engine core process EngineCore_DP1 died unexpectedly." in last
     assert "Traceback" not in last[last.rindex("exitserve: Engine core") :]
-    _until(lambda: not any(one.is_running() for one in group if one.pid != process.pid))
+    _until(lambda: not any(one.is_running() for one in group))

@@ -10,13 +10,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Any
 
 import httpx
@@ -24,7 +26,7 @@ import pytest
 
 from exitserve.server.local_server import LocalServer, free_port
 
-from .conftest import NAME, Serve
+from .conftest import NAME, WITH_UNI, Serve
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "nginx"
 MAIN = """
@@ -233,6 +235,80 @@ def test_a_client_that_hangs_up_is_not_generated_for(
     assert 0 < sum(map(generated, both)) - before < LONG
 
 
+class Crowd:
+    """Clients that ask one request after the other, by names that nginx's log repeats."""
+
+    def __init__(self, router: Router, clients: int) -> None:
+        self._router, self._leaving = router, Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self._clients = [self._pool.submit(self._ask, number) for number in range(clients)]
+
+    def _ask(self, number: int) -> dict[str, dict[str, Any] | None]:
+        found: dict[str, dict[str, Any] | None] = {}
+        while not self._leaving.is_set():
+            name = f"{number}-{len(found)}"
+            url = f"{self._router.url}/v1/completions?name={name}"
+            found[name] = None
+            with suppress(httpx.HTTPError):
+                answer = httpx.post(url, json=body(24, ignore_eos=True), timeout=60)
+                if answer.status_code == 200:
+                    (found[name],) = answer.json()["choices"]
+        return found
+
+    def answered(self) -> list[tuple[str, str]]:
+        """Name and port of the requests that ended, in this order."""
+        return re.findall(r"\?name=(\S+) .*, by .*:(\d+)$", self._router.log.read_text(), re.M)
+
+    def leave(self) -> dict[str, dict[str, Any] | None]:
+        """By name, the choice that each request got; None for an error."""
+        self._leaving.set()
+        self._pool.shutdown()
+        return {name: one for client in self._clients for name, one in client.result().items()}
+
+
+def counted_depths(server: LocalServer) -> Counter[str]:
+    page = httpx.get(f"{server.url}/exitserve/stats", timeout=10).json()["since_start"]
+    return Counter({depth: n for depth, n in page["tokens_by_exit_layer"].items() if n})
+
+
+def test_a_replica_that_dies_is_started_again_and_all_is_counted_once(
+    router: Router, server: LocalServer, second: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients ask all the while, and lose nothing but what the replica had when it died."""
+    for name, value in WITH_UNI.items():
+        monkeypatch.setenv(name, value)
+    before, clients = counted_depths(server), 4
+    crowd = Crowd(router, clients)
+
+    def of_second() -> set[str]:
+        return {name for name, port in crowd.answered() if port == str(second.port)}
+
+    wait_until(lambda: len(of_second()) > clients)
+    os.killpg(second.pid, signal.SIGKILL)
+    ended = len(crowd.answered())
+    wait_until(lambda: len(crowd.answered()) > ended + 2 * clients)
+    first_life = of_second()
+    second.start()
+    wait_until(lambda: len(of_second()) > len(first_life) + clients)
+    answers = crowd.leave()
+    wait_until(lambda: len(crowd.answered()) == len(answers))
+    lost = {name for name, one in answers.items() if one is None}
+    assert lost <= first_life and len(lost) <= clients
+    assert len({one["text"] for one in answers.values() if one}) == 1
+    for replica, names, earlier in (
+        (second, of_second() - first_life, Counter[str]()),
+        (server, answers.keys() - of_second(), before),
+    ):
+        given = filter(None, map(answers.__getitem__, names))
+        seen = Counter(str(depth) for one in given for depth in one["exit_layers"])
+        assert len(seen) > 1, "no token exits"
+        wait_until(partial(counts, replica, earlier + seen))
+
+
+def counts(server: LocalServer, depths: Counter[str]) -> bool:
+    return counted_depths(server) == depths
+
+
 def test_the_death_of_a_replica_harms_its_own_requests_only(
     router: Router, server: LocalServer, second: LocalServer
 ) -> None:
@@ -265,23 +341,3 @@ def listens(port: int) -> bool:
 def ask(router: Router, headers: dict[str, str]) -> int:
     url = f"{router.url}/v1/completions"
     return httpx.post(url, json=body(4), headers=headers, timeout=60).status_code
-
-
-def test_a_replica_that_is_back_gets_requests_again(router: Router, second: LocalServer) -> None:
-    """After the last test; a stand-in is there at once, where a server takes its time."""
-
-    class StandIn(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(299)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    back = HTTPServer(("127.0.0.1", second.port), StandIn)
-    Thread(target=back.serve_forever, daemon=True).start()
-    wait_until(lambda: 299 in [ask(router, {"X-Session-ID": session}) for session in SESSIONS])
-    back.shutdown()
-    back.server_close()

@@ -23,6 +23,7 @@ import pytest
 from exitserve.server.local_server import LocalServer
 
 from ..forks import ForkedServer
+from .engines import started_by
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 # A worker of its own can die alone. (On CPUs, vLLM gives it one in any case.)
@@ -56,13 +57,12 @@ def installed(model: Path, tmp_path: Path) -> Iterator[LocalServer]:
     one.stop()
 
 
-def _others(pid: int) -> dict[int, str]:
-    """The command lines of the processes that a server started: the others of its group."""
+def _others(server: LocalServer) -> dict[int, str]:
+    """The command lines of the processes that a server started."""
     found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):  # gone meanwhile
-            if process.pid != pid and os.getpgid(process.pid) == pid:
-                found[process.pid] = " ".join(process.cmdline())
+    for process in started_by(server):
+        with suppress(psutil.Error):  # gone meanwhile
+            found[process.pid] = " ".join(process.cmdline())
     return found
 
 
@@ -129,7 +129,7 @@ class Stream:
 def test_a_server_ends_with_its_engine(server: LocalServer, victim: str) -> None:
     """Its clients get errors, its exit code says so, and the next one serves."""
     server.start()
-    processes = _others(server.pid)
+    processes = _others(server)
     (process,) = (pid for pid, command in processes.items() if command.startswith(victim))
     url = f"{server.url}/v1/completions"
     with ThreadPoolExecutor() as pool:
@@ -152,7 +152,7 @@ def test_a_server_ends_with_its_engine(server: LocalServer, victim: str) -> None
 def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(installed: LocalServer) -> None:
     """As a supervisor stops it: asked first, and killed outright once its time is up."""
     installed.start()
-    processes = _others(installed.pid)
+    processes = _others(installed)
     assert any(command.startswith("VLLM::") for command in processes.values())
     with ThreadPoolExecutor() as pool:
         endless, short = (Stream(installed, length, pool) for length in (ENDLESS, SHORT))

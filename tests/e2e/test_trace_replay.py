@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
-from transformers import AutoTokenizer
 
 from exitserve.errors import ExitServeError
 from exitserve.server.local_server import LocalServer
+
+from .conftest import NAME
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trace_replay.py"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -65,29 +68,87 @@ def test_another_file_is_said_to_be_none(script: Any, tmp_path: Path) -> None:
         list(script.read_trace(written(tmp_path, "a,b\n1,2\n")))
 
 
-def test_a_replay(
-    script: Any, server: LocalServer, client: OpenAI, bundled: Path, tmp_path: Path
+def test_requests_go_where_the_fewest_are_in_progress(
+    script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two settings of one server: full depth twice gives the same, the first layers do not."""
-    read = script.read_trace(written(tmp_path, AZURE))
-    arrivals = script.scaled(read, script.Scale(minutes=0.1, rate=1.0, lengths=0.25, context=64))
-    tokenizer = AutoTokenizer.from_pretrained(bundled)
-    tokens = tokenizer(SCRIPT.read_text())["input_ids"]
-    requests = script.requests_of(arrivals, tokens, 0.25)
-    results = {
-        name: asyncio.run(
-            script.replay(server.url, "exit-py", tokenizer, requests, body, {"ttft": 30_000.0})
-        )
-        for name, body in (
-            ("full depth", {}),
-            ("again", {"vllm_xargs": {"exit_mode": "off"}}),
-            ("layer 6", {"vllm_xargs": {"exit_layer": 6}}),
+    @dataclass
+    class Request:
+        api_url: str
+        seconds: float
+
+    async def answer(request: Request, _session: object, _pbar: object) -> str:
+        await asyncio.sleep(request.seconds)
+        return request.api_url
+
+    async def run() -> list[str]:
+        replicas = script.Replicas(["http://a", "http://b"])
+        waiting = [0.05, 0.001, 0.02, 0.001]
+        tasks = list[Any]()
+        for seconds in waiting:
+            tasks.append(asyncio.create_task(replicas.send(Request("", seconds), None)))
+            await asyncio.sleep(0.005)
+        return list(await asyncio.gather(*tasks))
+
+    name = "vllm.benchmarks.lib.endpoint_request_func.async_request_openai_completions"
+    monkeypatch.setattr(name, answer)
+    a, b = ("http://a/v1/completions", "http://b/v1/completions")
+    # The second and third go where the first is not; then either has one, and b had the last.
+    assert asyncio.run(run()) == [a, b, b, a]
+
+
+def test_the_load_at_a_goal_is_the_highest_that_was_met(script: Any) -> None:
+    runs = {
+        label: {
+            "server": label.split()[0],
+            "request_throughput": load,
+            "output_throughput": 10 * load,
+            "within_goal": share,
+        }
+        for label, load, share in (
+            ("plain", 1.0, 0.99),
+            ("plain x2", 2.0, 0.91),
+            ("plain x4", 3.0, 0.5),
+            ("ours", 1.0, 0.2),
         )
     }
-    for name, share in script.same_answers(results).items():
-        results[name]["same_answers"] = share
-    assert all(found["completed"] == 2 and not found["failed"] for found in results.values())
-    assert [found["same_answers"] for found in results.values()][:2] == [1.0, 1.0]
-    assert results["layer 6"]["same_answers"] < 1.0
-    heading, _, *rows = script.table(results)
+    assert script.carried(runs) == [
+        "plain, 90% within the goal: 2.00 requests/s, 20.0 output tokens/s",
+        "ours, 90% within the goal: none of these loads",
+    ]
+
+
+def test_a_replay(
+    script: Any,
+    server: LocalServer,
+    client: OpenAI,
+    bundled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command: full depth twice gives the same, also over two addresses; the first layers do
+    not."""
+    report, both = tmp_path / "report.json", f"{server.url},http://localhost:{server.port}"
+    fields = {"again": '{"exit_mode": "off"}', "early": '{"exit_layer": 6}'}
+    words = ["trace_replay.py", written(tmp_path, AZURE), "--model", bundled, "--texts", SCRIPT]
+    words += ["--minutes", 0.1, "--lengths", 0.25, "--context", 64, "--speeds", "2,4"]
+    words += ["--goal", "ttft:30000,tpot:30000", "--out", report, "--served-model-name", NAME]
+    words += ["--server", f"full={server.url}", "--server", f"again={both}"]
+    words += ["--server", f"early={server.url}"]
+    words += [word for pair in fields.items() for word in ("--fields", "=".join(pair))]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    assert script.main() == 0
+    found = json.loads(report.read_text())["servers"]
+    assert list(found) == [f"{name} x{speed}" for speed in (2, 4) for name in ("full", *fields)]
+    assert all(one["completed"] == 2 and not one["failed"] for one in found.values())
+    assert all(one["within_goal"] == 1.0 for one in found.values())
+    same = {label: one["same_answers"] for label, one in found.items()}
+    assert all((share == 1.0) == ("early" not in label) for label, share in same.items())
+    assert min(found["again x2"]["sent"].values()) > 1
+    printed = capsys.readouterr().out.splitlines()
+    heading, *rows = (line for line in printed if line.startswith("| ") and "---" not in line)
     assert all(row.count("|") == heading.count("|") and "|  |" not in row for row in rows)
+    assert [line.split(",")[0] for line in printed if "within the goal:" in line] == [
+        "full",
+        *fields,
+    ]

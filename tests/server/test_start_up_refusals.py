@@ -21,14 +21,15 @@ FLAGS = [
     (MULTI_PORT, "for each rank", "one server for each replica"),
     ("--enable-elastic-ep", "--enable-elastic-ep", "one server for each replica"),
     ("--data-parallel-backend ray", "--data-parallel-backend ray", "--headless"),
+    ("--distributed-executor-backend ray", "Ray", "--headless"),
     ("--api-server-count 0", "--api-server-count below 1", "--headless"),
-    ("--nnodes 2", "--nnodes", "not tested"),
+    ("--grpc", "without HTTP", "HTTP server"),
     ("--runner pooling", "pooling", "generate none"),
     ("--convert embed", "embeddings", "generate none"),
     ("--task embed", "--task", "embeddings"),
     ("--quantization fp8", "quantised weights", "compressed-tensors"),
     ("--enable-dbo", "micro-batching", "whole batch"),
-    ("--kv-offloading-size 1", "KV transfer", "skip layers"),
+    ("--exit-threshold 0.5 --kv-offloading-size 1", "KV transfer", "--mode verify"),
     ("--model-impl transformers", "--model-impl", "own model classes"),
     ("--scheduler-cls a.B", "--scheduler-cls", "drop it"),
     ("--worker-extension-cls a.B", "--worker-extension-cls", "drop it"),
@@ -40,9 +41,14 @@ FLAGS = [
     ("--spec-model x --spec-tokens 2", "speculative decoding", "--mode verify"),
     ("--ubatch-size 2", "micro-batching", "whole batch"),
     (
-        "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both",
+        "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both --exit-layer 6",
         "KV transfer",
-        "skip layers",
+        "tokens exit (--exit-layer)",
+    ),
+    (
+        "--mode defer --exit-threshold 0.5 --kv-offloading-size 1",
+        "KV transfer",
+        "still to be computed",
     ),
     ("--port x", "--port", "invalid int value"),
     ("--mode verify", "mode 'verify'", "--exit-threshold T"),
@@ -83,7 +89,7 @@ FLAGS = [
     ("--shadow-rate 0.1 --max-logprobs 0", "--shadow-rate", "needs log-probabilities"),
     ("--shadow-rate 0.1 --logprobs-mode processed_logits", "--shadow-rate", "processed_logits"),
 ]
-ONLY_WITH_EXITS = ["LoRA", "speculative", "pipeline", "KV transfer", "micro-batching"]
+ONLY_WITH_EXITS = ["LoRA", "speculative", "micro-batching"]
 
 
 @pytest.fixture
@@ -119,6 +125,10 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
     "flags",
     [
         "--runner generate",
+        "--kv-offloading-size 1",
+        "--mode verify --exit-threshold 0.5 --kv-transfer-config.kv_connector X "
+        "--kv-transfer-config.kv_role kv_both",
+        "--tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.1",
         "--api-server-count 1",
         "--exit-layer 6",
         "--max-layers 12 --exit-layer 6",
@@ -216,6 +226,14 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
     assert code == 2 and "nothing exits" in error
     code, _, error = serve("--enable-elastic-ep", model=plain)
     assert code == 2 and "engines that come and go" in error
+
+
+def test_engines_of_a_mixture_of_experts_wait_for_each_other(serve, checkpoint) -> None:
+    experts = checkpoint(num_experts_per_tok=2)
+    code, _, error = serve("--data-parallel-size", "2", "--api-server-count", "1", model=experts)
+    assert code == 2 and "mixture of experts (--data-parallel-size)" in error.splitlines()[-1]
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--exit-layers", "")
+    assert serve(*flags, model=experts)[0] == 0
 
 
 def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:

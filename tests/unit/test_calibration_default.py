@@ -111,3 +111,19 @@ def test_a_threshold_of_ones_own_goes_before_it() -> None:
 def test_another_mode_needs_a_threshold() -> None:
     with pytest.raises(ExitServeError, match="needs an exit threshold"):
         make_rules(config(), {"mode": "defer"})
+
+
+@pytest.mark.parametrize(
+    ("options", "modes"), [({"mode": "off"}, ("off",)), ({"mode": "verify"}, ("off", "verify"))]
+)
+def test_a_connector_carries_keys_and_values_of_full_depth_only(
+    options: dict[str, Any], modes: tuple[str, ...]
+) -> None:
+    rules = make_rules(config(), options, transfers=True)
+    assert rules.modes == modes
+    for fields in ({"exit_threshold": 0.5, "exit_mode": "confidence"}, {"exit_layer": 3}):
+        with pytest.raises(ExitServeError, match=f"KV transfer.*Modes here: {', '.join(modes)}"):
+            rules.policy_for(fields)
+    for mode in ("confidence", "defer"):
+        with pytest.raises(ExitServeError, match=rf"tokens exit \(--mode {mode}\)"):
+            make_rules(config(mode), {}, transfers=True)

@@ -80,7 +80,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
         ),
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
-        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        # On runner V1 it depends on the mode (`exitserve.engine.options.make_rules`).
+        "KV transfer on runner V2 (--kv-transfer-config)": (
+            vllm_config.kv_transfer_config is not None and vllm_config.use_v2_model_runner
+        ),
         "one graph for prompts (cudagraph_mode FULL)": _graphs(vllm_config) == "FULL",
         # They hold the whole pass, with breaks at attention, which lies inside our branches.
         "breakable graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 sets)": (
