@@ -92,6 +92,7 @@ def test_rows_that_do_not_leave_get_the_same(
     deferring = start(model, enable_prefix_caching=False)
     noted = [expect_notes(oracle(model), one) for one in asked[:2]]
     assert deferring.notes(asked[:-1])[:2] == noted
+    assert harness.notes(asked)[:2] == noted, "of tokens that come several in a step"
 
 
 @pytest.mark.parametrize("mode", ["defer", "confidence"])
