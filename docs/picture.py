@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+PROMPT = (
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+)
 MAX_TOKENS = 64
 SOON = 120_000
 """Milliseconds within which two answers come."""

@@ -232,8 +232,8 @@ def read_trace(path: Path) -> Trace:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ExitServeError(
-            f"'{path}' is no trace of version 1 or {VERSION}: {place}: {first['msg']}; write one with "
-            "exitserve trace."
+            f"'{path}' is no trace of version 1 or {VERSION}: {place}: {first['msg']}; write one "
+            "with exitserve trace."
         ) from error
 
 

@@ -345,7 +345,12 @@ def expect_notes() -> Callable[[Reference, Job], list[Any]]:
         return [
             (
                 [
-                    (one.layer, one.token_id, pytest.approx(one.confidence, abs=1e-4), one.threshold)
+                    (
+                        one.layer,
+                        one.token_id,
+                        pytest.approx(one.confidence, abs=1e-4),
+                        one.threshold,
+                    )
                     if one.is_checked or one.layer == reference.parts.num_layers
                     else (one.layer, None, None, None)
                     for one in looks.by_layer

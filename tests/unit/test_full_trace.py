@@ -174,7 +174,10 @@ def test_watching_drafts(make_checkpoint) -> None:
     assert [one.token_id for one in seen] == decoded.token_ids
     assert {one.depth for one in seen} == {6}
     drafts = [one for looks in seen for one in looks.drafts]
-    assert (len(drafts), sum(stands for *_, stands in drafts)) == (decoded.drafted, decoded.accepted)
+    assert (len(drafts), sum(stands for *_, stands in drafts)) == (
+        decoded.drafted,
+        decoded.accepted,
+    )
     assert 0 < decoded.accepted < decoded.drafted
     for looks in filter(lambda one: one.drafts, seen):
         layer, token, stands = looks.drafts[0]

@@ -225,9 +225,7 @@ class HostRequests:
             found.append(JudgedDraft(exits[-1].layer, token, index + 1 < generated.stop))
         return found
 
-    def _note_met(
-        self, request: Request, generated: range, judged: Sequence[JudgedDraft]
-    ) -> None:
+    def _note_met(self, request: Request, generated: range, judged: Sequence[JudgedDraft]) -> None:
         """Keeps what tokens met before it was known that they stand.
 
         Args:
