@@ -23,11 +23,13 @@ PROMPT = (
 MAX_TOKENS = 64
 SOON = 120_000
 """Milliseconds within which two answers come."""
-COLOURS = 128
+COLOURS = 256
 PICTURE = Path(__file__).parent / "playground.png"
 
 
-def take(browser: Any, url: str, out: Path, *, width: int = 1280, scheme: str = "light") -> None:
+def take(
+    browser: Any, url: str, out: Path, *, width: int = 1280, scheme: str = "light", runs: int = 2
+) -> None:
     """Writes a picture of the playground.
 
     Args:
@@ -36,6 +38,7 @@ def take(browser: Any, url: str, out: Path, *, width: int = 1280, scheme: str = 
         out: a PNG file.
         width: of the window, in pixels.
         scheme: light or dark.
+        runs: of the prompt; the first answers of a server are slower than all others.
     """
     view = {"width": width, "height": 900}
     page = browser.new_page(viewport=view, color_scheme=scheme)
@@ -45,7 +48,7 @@ def take(browser: Any, url: str, out: Path, *, width: int = 1280, scheme: str = 
     page.locator("#advanced").evaluate("shown => (shown.open = true)")
     page.locator("#max-tokens").fill(str(MAX_TOKENS))
     page.locator("#advanced").evaluate("shown => (shown.open = false)")
-    for _ in range(2):  # the first answers of a server are slower than all others
+    for _ in range(runs):
         page.locator("#run").click()
         page.locator("#stop").wait_for(state="hidden", timeout=SOON)
     # The first token that stopped early because a check said so is worth a look.

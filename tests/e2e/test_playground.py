@@ -242,7 +242,7 @@ def test_a_narrow_screen(open_page, server, expect) -> None:
 
 
 def test_the_picture_of_the_documentation(picture, browser, server, tmp_path) -> None:
-    picture.take(browser, server.url, tmp_path / "page.png", width=700, scheme="dark")
+    picture.take(browser, server.url, tmp_path / "page.png", width=700, scheme="dark", runs=1)
     header = (tmp_path / "page.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(header[at : at + 4], "big") for at in (16, 20))
