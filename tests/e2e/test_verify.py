@@ -175,6 +175,15 @@ def test_full_traces_tell_drafts(verifying: LocalServer, ask: Any) -> None:
     assert told == drafted
 
 
+def test_full_traces_of_drawn_tokens(ask: Any) -> None:
+    """A draft that was rejected is never the token that is drawn instead."""
+    whole = ask(PROMPTS[3], temperature=1, vllm_xargs={"exit_trace": "full"}).choices[0]
+    tokens = whole.exit_trace["tokens"]
+    assert [one["token_id"] for one in tokens] == whole.token_ids
+    judged = [(one["token_id"], one["drafts"][0]) for one in tokens if "drafts" in one]
+    assert all(first["accepted"] == (first["token_id"] == token) for token, first in judged)
+
+
 def test_full_traces_of_other_modes(ask: Any) -> None:
     told = ask(PROMPTS[0], vllm_xargs={"exit_trace": "full", "exit_threshold": 0.2, **CONFIDENCE})
     tokens = told.choices[0].exit_trace["tokens"]
@@ -186,7 +195,8 @@ def test_the_playground_draws_drafts(verifying: LocalServer, open_page: Any) -> 
     from playwright.sync_api import expect
 
     page = open_page(verifying)
-    page.clock.install()  # what is shown for a moment stays, until the clock runs
+    page.clock.install(time=0)
+    page.clock.pause_at(3600)  # what is shown for a moment stays, until the clock runs
     expect(page.locator("#meaning")).to_contain_text("judges every token")
     expect(page.locator("#legend")).to_contain_text("drafted, and full depth agreed")
     page.locator("#advanced summary").click()
