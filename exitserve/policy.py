@@ -62,7 +62,7 @@ FIELDS = {
     "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
     "that the answer is that of full depth; off: full depth",
     "exit_trace": "true: the response tells the depth at which each token stopped; full: also what "
-    "each check found",
+    "each check found, and what became of drafts",
 }
 
 
@@ -223,17 +223,12 @@ class ExitRules:
             return self._calibrated(self._calibration().chosen, mode)
         return self._by_confidence(mode, threshold)
 
-    def check_full_trace(self, policy: ExitPolicy) -> None:
-        """Raises `ExitServeError` where a request of this policy can have no full trace."""
+    def check_full_trace(self) -> None:
+        """Raises `ExitServeError` where requests can have no full trace."""
         if not self.full_trace:
             raise ExitServeError(
                 f"exit_trace {FULL_TRACE!r} needs exits that the host decides, as on a CPU; this "
                 "server tells depths only: send exit_trace true."
-            )
-        if policy.mode == "verify":
-            raise ExitServeError(
-                f"exit_trace {FULL_TRACE!r} does not go with mode 'verify', whose checks make "
-                "drafts and decide no token; send exit_trace true, or another exit_mode."
             )
 
     @staticmethod

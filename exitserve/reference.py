@@ -80,6 +80,15 @@ class Look:
     is_checked: bool
     """Whether a check was made: a screen may leave it out."""
 
+    @property
+    def passes(self) -> bool:
+        """Whether the layer is confident enough, by a threshold that was due there."""
+        return self.threshold is not None and self.confidence > self.threshold
+
+
+Drafted = tuple[int, int, bool]
+"""A draft: the exit layer that proposed it, the token, whether full depth accepted it."""
+
 
 @dataclass(frozen=True)
 class Looks:
@@ -88,6 +97,23 @@ class Looks:
     token_id: int
     depth: int
     by_layer: tuple[Look, ...]
+    drafts: tuple[Drafted, ...] = ()
+    """Mode "verify": itself, if it was drafted; or those that full depth rejected for it: the one
+    in its place, and those behind."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Mode "verify": drafts behind a text, and what full depth makes of them."""
+
+    text: list[int]
+    most: int
+    """Tokens that might be drafted."""
+    drafts: list[int]
+    agreeing: int
+    """How many of these full depth accepts."""
+    tokens: list[int]
+    """Those, and full depth's own behind them."""
 
 
 class Reference:
@@ -179,6 +205,7 @@ class Reference:
         max_tokens: int,
         policy: ExitPolicy,
         ignore_eos: bool = False,
+        num_drafts: int = NUM_DRAFTS,
     ) -> Iterator[Looks]:
         """`decode`, with what every layer says to each token: to one that stopped, what it would
         have been told further up, behind the same keys and values.
@@ -186,13 +213,18 @@ class Reference:
         Args:
             prompt_ids: the prompt.
             max_tokens: most tokens to generate.
-            policy: when tokens exit; any but "verify".
+            policy: when tokens exit.
             ignore_eos: go on after an end of sequence.
+            num_drafts: most tokens drafted at a time (mode "verify").
         """
+        if policy.mode == "verify":
+            for one in self._rounds(prompt_ids, max_tokens, policy, ignore_eos, num_drafts):
+                yield from self._watch_round(one, policy)
+            return
         from transformers import DynamicCache
 
         cache, step = DynamicCache(), list(prompt_ids)
-        depths = (*self.exit_layers, self.parts.num_layers)
+        depths = self._depths
         ends = [] if ignore_eos else self.eos_token_ids.tolist()
         for number in range(max_tokens):
             rows = _FrozenRows(self, policy, torch.full((len(step),), number > 0))
@@ -207,23 +239,54 @@ class Reference:
             found = rows.finish(hidden)
             token = int(found.token[-1])
             logits = self.parts.classify(torch.stack([states[one][0, -1] for one in depths]))
-            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows))
+            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows, -1))
             if token in ends:
                 return
             step = [token]
 
-    def _looks(self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows) -> tuple[Look, ...]:
-        """What the last row of a pass was told [len(depths), V]."""
+    def _watch_round(self, made: _Round, policy: ExitPolicy) -> Iterator[Looks]:
+        """`watch`, for the tokens of one round."""
+        text, drafts, depths = [*made.text, *made.drafts], made.drafts, self._depths
+        behind = torch.arange(len(text)) - len(made.text) + 1  # 0: the text's last token
+        # Drafting ends at a token that passes no check, or with the last that might be drafted.
+        checked = (behind >= 0) & (behind < min(made.most, len(drafts) + 1))
+        rows = _FrozenRows(self, policy, checked)
+        with rows.hooked(), capture_hidden(self.parts.layers, depths) as states:
+            self._run_layers(text, cache=None)
+        first = len(made.text) - 1
+        judged: list[Drafted] = [
+            (int(rows.depth[first + place]), draft, place < made.agreeing)
+            for place, draft in enumerate(drafts)
+        ]
+        for place, token in enumerate(made.tokens):
+            row = first + place
+            logits = self.parts.classify(torch.stack([states[one][0, row] for one in depths]))
+            own = judged[place : place + 1] if place < made.agreeing else judged[place:]
+            looks = self._looks(logits, depths, rows, row)
+            yield Looks(token, depths[-1], looks, tuple(own))
+
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        """The exit layers and full depth."""
+        return (*self.exit_layers, self.parts.num_layers)
+
+    def _looks(
+        self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows, row: int
+    ) -> tuple[Look, ...]:
+        """What one row of a pass was told [len(depths), V]."""
         never = torch.full((len(depths),), NEVER, device=logits.device)
         confidences = check_logits(logits, never, criterion=self.criterion).confidence.tolist()
         ends, found = self.eos_token_ids.tolist(), []
+        row = range(len(rows.decode))[row]
+        # Above the layer that drafted it, a token is not checked.
+        last = int(rows.depth[row]) if rows.policy.mode == "verify" else depths[-1]
         read = zip(depths, logits.argmax(dim=-1).tolist(), confidences, strict=True)
         for layer, token, confidence in read:
             # At full depth, and where the policy has none, no threshold is there to pass.
-            due = bool(rows.decode[-1]) and layer < self.parts.num_layers
+            due = bool(rows.decode[row]) and layer < self.parts.num_layers and layer <= last
             limit = rows.policy.thresholds_at(layer)[token in ends] if due else NEVER
             threshold = None if limit in (NEVER, ALWAYS) else limit
-            is_checked = len(rows.decode) - 1 in rows.checked.get(layer, ())
+            is_checked = row in rows.checked.get(layer, ())
             found.append(Look(layer, token, confidence, threshold, is_checked))
         return tuple(found)
 
@@ -236,24 +299,37 @@ class Reference:
         num_drafts: int,
     ) -> Generation:
         """Full depth's greedy tokens, drafted several at a time."""
+        rounds = list(self._rounds(prompt_ids, max_tokens, policy, ignore_eos, num_drafts))
+        generated = [token for one in rounds for token in one.tokens]
+        drafted = sum(len(one.drafts) for one in rounds)
+        accepted = sum(one.agreeing for one in rounds)
+        return Generation(generated, [self.parts.num_layers] * len(generated), drafted, accepted)
+
+    @torch.no_grad()
+    def _rounds(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        policy: ExitPolicy,
+        ignore_eos: bool,
+        num_drafts: int,
+    ) -> Iterator[_Round]:
+        """The rounds of mode "verify"; in the first, which reads the prompt, nothing is drafted."""
         ends = [] if ignore_eos else self.eos_token_ids.tolist()
-        text, drafted, accepted = list(prompt_ids), 0, 0
+        text = list(prompt_ids)
         while (left := max_tokens - (len(text) - len(prompt_ids))) > 0:
-            drafts = []
-            if len(text) > len(prompt_ids):
-                drafts = self._draft(text, min(num_drafts, left - 1), ends, policy)
+            most = min(num_drafts, left - 1) if len(text) > len(prompt_ids) else 0
+            drafts = self._draft(text, most, ends, policy)
             truth = self.trace([*text, *drafts], len(text), ExitPolicy.off()).token.tolist()
             truth = truth[len(text) - 1 :]
             agreeing = 0
             while agreeing < len(drafts) and drafts[agreeing] == truth[agreeing]:
                 agreeing += 1
-            drafted, accepted = drafted + len(drafts), accepted + agreeing
-            text += truth[: agreeing + 1]
+            tokens = truth[: agreeing + 1]
+            yield _Round(text, most, drafts, agreeing, tokens)
+            text = [*text, *tokens]
             if text[-1] in ends:
                 break
-        generated = text[len(prompt_ids) :]
-        depths = [self.parts.num_layers] * len(generated)
-        return Generation(generated, depths, drafted, accepted)
 
     def _draft(
         self,

@@ -24,6 +24,24 @@ class CheckNote(NamedTuple):
     """That its confidence had to pass; None at full depth."""
 
 
+class JudgedDraft(NamedTuple):
+    """A draft, and what full depth made of it (mode "verify"), for a full trace."""
+
+    layer: int
+    """The exit layer that proposed it."""
+    token_id: int
+    accepted: bool
+
+
+class TokenNotes(NamedTuple):
+    """What one generated token met."""
+
+    checks: list[CheckNote]
+    drafts: list[JudgedDraft]
+    """Itself, if it was drafted; or those that full depth rejected when it gave this token: the
+    one in its place, and what had been drafted behind that."""
+
+
 Traces = OrderedDict[str, dict[str, dict[int, Any]]]
 """By key, then by request id, then by index of a generated token; the longest untouched first."""
 
@@ -119,11 +137,18 @@ class Recorder:
             _of(self._traces, one, request_id)[index] = depth
 
     def note(
-        self, keys: Sequence[str], request_id: str, index: int, notes: Sequence[CheckNote]
+        self,
+        keys: Sequence[str],
+        request_id: str,
+        index: int,
+        checks: Sequence[CheckNote],
+        drafts: Sequence[JudgedDraft] = (),
     ) -> None:
         """Keeps what generated token `index` of a request met, for full traces; see `trace`."""
         for one in keys:
-            _of(self._notes, one, request_id).setdefault(index, []).extend(notes)
+            found = _of(self._notes, one, request_id).setdefault(index, TokenNotes([], []))
+            found.checks.extend(checks)
+            found.drafts.extend(drafts)
 
     def take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """Removes and returns what was traced under `key` since the last call.
@@ -133,7 +158,7 @@ class Recorder:
         """
         return self._traces.pop(key, {})
 
-    def take_notes(self, key: str) -> dict[str, dict[int, list[CheckNote]]]:
+    def take_notes(self, key: str) -> dict[str, dict[int, TokenNotes]]:
         """Removes and returns what was noted under `key` since the last call, like `take_traces`.
 
         Taken after `take_traces`, it has all notes of every token whose depth that returned.

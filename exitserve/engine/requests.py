@@ -17,6 +17,7 @@ from typing import Any
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
+from exitserve.engine.recorder import CheckNote
 from exitserve.policy import FULL_TRACE, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -56,7 +57,10 @@ class Request:
     """Mode "defer": the next tokens, as far as exits have decided them; the first are `drafts`."""
     may_draft: bool = False
     """Whether its tokens may be drafted: in mode "defer", those that are the likeliest ones, of
-    which nobody wants to know more."""
+    which nobody wants log-probabilities."""
+    met: dict[int, list[CheckNote]] = field(default_factory=dict)
+    """What its next tokens met, by index, until it is known which of them stand: for a full trace
+    of drafts."""
 
     @property
     def note_keys(self) -> tuple[str, ...]:
@@ -128,7 +132,7 @@ def read_request(
         name=name,
         pending=pending,
     )
-    request.may_draft = not request.note_keys and _may_draft(params, policy)
+    request.may_draft = _may_draft(params, policy)
     return request
 
 

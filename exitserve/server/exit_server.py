@@ -11,7 +11,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
 from exitserve.policy import FULL_TRACE, TraceKeys
-from exitserve.server.full_trace import FullTrace, Notes
+from exitserve.server.full_trace import FullTrace, NotesByIndex
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
@@ -97,7 +97,7 @@ class ExitServer:
         except NoAnswerError:
             return {}
 
-    async def take_notes(self, key: str) -> dict[str, Notes]:
+    async def take_notes(self, key: str) -> dict[str, NotesByIndex]:
         """Removes and returns what was noted under `key`; see `take_traces`."""
         try:
             return await self.worker.take_notes(key)

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exitserve.tracing.format import (
-    Note,
+    Notes,
     Tokens,
     TokenTexts,
     TokenTrace,
+    draft_traces,
     noted_layers,
     to_json,
 )
 
-Notes = dict[int, Sequence[Note]]
+NotesByIndex = dict[int, Notes]
 """Index of a generated token to what it met."""
 
 
@@ -46,7 +47,7 @@ class FullTrace:
         self.start(index, ())
         self._choices[index].token_ids += token_ids
 
-    def add_notes(self, index: int, notes: Notes) -> None:
+    def add_notes(self, index: int, notes: NotesByIndex) -> None:
         """Takes what the engine noted of a choice's tokens."""
         self.start(index, ())
         self._choices[index].notes.update(notes)
@@ -64,10 +65,16 @@ class FullTrace:
             number, depth = choice.taken, depths[choice.taken]
             choice.taken += 1
             token_id = choice.token_ids[number]
-            layers = noted_layers(depth, choice.notes.pop(number, ()), self._layers, self._text_of)
-            text = choice.texts.add(token_id)
+            checks, drafts = choice.notes.pop(number, ((), ()))
             found.append(
-                TokenTrace(index=number, token_id=token_id, text=text, depth=depth, layers=layers)
+                TokenTrace(
+                    index=number,
+                    token_id=token_id,
+                    text=choice.texts.add(token_id),
+                    depth=depth,
+                    layers=noted_layers(depth, checks, self._layers, self._text_of),
+                    drafts=draft_traces(drafts, self._text_of),
+                )
             )
         return to_json(Tokens(tokens=tuple(found)))
 
@@ -86,6 +93,6 @@ class _Choice:
     def __init__(self, texts: TokenTexts) -> None:
         self.texts = texts
         self.token_ids: list[int] = []
-        self.notes: Notes = {}
+        self.notes: NotesByIndex = {}
         self.taken = 0
         """How many were sent as `exit_trace`."""

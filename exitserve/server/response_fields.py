@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from exitserve.server.full_trace import FullTrace, Notes
+from exitserve.server.full_trace import FullTrace, NotesByIndex
 
 PACE_SECONDS = 0.15
 """How often a stream asks the worker for full traces, which it answers between two steps."""
@@ -60,7 +60,7 @@ class RequestTrace:
         num_layers: int,
         keep_token_ids: bool,
         full: FullTrace | None = None,
-        take_notes: Callable[[], Awaitable[dict[str, Notes]]] | None = None,
+        take_notes: Callable[[], Awaitable[dict[str, NotesByIndex]]] | None = None,
     ) -> None:
         """Starts without depths.
 

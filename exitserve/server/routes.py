@@ -169,10 +169,10 @@ async def check_fields(raw_request: Request) -> None:
         if name.startswith("exit_") and value is None:
             raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
     rules = _server(raw_request).rules
-    policy = rules.policy_for(fields)
+    rules.policy_for(fields)
     trace = fields.get("exit_trace", False)
     if trace == FULL_TRACE:
-        rules.check_full_trace(policy)
+        rules.check_full_trace()
     elif not isinstance(trace, bool):
         raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
 

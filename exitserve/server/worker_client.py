@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from exitserve.server.full_trace import Notes
+from exitserve.server.full_trace import NotesByIndex
 from exitserve.server.metrics import ExitMetrics, Snapshot
 from exitserve.server.response_fields import Depths
 from exitserve.server.stats_window import StatsWindow
@@ -58,7 +58,7 @@ class WorkerClient:
         """Removes and returns the depths that the workers recorded under `key`."""
         return await self._take("exit_take_traces", key)
 
-    async def take_notes(self, key: str) -> dict[str, Notes]:
+    async def take_notes(self, key: str) -> dict[str, NotesByIndex]:
         """Removes and returns what the workers noted under `key`, after `take_traces`."""
         return await self._take("exit_take_notes", key)
 

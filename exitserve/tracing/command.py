@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError
 from exitserve.files import check_writable
-from exitserve.policy import AUTO
+from exitserve.policy import AUTO, EXIT_MODES
 
 DESCRIPTION = """\
 Answer a prompt with the oracle, and write what every exit layer would have said to each token.
@@ -51,7 +52,7 @@ def add_trace(subparsers: Any) -> None:
     )
     exits.add_argument("--exit-target", type=float, metavar="A", help="agreement to keep")
     exits.add_argument(
-        "--mode", dest="exit_mode", choices=("confidence", "defer", "off"), help="exit_mode"
+        "--mode", dest="exit_mode", choices=EXIT_MODES, help="exit_mode; verify tells drafts too"
     )
     exits.add_argument("--exit-layer", type=int, metavar="N", help="the exit of every token")
     parser.add_argument(
@@ -72,7 +73,7 @@ def _trace(args: argparse.Namespace) -> int:
 
     config = read_config(args.model, args.revision)
     rules = check_rules(args.model, {"exit_checks": args.exit_checks}, args.revision)
-    policy = rules.policy_for(fields)
+    policy = replace(rules, modes=(*rules.modes, "verify")).policy_for(fields)
 
     from rich.console import Console
     from transformers import AutoTokenizer
@@ -147,5 +148,7 @@ def _show(console: Any, trace: Any, out: Path) -> None:
     ]
     mean = sum(depths) / len(depths)
     title = f"{len(depths)} tokens, mean depth {mean:.2f} of {trace.num_layers}"
+    if drafts := [draft for token in trace.tokens for draft in token.drafts or ()]:
+        title += f", {sum(one.accepted for one in drafts)} of {len(drafts)} drafts accepted"
     console.print(terminal_table(title, ["depth", "tokens", "share"], rows))
     console.print(f"{out}: drop it on the playground of a server to look at it.", soft_wrap=True)

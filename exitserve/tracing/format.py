@@ -17,18 +17,26 @@ from pydantic.dataclasses import dataclass
 from exitserve.calibration_record import Criterion, Layer, Number
 from exitserve.errors import ExitServeError
 
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
+"""Of what is written. Readers take version 1 too, which is the same without drafts."""
+
+Version = Literal[1, 2]
 
 Count = Annotated[int, Field(ge=0)]
 
-Outcome = Literal["stopped", "went_on", "screened", "unchecked", "not_reached"]
+Outcome = Literal["stopped", "went_on", "drafted", "screened", "unchecked", "not_reached"]
 """What became of a token at a layer. stopped: it was sent from there. went_on: it was checked, and
-not confident enough. screened: a screen left the check out. unchecked: it passed by, since its
-request has no threshold there or its position runs all layers. not_reached: it stopped below."""
+not confident enough. drafted: confident enough, so that in mode "verify" the layer's token was
+drafted, unless it ends the answer. screened: a screen left the check out. unchecked: it passed by,
+since its request has no threshold there, or nobody drafted there, or its position runs all layers.
+not_reached: it stopped below."""
 
-Note = Sequence[Any]
+CheckNote = Sequence[Any]
 """(layer, token id, confidence, threshold), the last three possibly None: a `CheckNote` of
 `exitserve.engine.recorder`, which transport may have turned into a list."""
+
+Notes = Sequence[Sequence[Any]]
+"""Of one token: its checks, and the drafts that were judged with it: `TokenNotes` there."""
 
 TextOf = Callable[[int], str]
 """The text of a token by itself."""
@@ -55,6 +63,17 @@ class LayerTrace:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class DraftTrace:
+    """A draft that full depth judged (mode "verify")."""
+
+    layer: Layer
+    """The exit layer that proposed it."""
+    token_id: Count
+    text: str
+    accepted: bool
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TokenTrace:
     """One generated token."""
 
@@ -67,13 +86,16 @@ class TokenTrace:
     """The layer that it was sent from."""
     layers: tuple[LayerTrace, ...]
     """The exit layers, ascending, and full depth."""
+    drafts: tuple[DraftTrace, ...] | None = None
+    """Itself, if it was drafted and accepted. Or those rejected when full depth gave this token:
+    the one in its place, and what had been drafted behind that. None where there were none."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Tokens:
     """Some tokens of an answer, in order: the `exit_trace` of a choice."""
 
-    version: Literal[1] = VERSION
+    version: Version = VERSION
     tokens: tuple[TokenTrace, ...]
 
 
@@ -81,7 +103,7 @@ class Tokens:
 class Trace:
     """One answer, with all that is needed to read it: a file."""
 
-    version: Literal[1] = VERSION
+    version: Version = VERSION
     made_by: Literal["oracle", "server"]
     """The oracle tells every layer of every token, also of those that were not reached."""
     model: str
@@ -115,7 +137,7 @@ def layer_trace(
 
 
 def noted_layers(
-    depth: int, notes: Sequence[Note], layers: Sequence[int], text_of: TextOf
+    depth: int, notes: Sequence[CheckNote], layers: Sequence[int], text_of: TextOf
 ) -> tuple[LayerTrace, ...]:
     """What a token met at each of `layers`, given what an engine noted of it.
 
@@ -133,9 +155,29 @@ def noted_layers(
         if layer >= depth:
             outcome = "stopped" if layer == depth else "not_reached"
         elif told:
-            outcome = "screened" if told[0] is None else "went_on"
+            outcome = _outcome(*told)
         found.append(layer_trace(layer, outcome, text_of, *told))
     return tuple(found)
+
+
+def _outcome(token_id: int | None, confidence: float, threshold: float) -> Outcome:
+    """What became of a token at a layer that a check was due at, and that it was not sent from."""
+    if token_id is None:
+        return "screened"
+    return "drafted" if confidence > threshold else "went_on"
+
+
+def draft_traces(
+    drafts: Sequence[tuple[int, int, bool]], text_of: TextOf
+) -> tuple[DraftTrace, ...] | None:
+    """Drafts with their texts, given as (layer, token id, accepted); None if there are none."""
+    return (
+        tuple(
+            DraftTrace(layer=layer, token_id=token, text=text_of(token), accepted=accepted)
+            for layer, token, accepted in drafts
+        )
+        or None
+    )
 
 
 class TokenTexts:
@@ -190,8 +232,8 @@ def read_trace(path: Path) -> Trace:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ExitServeError(
-            f"'{path}' is no trace of version {VERSION}: {place}: {first['msg']}; write one with "
-            "exitserve trace."
+            f"'{path}' is no trace of version 1 or {VERSION}: {place}: {first['msg']}; write one "
+            "with exitserve trace."
         ) from error
 
 

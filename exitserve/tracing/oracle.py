@@ -7,7 +7,13 @@ from typing import Any
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Look, Looks, Reference
-from exitserve.tracing.format import Outcome, TokenTexts, TokenTrace, layer_trace
+from exitserve.tracing.format import (
+    Outcome,
+    TokenTexts,
+    TokenTrace,
+    draft_traces,
+    layer_trace,
+)
 
 
 def traced_tokens(
@@ -20,8 +26,12 @@ def traced_tokens(
         tokenizer: its Hugging Face tokenizer.
         prompt: the text to continue.
         max_tokens: most tokens to generate.
-        policy: when tokens exit; any but "verify".
+        policy: when tokens exit.
     """
+
+    def text_of(token_id: int) -> str:
+        return str(tokenizer.decode([token_id]))
+
     prompt_ids = tokenizer.encode(prompt)
     texts = TokenTexts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), prompt_ids)
     found = reference.watch(prompt_ids, max_tokens, policy)
@@ -35,13 +45,14 @@ def traced_tokens(
                 layer_trace(
                     look.layer,
                     _outcome(look, looks),
-                    lambda token: tokenizer.decode([token]),
+                    text_of,
                     look.token_id,
                     look.confidence,
                     look.threshold,
                 )
                 for look in looks.by_layer
             ),
+            drafts=draft_traces(looks.drafts, text_of),
         )
 
 
@@ -49,5 +60,5 @@ def _outcome(look: Look, looks: Looks) -> Outcome:
     if look.layer >= looks.depth:
         return "stopped" if look.layer == looks.depth else "not_reached"
     if look.is_checked:
-        return "went_on"
+        return "drafted" if look.passes else "went_on"
     return "unchecked" if look.threshold is None else "screened"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -183,19 +183,29 @@ def early_client(judging: LocalServer) -> OpenAI:
     return OpenAI(base_url=f"{judging.url}/v1", api_key=KEY, max_retries=0)
 
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+ROOT = Path(__file__).parents[2]
 OpenPage = Callable[..., Any]
 
 
+@pytest.fixture(scope="session")
+def picture() -> Any:
+    """The script that takes the playground's picture, as a module."""
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(picture: Any) -> Iterator[Any]:
     """A headless Chromium, where there is one.
 
     For a module: what drives it keeps an event loop running, and other tests start their own.
     """
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    program = picture.find_browser()
     if program is None:
-        pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}")
+        pytest.skip(f"no browser: install one of {', '.join(picture.BROWSERS)}")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

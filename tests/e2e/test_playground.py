@@ -241,6 +241,30 @@ def test_a_narrow_screen(open_page, server, expect) -> None:
     assert full["y"] >= early["y"] + early["height"]
 
 
+def test_the_picture_of_the_documentation(picture, browser, server, tmp_path) -> None:
+    picture.take(browser, server.url, tmp_path / "page.png", width=700, scheme="dark", runs=1)
+    header = (tmp_path / "page.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(header[at : at + 4], "big") for at in (16, 20))
+    assert width == 700 and height > 1200, "answers, and why a token stopped"
+
+
+def test_both_answers_run_together(page, expect) -> None:
+    expect(page.locator("#order-says")).to_contain_text("This setting first")
+    page.locator("#order").select_option("together")
+    expect(page.locator("#order-says")).to_contain_text("Both at once")
+    events: list[str] = []
+    for event in ("request", "requestfinished"):
+        page.on(event, lambda one, event=event: events.append(event) if is_post(one) else None)
+    run(page, expect)
+    assert events[:2] == ["request", "request"], "both had begun before one ended"
+    assert [page.locator(f"{pane} .token").count() for pane in ("#early", "#full")] == [32, 32]
+
+
+def is_post(request: Any) -> bool:
+    return str(request.method) == "POST"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(open_page, server, expect, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe

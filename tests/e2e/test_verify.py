@@ -174,27 +174,75 @@ def test_any_two_fields_together(verifying: LocalServer) -> None:
     assert sum(status == 200 for _, status, _ in found) > 0.4 * len(found)
 
 
-def test_drafts_have_no_full_trace(ask: Any) -> None:
-    with pytest.raises(BadRequestError, match="does not go with mode 'verify'"):
-        ask(PROMPTS[0], vllm_xargs={"exit_trace": "full"})
+def test_full_traces_tell_drafts(verifying: LocalServer, ask: Any) -> None:
+    before = counter(verifying, "vllm:spec_decode_num_draft_tokens_total")
+    whole = ask(PROMPTS[0], vllm_xargs={"exit_trace": "full"}).choices[0]
+    drafted = counter(verifying, "vllm:spec_decode_num_draft_tokens_total") - before
+    assert whole.token_ids == ask(PROMPTS[0]).choices[0].token_ids
+    tokens = whole.exit_trace["tokens"]
+    assert [one["token_id"] for one in tokens] == whole.token_ids
+    assert "".join(one["text"] for one in tokens) == whole.text
+    told = 0
+    for one in tokens:
+        first, *behind = one.get("drafts") or [None]
+        if first is None:
+            continue
+        told += 1 + len(behind)
+        assert first["accepted"] == (first["token_id"] == one["token_id"])
+        assert not any(draft["accepted"] for draft in behind)
+        (layer,) = (layer for layer in one["layers"] if layer["layer"] == first["layer"])
+        assert layer["outcome"] == "drafted" and layer["token_id"] == first["token_id"]
+        assert one["layers"][-1]["token_id"] == one["token_id"]
+    assert told == drafted
+
+
+def test_full_traces_of_drawn_tokens(ask: Any) -> None:
+    """A draft that was rejected is never the token that is drawn instead."""
+    whole = ask(PROMPTS[3], temperature=1, vllm_xargs={"exit_trace": "full"}).choices[0]
+    tokens = whole.exit_trace["tokens"]
+    assert [one["token_id"] for one in tokens] == whole.token_ids
+    judged = [(one["token_id"], one["drafts"][0]) for one in tokens if "drafts" in one]
+    assert all(first["accepted"] == (first["token_id"] == token) for token, first in judged)
+
+
+def test_full_traces_of_other_modes(ask: Any) -> None:
     told = ask(PROMPTS[0], vllm_xargs={"exit_trace": "full", "exit_threshold": 0.2, **CONFIDENCE})
-    assert {one["depth"] for one in told.choices[0].exit_trace["tokens"]} > {24}
+    tokens = told.choices[0].exit_trace["tokens"]
+    assert {one["depth"] for one in tokens} > {24}
+    assert not any("drafts" in one for one in tokens), "no draft was judged"
 
 
-def test_the_playground_counts_drafts(verifying: LocalServer, open_page: Any) -> None:
+def test_the_playground_draws_drafts(verifying: LocalServer, open_page: Any) -> None:
     from playwright.sync_api import expect
 
     page = open_page(verifying)
+    page.clock.install(time=0)
+    page.clock.pause_at(3600)  # what is shown for a moment stays, until the clock runs
     expect(page.locator("#meaning")).to_contain_text("judges every token")
+    expect(page.locator("#legend")).to_contain_text("drafted, and full depth agreed")
     page.locator("#advanced summary").click()
     page.locator("#max-tokens").fill("24")
-    page.locator("#run").click()
-    expect(page.locator("#parting")).to_contain_text("all 24 tokens", timeout=60_000)
-    assert page.locator("#early .token.depth-7").count() > 0
-    assert "".join(page.locator("#early .token").all_inner_texts()).startswith(", ")
-    page.locator("#early .token").first.click()
-    expect(page.locator("#why-says")).to_contain_text("tells no more than that")
+    with page.expect_download() as download:
+        page.locator("#run").click()
+        expect(page.locator("#parting")).to_contain_text("all 24 tokens", timeout=60_000)
+        page.locator("#save").click()
+    tokens = json.loads(Path(download.value.path()).read_text())["tokens"]
+    judged = [one["drafts"] for one in tokens if "drafts" in one]
+    accepted = [one["index"] for one in tokens if one.get("drafts", [{}])[0].get("accepted")]
+    early = page.locator("#early")
+    drawn = [one.get_attribute("id") for one in early.locator(".drafted").all()]
+    assert drawn == [f"early-{index}" for index in accepted]
+    rejected = ["".join(draft["text"] for draft in one) for one in judged if not one[0]["accepted"]]
+    blanks = str.maketrans({" ": "␣", "\n": "⏎"})
+    assert early.locator("del").all_inner_texts() == [text.translate(blanks) for text in rejected]
+    page.clock.run_for(2000)
+    expect(early.locator("del")).to_have_count(0)
+    assert "".join(early.locator(".token").all_inner_texts()).startswith(", ")
     expect(page.locator("#live-text")).to_contain_text("drafts accepted")
+    if accepted:
+        page.locator(f"#early-{accepted[0]}").click()
+        expect(page.locator("#why-says")).to_contain_text("full depth agreed")
+        expect(page.locator("#why-layers")).to_contain_text("sure enough, and drafted")
 
 
 def test_bad_fields_are_refused(ask: Any) -> None:

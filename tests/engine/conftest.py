@@ -82,8 +82,8 @@ class Harness:
             steps += 1
         return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
 
-    def notes(self, jobs: Sequence[Job]) -> list[list[list[tuple[Any, ...]]]]:
-        """What each generated token of each job met, as full traces keep it."""
+    def notes(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each generated token of each job met, as full traces keep it: checks and drafts."""
         names = [f"{FULL_TRACE}:{next(NAMES)}" for _ in jobs]
         for name, one in zip(names, jobs, strict=True):
             self._add(name, one)
@@ -93,7 +93,8 @@ class Harness:
         for name in names:
             (depths,) = self.engine.collective_rpc("exit_take_traces", args=(name,))[0].values()
             (notes,) = self.engine.collective_rpc("exit_take_notes", args=(name,))[0].values()
-            found.append([[*map(tuple, notes.get(index, ()))] for index in sorted(depths)])
+            kept = [notes.get(index, ([], [])) for index in sorted(depths)]
+            found.append([tuple([*map(tuple, part)] for part in one) for one in kept])
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -342,14 +343,22 @@ def expect_notes() -> Callable[[Reference, Job], list[Any]]:
     def expect(reference: Reference, job: Job) -> list[Any]:
         found = reference.watch(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
         return [
-            [
-                (one.layer, one.token_id, pytest.approx(one.confidence, abs=1e-4), one.threshold)
-                if one.is_checked or one.layer == reference.parts.num_layers
-                else (one.layer, None, None, None)
-                for one in looks.by_layer
-                if one.layer <= looks.depth
-                and (one.threshold is not None or one.layer == reference.parts.num_layers)
-            ]
+            (
+                [
+                    (
+                        one.layer,
+                        one.token_id,
+                        pytest.approx(one.confidence, abs=1e-4),
+                        one.threshold,
+                    )
+                    if one.is_checked or one.layer == reference.parts.num_layers
+                    else (one.layer, None, None, None)
+                    for one in looks.by_layer
+                    if one.layer <= looks.depth
+                    and (one.threshold is not None or one.layer == reference.parts.num_layers)
+                ],
+                list(looks.drafts),
+            )
             for looks in found
         ]
 

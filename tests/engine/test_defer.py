@@ -89,8 +89,9 @@ def test_rows_that_do_not_leave_get_the_same(
     counted = harness.stats()
     assert counted["pending_tokens"] == 0
     assert (counted["stepped_aside"] > 50) == (leaving != "always")
-    deferring = start(model, enable_prefix_caching=False)
     noted = [expect_notes(oracle(model), one) for one in asked[:2]]
+    assert harness.notes(asked)[:2] == noted, "of tokens that come several in a step"
+    deferring = start(model, enable_prefix_caching=False)
     assert deferring.notes(asked[:-1])[:2] == noted
 
 

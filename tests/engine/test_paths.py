@@ -50,9 +50,9 @@ def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, chec
 def test_what_each_check_found(start, model, jobs, expect_notes, path: str) -> None:
     reference = load_reference(str(model))
     expected = [expect_notes(reference, one) for one in jobs]
-    kinds = {len(notes) for job in expected for notes in job}
+    kinds = {len(checks) for job in expected for checks, _ in job}
     assert kinds >= {1, 2, 3}, "tokens that were checked nowhere, once and twice"
-    assert any(note[1] is None for job in expected for notes in job for note in notes)
+    assert any(note[1] is None for job in expected for checks, _ in job for note in checks)
     harness = start(model, exits={"exit_path": path}, enable_prefix_caching=False)
     assert harness.notes(jobs) == expected
 

@@ -55,6 +55,8 @@ def test_what_became_of_a_token_at_each_layer() -> None:
     assert (found[1].text, found[1].confidence, found[1].threshold) == ("a", 0.75, 0.5)
     deep = noted_layers(6, [(4, 97, 0.25, 0.5), (6, 98, 0.5, None)], LAYERS, chr)
     assert [one.outcome for one in deep] == ["unchecked", "went_on", "stopped"]
+    drafted = noted_layers(6, [(2, 97, 0.75, 0.5), (6, 98, 0.5, None)], LAYERS, chr)
+    assert [one.outcome for one in drafted] == ["drafted", "unchecked", "stopped"]
 
 
 def _events(parts: list[tuple[dict[int, int], dict[int, Any]]]) -> list[dict[str, Any]]:
@@ -97,14 +99,15 @@ def _events(parts: list[tuple[dict[int, int], dict[int, Any]]]) -> list[dict[str
 
 def test_a_stream_tells_tokens_as_they_are_known() -> None:
     """Each once and in order, and none that was not sent."""
-    notes = {0: [], 1: [(2, 97, 0.9, 0.5)], 2: [(2, 97, 0.9, 0.5)], 3: [(6, 98, 0.4, None)]}
+    notes: dict[int, Any] = {index: ([(2, 97, 0.9, 0.5)], []) for index in (1, 2)}
+    notes |= {0: ([], []), 3: ([(6, 98, 0.4, None)], [(2, 99, False), (4, 100, False)])}
     parts = [({0: 6, 1: 2}, {0: notes[0], 1: notes[1]}), ({}, {}), ({2: 2, 3: 6, 4: 6}, notes)]
     chunks = _events(parts)
     told = [[t["index"] for t in _tokens(chunk)] for chunk in chunks]
     assert told == [[0], [1], [2, 3]]
     last = chunks[-1]["choices"][0]
     assert last["exit_layers"] == [6, 2, 2, 6]
-    assert last["exit_trace"]["version"] == 1
+    assert last["exit_trace"]["version"] == 2
     assert [token["text"] for token in last["exit_trace"]["tokens"]] == ["c", "d"]
     assert last["exit_trace"]["tokens"][1]["layers"][-1] == {
         "layer": 6,
@@ -113,6 +116,13 @@ def test_a_stream_tells_tokens_as_they_are_known() -> None:
         "text": "b",
         "confidence": 0.4,
     }
+    assert [token.get("drafts") for token in last["exit_trace"]["tokens"]] == [
+        None,
+        [
+            {"layer": 2, "token_id": 99, "text": "c", "accepted": False},
+            {"layer": 4, "token_id": 100, "text": "d", "accepted": False},
+        ],
+    ]
 
 
 def _tokens(chunk: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,17 +136,14 @@ def test_a_trace_with_a_token_missing_is_null() -> None:
 
 
 def test_servers_refuse_what_they_cannot_tell() -> None:
-    rules = ExitRules(num_layers=6, exit_layers=(2, 4))
-    rules.check_full_trace(ExitPolicy.confidence(0.5))
-    with pytest.raises(ExitServeError, match=r"mode 'verify'.*send exit_trace true"):
-        rules.check_full_trace(ExitPolicy.confidence(0.5, mode="verify"))
+    ExitRules(num_layers=6, exit_layers=(2, 4)).check_full_trace()
     config = {"num_hidden_layers": 6, "hidden_size": 64, "vocab_size": 100, **LLAMA}
     loops = {one: make_rules(config, {"exit_path": one, "exit_layers": [2]}) for one in LOOPS}
     told = {one for one, rules in loops.items() if rules.full_trace}
     assert told == {"host", "masked"}
     captured = loops["device"]
     with pytest.raises(ExitServeError, match=r"the host decides.*send exit_trace true"):
-        captured.check_full_trace(ExitPolicy.off())
+        captured.check_full_trace()
 
 
 @pytest.mark.parametrize("mode", ["confidence", "defer", "off"])
@@ -157,6 +164,29 @@ def test_watching_changes_nothing(make_checkpoint, mode: str) -> None:
         assert all(look.confidence <= look.threshold for look in above)
 
 
+def test_watching_drafts(make_checkpoint) -> None:
+    """The rounds of `decode`; a draft that full depth accepted is the token, one that it rejected
+    is not."""
+    reference = load_reference(str(make_checkpoint("llama")), exit_checks="all")
+    policy, ids = ExitPolicy.confidence(0.1, mode="verify"), [ord(c) for c in PROMPT]
+    decoded = reference.decode(ids, 40, policy, num_drafts=3)
+    seen = list(reference.watch(ids, 40, policy, num_drafts=3))
+    assert [one.token_id for one in seen] == decoded.token_ids
+    assert {one.depth for one in seen} == {6}
+    drafts = [one for looks in seen for one in looks.drafts]
+    assert (len(drafts), sum(stands for *_, stands in drafts)) == (
+        decoded.drafted,
+        decoded.accepted,
+    )
+    assert 0 < decoded.accepted < decoded.drafted
+    for looks in filter(lambda one: one.drafts, seen):
+        layer, token, stands = looks.drafts[0]
+        (there,) = [look for look in looks.by_layer if look.layer == layer]
+        assert there.passes and there.is_checked and there.token_id == token
+        assert stands == (token == looks.token_id)
+        assert not any(look.is_checked for look in looks.by_layer if look.layer > layer)
+
+
 def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path) -> None:
     import jsonschema
 
@@ -170,6 +200,11 @@ def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path
     assert all(look.text is not None for token in trace.tokens for look in token.layers)
     assert min(token.depth for token in trace.tokens) < 6
     assert main(arguments) == 2, "it would replace a file"
+    drafting = ["--mode", "verify", "--exit-threshold", "0.08", "--exit-checks", "all"]
+    assert main([*arguments, *drafting, "--overwrite"]) == 0
+    jsonschema.validate(json.loads(out.read_text()), schema())
+    drafted = [token for token in read_trace(out).tokens if token.drafts]
+    assert drafted and {token.depth for token in drafted} == {6}
     assert main([*arguments, "--overwrite"]) == 0
 
 
@@ -193,10 +228,10 @@ def test_bad_arguments(make_checkpoint, capsys, arguments: list[str], says: str)
 
 
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    for text, says in (("{", "Invalid JSON"), ('{"version": 2}', "version"), ("[]", "the file")):
+    for text, says in (("{", "Invalid JSON"), ('{"version": 3}', "version"), ("[]", "the file")):
         file = tmp_path / "trace.json"
         file.write_text(text)
-        with pytest.raises(ExitServeError, match="is no trace of version 1") as error:
+        with pytest.raises(ExitServeError, match="is no trace of version 1 or 2") as error:
             read_trace(file)
         assert says in str(error.value) and "exitserve trace" in str(error.value)
     with pytest.raises(ExitServeError, match="cannot read the trace"):

@@ -18,7 +18,7 @@ from exitserve.engine.compat.runner import (
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.hooks.rows_processor import RowsProcessor
-from exitserve.engine.recorder import CheckNote
+from exitserve.engine.recorder import TokenNotes
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
@@ -81,7 +81,7 @@ class ExitWorkerExtension:
         """See `Recorder.take_traces`."""
         return self._counted().recorder.take_traces(key)
 
-    def exit_take_notes(self, key: str) -> dict[str, dict[int, list[CheckNote]]]:
+    def exit_take_notes(self, key: str) -> dict[str, dict[int, TokenNotes]]:
         """See `Recorder.take_notes`."""
         return self._counted().recorder.take_notes(key)
 

@@ -363,6 +363,7 @@ class HostLoop:
             last = self._rules.exit_layers[-1]
             step.pending[row].wait(last, waiting, self.requests.pass_number)
         guesses = step.guesses()
+        self.requests.note_drafting(step, rows)
         return [
             one
             for one in rows
@@ -384,13 +385,19 @@ class HostLoop:
 
     def _note_full_depth(self, step: Step, logits: Tensor | None) -> None:
         """Notes what the head said [S, V] to tokens that reached it, for full traces."""
-        rows = [row for row in step.noted if row not in step.depth]
-        if logits is None or not rows:
+        samples = {
+            sample: (row, number)
+            for row in step.noted
+            if row not in step.depth
+            for number, sample in enumerate(step.samples(row))
+            if sample not in step.decided
+        }
+        if logits is None or not samples:
             return
-        read = self.checks.head.read(logits[[step.samples(row)[-1] for row in rows]])
-        for row, token, confidence in zip(rows, *read, strict=True):
+        read = self.checks.head.read(logits[list(samples)])
+        for place, token, confidence in zip(samples.values(), *read, strict=True):
             note = CheckNote(self._rules.num_layers, token, confidence)
-            self.requests.note_full_depth(step, row, note)
+            self.requests.note_full_depth(step, *place, note)
 
     def _logits(
         self, step: Step | None, normed: Tensor, compute: Callable[[Tensor], Tensor | None]

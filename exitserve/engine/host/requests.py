@@ -13,7 +13,7 @@ from torch import Tensor
 from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.pending_tokens import PendingTokens
-from exitserve.engine.recorder import CheckNote
+from exitserve.engine.recorder import CheckNote, JudgedDraft
 from exitserve.engine.requests import Exited, Request
 from exitserve.engine.state import EngineState
 
@@ -115,30 +115,55 @@ class HostRequests:
             # chunks, and tokens recomputed after a preemption, do not generate. Where there are
             # drafts of ours, `record_verified` counts. (vLLM also fills up passes with empty
             # drafts.)
-            if request is None or position + 1 < request.length or request.drafts:
+            if request is None or position + 1 < request.length:
+                continue
+            if request.note_keys:
+                step.noted[index] = len(request.output_ids)
+            if request.drafts:
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
             if request.decided:
                 depth, request.decided = request.decided[0].depth, []
                 self._count_later(depth)
-            generated = self._note_depth(index, len(request.output_ids), depth)
+            generated = len(request.output_ids)
+            self._note_depth(index, generated, depth)
             if keys := request.note_keys:
-                step.noted[index] = generated
-                self.recorder.note(keys, request.name, generated, step.notes.get(index, ()))
+                met = request.met.pop(generated, ())
+                notes = [*met, *step.notes.get(index, ())]
+                self.recorder.note(keys, request.name, generated, notes)
+                request.met.clear()  # a preemption took drafts away
 
-    def _note_depth(self, index: int, generated: int, depth: int) -> int:
-        """Counts and traces a row's token, and keeps its depth for a preemption; its index."""
+    def _note_depth(self, index: int, generated: int, depth: int) -> None:
+        """Counts and traces a row's token, and keeps its depth for a preemption."""
         request = self.rows[index]
         self.recorder.count_token(depth)
         if request.policy.mode != "off":
             request.note_depth(generated, depth, self.rules.num_layers)
         self._trace(index, range(generated, generated + 1), depth)
-        return generated
 
-    def note_full_depth(self, step: Step, row: int, note: CheckNote) -> None:
-        """Keeps what full depth says to a token that reached it, after `record`."""
-        request = self.rows[row]
-        self.recorder.note(request.note_keys, request.name, step.noted[row], [note])
+    def note_drafting(self, step: Step, rows: Sequence[Draft]) -> None:
+        """Keeps what the next tokens of rows met in a pass that drafts, for full traces."""
+        if not step.notes:
+            return
+        for one in rows:
+            if found := step.notes.get(one.row):
+                request = one.candidate.request
+                request.met[one.position + 1 - request.prompt_length] = found
+
+    def note_full_depth(self, step: Step, row: int, number: int, note: CheckNote) -> None:
+        """Keeps what full depth says at one of a row's samples, after `record`.
+
+        Args:
+            step: of the pass.
+            row: whose request asks for a full trace.
+            number: of the sample, from the row's first.
+            note: what it says there.
+        """
+        request, index = self.rows[row], step.noted[row] + number
+        if request.drafts:  # which are not judged yet
+            request.met.setdefault(index, []).append(note)
+        else:
+            self.recorder.note(request.note_keys, request.name, index, [note])
 
     def _trace(self, index: int, generated: range, depth: int) -> None:
         """Keeps the depth of some generated tokens of a row, if its request asks for that."""
@@ -190,9 +215,12 @@ class HostRequests:
                 continue
             self.recorder.count_judged(len(request.drafts), len(tokens) - 1)
             self.recorder.tokens_by_depth[self.rules.num_layers] += len(tokens)
-            request.drafts = []
             count = len(request.output_ids)
-            self._trace(index, range(count - len(tokens), count), self.rules.num_layers)
+            generated = range(count - len(tokens), count)
+            self._trace(index, generated, self.rules.num_layers)
+            if request.note_keys:
+                self._note_met(request, generated, self._judged(request, generated))
+            request.drafts = []
 
     def _record_decided(self, index: int, tokens: Sequence[int]) -> None:
         """Counts and traces the tokens of a pass before which exits had decided the first ones."""
@@ -203,7 +231,32 @@ class HostRequests:
         for generated, depth in enumerate(depths[: len(tokens)], first):
             self._note_depth(index, generated, depth)
             self._count_later(depth)
+        if request.note_keys:
+            self._note_met(request, range(first, first + len(tokens)), [])
         request.drafts, request.decided = [], []
+
+    def _judged(self, request: Request, generated: range) -> list[JudgedDraft]:
+        """The drafts of a request of which full depth made the tokens `generated`."""
+        found = []
+        for index, token in enumerate(request.drafts, generated.start):
+            exits = [note for note in request.met[index] if note.layer < self.rules.num_layers]
+            found.append(JudgedDraft(exits[-1].layer, token, index + 1 < generated.stop))
+        return found
+
+    def _note_met(self, request: Request, generated: range, judged: Sequence[JudgedDraft]) -> None:
+        """Keeps what tokens met before it was known that they stand.
+
+        Args:
+            request: theirs.
+            generated: their indices.
+            judged: the request's drafts, of these tokens and perhaps of further ones.
+        """
+        for place, index in enumerate(generated):
+            last = index + 1 == generated.stop
+            drafts = judged[place:] if last else judged[place : place + 1]
+            met = request.met.get(index, ())
+            self.recorder.note(request.note_keys, request.name, index, met, drafts)
+        request.met.clear()
 
     def _count_later(self, depth: int) -> None:
         """Counts what a pass ran of a token that an exit had decided before it."""

@@ -124,7 +124,7 @@ class Step:
         self.notes: dict[int, list[CheckNote]] = {}
         """By row, what its token met so far, where its request asks for a full trace."""
         self.noted: dict[int, int] = {}
-        """Rows of such requests that sample, and the index of their generated token."""
+        """Rows of such requests that sample, and the index of the first token they generate."""
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]."""
         self._exit_layers = rules.exit_layers

@@ -1,9 +1,10 @@
 // One answer: text that streams in, each token in the colour of its depth once that is known.
 
-import { depthStep, element, nameOf, visible } from "./depths.js";
+import { depthStep, draftsOf, element, nameOf, visible } from "./depths.js";
 import { hideTip, showTip } from "./tip.js";
 
 const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
+const STRUCK = 1500; // milliseconds for which rejected drafts are shown
 
 export class Answer extends EventTarget {
   /** @param pane the section that shows it */
@@ -26,6 +27,7 @@ export class Answer extends EventTarget {
   clear(depths) {
     this.depths = depths; // exit layers and full depth, ascending
     this.tokens = []; // those whose depth is known: TokenTrace of docs/playground.md
+    this.shown = []; // the element of each
     this.received = ""; // all text so far
     this.coloured = 0; // characters of it that belong to `tokens`
     this.times = []; // [milliseconds, tokens that had come by then]
@@ -54,7 +56,7 @@ export class Answer extends EventTarget {
     const choice = chunk.choices[0];
     if (!choice) return;
     this.addText(choice.text ?? choice.delta?.content ?? "", choice.token_ids ?? []);
-    if (choice.exit_trace) this.addTokens(choice.exit_trace.tokens);
+    if (choice.exit_trace) this.addTokens(choice.exit_trace.tokens, true);
     else if (choice.exit_layers) this.#addDepths(choice.exit_layers);
   }
 
@@ -80,15 +82,21 @@ export class Answer extends EventTarget {
     this.addTokens(tokens);
   }
 
-  addTokens(tokens) {
+  /** @param arriving whether they have just been decided: then rejected drafts are shown too */
+  addTokens(tokens, arriving = false) {
     for (const token of tokens) {
       const place = this.tokens.push(token) - 1;
+      const { accepted, rejected } = draftsOf(token);
+      if (arriving && rejected.length) this.#strike(rejected);
       const shown = element("span", `token depth-${depthStep(token.depth, this.depths)}`, token.text);
       shown.id = `${this.text.parentElement.id}-${place}`;
       shown.setAttribute("role", "option");
       shown.setAttribute("aria-selected", "false");
       shown.setAttribute("aria-label", this.describe(token));
       shown.tabIndex = place === 0 ? 0 : -1;
+      if (accepted) shown.classList.add("drafted");
+      if (accepted && arriving) shown.classList.add("arriving");
+      this.shown.push(shown);
       this.list.append(shown);
       this.coloured += token.text.length;
     }
@@ -100,10 +108,22 @@ export class Answer extends EventTarget {
     this.tail.textContent = this.received.slice(this.coloured);
   }
 
+  /** Shows drafts that full depth rejected, for a moment. */
+  #strike(drafts) {
+    const struck = element("del", "rejected", drafts.map((one) => visible(one.text)).join(""));
+    struck.setAttribute("aria-hidden", "true"); // the token that came instead tells of them
+    this.list.append(struck);
+    setTimeout(() => struck.remove(), STRUCK);
+  }
+
   describe(token) {
     const there = token.layers.find((layer) => layer.layer === token.depth);
     const sure = there?.confidence === undefined ? "" : `, confidence ${there.confidence.toFixed(2)}`;
-    return `${visible(token.text)}: ${nameOf(token.depth, this.depths)}${sure}`;
+    const { accepted, rejected } = draftsOf(token);
+    const drafted = accepted ? `, drafted by layer ${accepted.layer}` : "";
+    const instead = rejected.length
+      ? `, instead of “${visible(rejected[0].text)}” by layer ${rejected[0].layer}` : "";
+    return `${visible(token.text)}: ${nameOf(token.depth, this.depths)}${sure}${drafted}${instead}`;
   }
 
   /** Tokens per second after the first; undefined before there are any. */
@@ -124,30 +144,35 @@ export class Answer extends EventTarget {
     if (this.ids.length) parts.push(`${this.ids.length} tokens`);
     const depth = this.meanDepth();
     if (depth !== undefined) parts.push(`mean depth ${depth.toFixed(1)} of ${this.depths.at(-1)}`);
+    const drafts = this.tokens.flatMap((token) => token.drafts ?? []);
+    if (drafts.length) {
+      const accepted = drafts.filter((one) => one.accepted).length;
+      parts.push(`${accepted} of ${drafts.length} drafts accepted`);
+    }
     this.figures.textContent = parts.join(" · ");
   }
 
   /** Marks the token at which two answers part. */
   markParting(index) {
-    this.list.children[index]?.classList.add("parts");
+    this.shown[index]?.classList.add("parts");
   }
 
   choose(index) {
-    const token = this.list.children[index];
+    const token = this.shown[index];
     if (!token) return;
-    this.list.children[this.chosen]?.setAttribute("aria-selected", "false");
+    this.shown[this.chosen]?.setAttribute("aria-selected", "false");
     this.chosen = index;
     token.setAttribute("aria-selected", "true");
     this.dispatchEvent(new CustomEvent("choose", { detail: index }));
   }
 
   unchoose() {
-    this.list.children[this.chosen]?.setAttribute("aria-selected", "false");
+    this.shown[this.chosen]?.setAttribute("aria-selected", "false");
     this.chosen = -1;
   }
 
   focusToken(index) {
-    const token = this.list.children[index];
+    const token = this.shown[index];
     if (!token) return;
     for (const one of this.list.querySelectorAll("[tabindex='0']")) one.tabIndex = -1;
     token.tabIndex = 0;
@@ -155,7 +180,7 @@ export class Answer extends EventTarget {
   }
 
   #indexOf(node) {
-    return node.classList?.contains("token") ? [...this.list.children].indexOf(node) : -1;
+    return this.shown.indexOf(node);
   }
 
   #onFocus(event) {
@@ -167,7 +192,7 @@ export class Answer extends EventTarget {
   #onKey(event) {
     const index = this.#indexOf(event.target);
     if (index < 0) return;
-    const last = this.list.children.length - 1;
+    const last = this.shown.length - 1;
     const to = {
       ArrowRight: index + 1, ArrowDown: index + 1, ArrowLeft: index - 1, ArrowUp: index - 1,
       Home: 0, End: last,

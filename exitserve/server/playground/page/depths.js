@@ -32,13 +32,29 @@ export function visible(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-export function drawLegend(place, depths) {
+/** A token's own draft, if full depth accepted it, and those that it rejected for the token. */
+export function draftsOf(token) {
+  const drafts = token.drafts ?? [];
+  return {
+    accepted: drafts.find((one) => one.accepted),
+    rejected: drafts.filter((one) => !one.accepted),
+  };
+}
+
+export function drawLegend(place, depths, hasDrafts) {
+  const entry = (mark, text) => {
+    const item = element("li");
+    item.append(mark, ` ${text}`);
+    return item;
+  };
+  const last = `depth-${depthStep(depths.at(-1), depths)}`;
+  const drafts = [
+    entry(element("span", `${last} drafted`, "ab"), "drafted, and full depth agreed"),
+    entry(element("del", "rejected", "ab"), "rejected"),
+  ];
   place.replaceChildren(
-    ...depths.map((depth) => {
-      const item = element("li");
-      item.append(element("span", `swatch depth-${depthStep(depth, depths)}`));
-      item.append(` ${nameOf(depth, depths)}`);
-      return item;
-    }),
+    ...depths.map((depth) =>
+      entry(element("span", `swatch depth-${depthStep(depth, depths)}`), nameOf(depth, depths))),
+    ...(hasDrafts ? drafts : []),
   );
 }

@@ -22,7 +22,7 @@ async function start() {
   $("model").textContent = model;
   stats = await read("exitserve/stats");
   settings = new Settings(stats);
-  drawLegend($("legend"), settings.depths);
+  drawLegend($("legend"), settings.depths, settings.drafts);
   live = new Live(settings.depths);
 }
 
@@ -62,32 +62,36 @@ function problem(text) {
 async function run() {
   running?.abort();
   const own = (running = new AbortController());
-  reset(settings.depths);
+  reset(settings.depths, settings.drafts);
   $("stop").hidden = false;
-  const { path, prompt, chat, body } = settings.request(model);
+  const request = settings.request(model);
   const fields = settings.fields();
-  try {
-    await answer(early, fields, path, body, chat ? "" : prompt, own.signal);
-    saved = { model, prompt, fields, tokens: early.tokens };
+  const runEarly = async () => {
+    await answer(early, fields, request, own.signal);
+    saved = { model, prompt: request.prompt, fields, tokens: early.tokens };
     $("save").disabled = !stats.offers.full_trace || !early.tokens.length;
-    await answer(full, { exit_mode: "off" }, path, body, chat ? "" : prompt, own.signal);
+  };
+  const runFull = () => answer(full, { exit_mode: "off" }, request, own.signal);
+  try {
+    if (settings.together) await Promise.all([runEarly(), runFull()]);
+    else await runEarly().then(runFull);
     showParting();
   } catch (error) {
     if (error.name !== "AbortError") problem(error.message);
+    own.abort(); // of two that run together, the other
   } finally {
     if (running === own) $("stop").hidden = true;
   }
 }
 
-async function answer(shown, fields, path, body, prompt, signal) {
-  const mode = Object.keys(fields).length ? fields.exit_mode : stats.default.mode;
-  const exit_trace = stats.offers.full_trace && mode !== "verify" ? "full" : true;
-  const request = { ...body, vllm_xargs: { ...fields, exit_trace } };
-  shown.start(prompt);
+async function answer(shown, fields, { path, prompt, chat, body }, signal) {
+  const exit_trace = stats.offers.full_trace ? "full" : true;
+  const asked = { ...body, vllm_xargs: { ...fields, exit_trace } };
+  shown.start(chat ? "" : prompt);
   live.hurry();
   try {
     await withKey(async () => {
-      for await (const chunk of stream(path, request, signal)) {
+      for await (const chunk of stream(path, asked, signal)) {
         shown.take(chunk);
         shown.showFigures();
       }
@@ -98,13 +102,13 @@ async function answer(shown, fields, path, body, prompt, signal) {
 }
 
 /** Empties both answers, for depths that may be those of another model. */
-function reset(depths) {
+function reset(depths, hasDrafts) {
   problem("");
   $("parting").textContent = "";
   $("save").disabled = true;
   early.clear(depths);
   full.clear(depths);
-  drawLegend($("legend"), depths);
+  drawLegend($("legend"), depths, hasDrafts);
   hideWhy();
   document.body.classList.remove("from-file");
   $("early-title").textContent = "This setting";
@@ -133,7 +137,7 @@ async function open(file) {
   try {
     const trace = await openTrace(file);
     running?.abort();
-    reset([...trace.exit_layers, trace.num_layers]);
+    reset([...trace.exit_layers, trace.num_layers], trace.tokens.some((token) => token.drafts));
     document.body.classList.add("from-file");
     $("early-title").textContent = `${file.name} (${trace.made_by}, ${trace.model})`;
     early.start(trace.prompt);

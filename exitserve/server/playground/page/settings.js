@@ -20,9 +20,10 @@ export class Settings {
     this.lossless = stats.offers.modes.includes("verify") ? "verify" : "off";
     const served = stats.offers.modes.includes(stats.offers.calibrated_mode);
     this.promises = served ? stats.offers.promises : [];
+    this.drafts = this.lossless === "verify" && stats.offers.full_trace;
     this.judges = stats.default.mode === "verify"; // by default, full depth judges every token
     this.#fill();
-    for (const id of ["promise", "by", "threshold", "mode", "layer"]) {
+    for (const id of ["promise", "by", "threshold", "mode", "layer", "order"]) {
       $(id).addEventListener("input", () => this.show());
     }
     this.show();
@@ -60,9 +61,17 @@ export class Settings {
     $("by-mode").hidden = way !== "threshold";
     $("by-layer").hidden = way !== "layer";
     $("threshold-shown").textContent = Number($("threshold").value).toFixed(2);
+    $("order-says").textContent = this.together
+      ? "Both at once, and each slows the other."
+      : "This setting first, then full depth, so that neither slows the other.";
     const meaning = this.#meaning(way);
     $("meaning").textContent = meaning;
     $("promise").setAttribute("aria-valuetext", meaning);
+  }
+
+  /** Whether both answers run at once. */
+  get together() {
+    return $("order").value === "together";
   }
 
   #meaning(way) {

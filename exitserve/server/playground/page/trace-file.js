@@ -2,7 +2,8 @@
 
 import { OUTCOMES } from "./why.js";
 
-const VERSION = 1;
+const VERSION = 2;
+const READABLE = [1, VERSION]; // version 1 is the same without drafts
 
 /** Reads a file; throws an `Error` with one line if it is no trace. */
 export async function openTrace(file) {
@@ -12,9 +13,9 @@ export async function openTrace(file) {
   } catch {
     throw new Error(`${file.name} is not JSON; open a file that exitserve trace wrote.`);
   }
-  if (trace?.version !== VERSION || !isTrace(trace)) {
+  if (!READABLE.includes(trace?.version) || !isTrace(trace)) {
     throw new Error(
-      `${file.name} is no trace of version ${VERSION}; open a file that exitserve trace wrote.`,
+      `${file.name} is no trace of version ${READABLE.join(" or ")}; open a file that exitserve trace wrote.`,
     );
   }
   return trace;
@@ -28,7 +29,13 @@ function isTrace(trace) {
 
 function isToken(token) {
   return typeof token.text === "string" && Number.isInteger(token.depth) &&
-    Array.isArray(token.layers) && token.layers.every(isLayer);
+    Array.isArray(token.layers) && token.layers.every(isLayer) &&
+    (token.drafts === undefined || (Array.isArray(token.drafts) && token.drafts.every(isDraft)));
+}
+
+function isDraft(draft) {
+  return Number.isInteger(draft.layer) && typeof draft.text === "string" &&
+    typeof draft.accepted === "boolean";
 }
 
 function isLayer(layer) {

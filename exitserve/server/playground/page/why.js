@@ -1,6 +1,6 @@
 // "Why here?": what each layer said to a token, and a map of the tokens before it.
 
-import { confidenceStep, element, nameOf, visible } from "./depths.js";
+import { confidenceStep, draftsOf, element, nameOf, visible } from "./depths.js";
 
 const MOST_TOKENS = 40;
 const $ = (id) => document.getElementById(id);
@@ -9,6 +9,7 @@ const $ = (id) => document.getElementById(id);
 export const OUTCOMES = {
   stopped: "stopped here",
   went_on: "went on: not sure enough",
+  drafted: "sure enough, and drafted",
   screened: "screened: a check would hardly pay",
   unchecked: "passed by, unchecked",
   not_reached: "not reached",
@@ -37,6 +38,9 @@ function says(token, depths) {
   }
   const there = token.layers.find((layer) => layer.layer === token.depth);
   const where = nameOf(token.depth, depths);
+  const { accepted, rejected } = draftsOf(token);
+  if (accepted) return `${text} was drafted by layer ${accepted.layer}, and full depth agreed.`;
+  if (rejected.length) return `${text} is full depth’s. ${rejection(rejected)}`;
   if (token.depth === depths.at(-1)) {
     if (token.index === 0) return `${text} ran all layers, as every first token does.`;
     const sawAny = token.layers.some((layer) => layer.outcome === "went_on");
@@ -47,6 +51,12 @@ function says(token, depths) {
   if (there.threshold === undefined) return `${text} stopped at ${where}, as it was told to.`;
   return `${text} stopped at ${where}: its confidence of ${there.confidence.toFixed(2)} is above ` +
     `${there.threshold.toFixed(2)}.`;
+}
+
+function rejection([first, ...behind]) {
+  const text = behind.map((one) => visible(one.text)).join("");
+  const others = text && `, and had gone on to “${text}”`;
+  return `Layer ${first.layer} had drafted “${visible(first.text)}” here${others}.`;
 }
 
 /** The layers of one token, the deepest first, as in the map. */
