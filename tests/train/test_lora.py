@@ -174,6 +174,41 @@ def test_the_result_is_an_ordinary_checkpoint(
         assert loss < report["initial_layers"][str(depth)]["loss"]
 
 
+@pytest.mark.parametrize("base", ["tied llama", "gpt2"])
+def test_four_bit_maps_come_out_whole(
+    lora_recipe: MakeRecipe,
+    bases: dict[str, Path],
+    seen: list[dict[str, Tensor]],
+    tmp_path: Path,
+    train: Train,
+    base: str,
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes, the extra `qlora`")
+    lora = {"rank": 4, "quantization": "nf4"}
+    assert train(lora_recipe(base, lora=lora, training={"max_steps": 10})) == 0
+    maps = {name for name in seen[0] if name.endswith(".base_layer.weight")}
+    assert len(maps) == 4 * (4 if base == "gpt2" else 7)
+    assert all(seen[0][name].dtype == torch.uint8 for name in maps)
+    out = tmp_path / "out"
+    stored, theirs = (load_file(folder / "model.safetensors") for folder in (out, bases[base]))
+    assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
+    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+    assert "quantization_config" not in read(out, "config.json")
+    report = read(out, "report.json")
+    for depth, loss in plain_losses(out, [1, 2, 4]).items():
+        # Products of 4-bit maps on a CPU round otherwise than those of whole ones.
+        assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=5e-3)
+        assert loss < report["initial_layers"][str(depth)]["loss"]
+
+
+def test_without_bitsandbytes_four_bits_say_what_to_install(
+    lora_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ExitServeError, match=r"needs the package 'bitsandbytes'.*exitserve\[qlora"):
+        train(lora_recipe(lora={"quantization": "nf4"}))
+
+
 def test_checkpoints_of_a_run_hold_adapters(
     lora_recipe: MakeRecipe, seen: list[dict[str, Tensor]], tmp_path: Path, train: Train
 ) -> None:
