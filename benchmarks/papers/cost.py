@@ -12,8 +12,9 @@ process of its own that makes two steps, weights, gradients and optimizer includ
 `objectives`: 12 layers, a vocabulary of 32k; the baseline is transformers' own loss,
 `model(input_ids, labels=...)`, with all logits at once; `ce` is the same loss through this
 project's head. `checkpointing`: the same with and without gradient checkpointing, of a narrow model
-that reads eight sequences, where activations are most of the memory. `vocabulary`: 4 layers, vocabularies from 2k to 128k; the baseline is `ce`, and
-headless training is what it is compared with (headless paper, figure 7b).
+that reads eight sequences, where activations are most of the memory. `vocabulary`: 4 layers,
+vocabularies from 2k to 128k; the baseline is `ce`, and headless training is what it is compared
+with (headless paper, figure 7b).
 
 Results go to docs/papers/results; a run there is a round.
 """

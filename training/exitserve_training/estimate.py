@@ -1,9 +1,10 @@
 """What a run will take, before it reads data or weights: memory from shapes, time from a probe.
 
 The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments, or 2, 2 and
-6 with `weights: bfloat16`; half a byte a weight in 4 bits. What layers keep for backward is a formula over their sizes, right within a factor of two for Llama-like ones.
-Time is that of the products and of the optimizer's memory traffic, at rates measured here in a
-second; whatever else a step does comes on top.
+6 with `weights: bfloat16`; half a byte a weight in 4 bits. What layers keep for backward is a
+formula over their sizes, right within a factor of two for Llama-like ones. Time is that of the
+products and of the optimizer's memory traffic, at rates measured here in a second; whatever else a
+step does comes on top.
 
 Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
 """
