@@ -204,7 +204,7 @@ def test_four_bit_maps_come_out_whole(
 def test_without_bitsandbytes_four_bits_say_what_to_install(
     lora_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("exitserve_training.adapters.find_spec", lambda _name: None)
     with pytest.raises(ExitServeError, match=r"needs the package 'bitsandbytes'.*exitserve\[qlora"):
         train(lora_recipe(lora={"quantization": "nf4"}))
 

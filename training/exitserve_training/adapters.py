@@ -7,8 +7,8 @@ so the checkpoint is the model that the report measured.
 
 from __future__ import annotations
 
-import importlib.util
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
 
 def check_four_bits() -> None:
     """Raises `ExitServeError` where bitsandbytes is missing."""
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if find_spec("bitsandbytes") is None:
         raise ExitServeError(
             "lora.quantization=nf4 needs the package 'bitsandbytes'; install the extra: "
             "pip install 'exitserve[qlora]'."

@@ -16,8 +16,8 @@ where float32 has 16.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def muon_with_adamw(
 
 def check_kahan() -> None:
     """Raises `ExitServeError` where torch-optimi is missing."""
-    if importlib.util.find_spec("optimi") is None:
+    if find_spec("optimi") is None:
         raise ExitServeError(
             "weights=bfloat16 needs the package 'torch-optimi', whose AdamW keeps small steps; "
             "install the extra: pip install 'exitserve[bf16]'."

@@ -117,7 +117,7 @@ def _predicted(
     found = {layer: np.zeros(len(examples)) for layer in layers}
     for batch in tqdm(batch_rows(examples, settings.batch_size), desc="predicting", disable=None):
         inputs = {key: value.to(model.device) for key, value in encode(examples.at(batch)).items()}
-        with torch.inference_mode(), capture_hidden(parts.layers, layers) as hidden:
+        with torch.no_grad(), capture_hidden(parts.layers, layers) as hidden:
             parts.body(**inputs)
         for layer in layers:
             head = own.get(layer, parts.head)
