@@ -80,6 +80,18 @@ def four_bits(compute: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
+def keep_for_training(model: PreTrainedModel) -> PreTrainedModel:
+    """The 4-bit model as backward can read it, on a CPU too.
+
+    There bitsandbytes 0.50 packs maps anew in their first pass without gradients, which evaluation
+    makes, and rounds their scales to bfloat16.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
 def merged(adapted: nn.Module, lora: Lora) -> PreTrainedModel:
     """The model with its adapters added to its weights, in place; 4-bit ones become whole first."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict

@@ -26,7 +26,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.adapters import check_four_bits, four_bits
+from exitserve_training.adapters import check_four_bits, four_bits, keep_for_training
 from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.inputs import Channels, image_side
 from exitserve_training.classification.labelled import (
@@ -362,6 +362,8 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
         if recipe.lora is not None and recipe.lora.quantization is not None:
             quantization = four_bits(torch.bfloat16 if recipe.bf16 else torch.float32)
         model = load_model(recipe.model, setup.task, names, dtype=dtype, quantization=quantization)
+        if quantization is not None:
+            model = keep_for_training(model)
         if recipe.grow_to_layers is not None:
             model = grow(model, recipe.grow_to_layers)
     else:

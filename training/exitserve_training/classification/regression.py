@@ -119,8 +119,8 @@ def _predicted(
         inputs = {key: value.to(model.device) for key, value in encode(examples.at(batch)).items()}
         with torch.no_grad(), capture_hidden(parts.layers, layers) as hidden:
             parts.body(**inputs)
-        for layer in layers:
-            head = own.get(layer, parts.head)
-            predicted = head(parts.predicting(hidden[layer])[:, 0]).float()
-            found[layer][batch] = predicted[:, 0].cpu().numpy()
+            for layer in layers:
+                head = own.get(layer, parts.head)
+                predicted = head(parts.predicting(hidden[layer])[:, 0]).float()
+                found[layer][batch] = predicted[:, 0].cpu().numpy()
     return found
