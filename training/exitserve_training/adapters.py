@@ -72,12 +72,14 @@ def check_four_bits() -> None:
 
 def four_bits(compute: torch.dtype) -> BitsAndBytesConfig:
     """QLoRA's quantization: NF4 in blocks, their scales quantized too; products in `compute`."""
-    return BitsAndBytesConfig(
+    config: Any = BitsAndBytesConfig  # untyped in transformers
+    quantization: BitsAndBytesConfig = config(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
     )
+    return quantization
 
 
 def keep_for_training(model: PreTrainedModel) -> PreTrainedModel:
@@ -86,7 +88,8 @@ def keep_for_training(model: PreTrainedModel) -> PreTrainedModel:
     There bitsandbytes 0.50 packs maps anew in their first pass without gradients, which evaluation
     makes, and rounds their scales to bfloat16.
     """
-    for module in model.modules():
+    modules: Any = model.modules()
+    for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model

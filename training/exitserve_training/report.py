@@ -124,9 +124,9 @@ class TrainingReport:
             if self._is_regression:
                 row.append(f"{before.loss:.4f}" if before else "")
             elif self.says != "class":
-                row += _both(after.perplexity, before and before.perplexity, ".2f")
+                row += _both(after.perplexity, before.perplexity if before else None, ".2f")
             if not self._is_regression:
-                row += _both(after.accuracy, before and before.accuracy, ".1%")
+                row += _both(after.accuracy, before.accuracy if before else None, ".1%")
             rows.append(row)
         return rows
 

@@ -131,7 +131,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             # Checkpoints of the run may be shards; the result is one that anything can read.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self._has_adapters:
-            assert self._recipe.lora is not None
+            assert self._recipe.lora is not None and self.model is not None
             self.model = merged(self.model, self._recipe.lora)
         self.save_model(output_dir)
         for layer in self.parts.layers:
