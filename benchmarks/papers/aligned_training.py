@@ -38,6 +38,7 @@ OBJECTIVES: dict[str, list[Any]] = {
     ],
 }
 """The paper's own method, what it alternates with, and what it is compared with."""
+SEPARATE = ("separate classifiers", "separate classifiers, alternating")
 
 
 def texts(data: list[str]) -> Study:
@@ -154,7 +155,7 @@ def sentences(data: list[str]) -> Study:
             **measures.exits(folder, test, fields, THRESHOLDS),
         }
 
-    kept = ("plain", "aligned", "cosine-regularised", "separate classifiers")
+    kept = ("plain", "aligned", "cosine-regularised", *SEPARATE)
     variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
     return _study("aligned-sentences", variants, measure)
 
@@ -174,7 +175,7 @@ def images(data: list[str]) -> Study:
         }
 
     recipe = _vit([str(folder / "train")], test)
-    kept = ("plain", "aligned", "separate classifiers")
+    kept = ("plain", "aligned", *SEPARATE)
     variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in kept}
     for depth in (2, 4):
         config = {**recipe["config"], "num_hidden_layers": depth}

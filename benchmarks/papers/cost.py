@@ -1,6 +1,7 @@
 """What objectives cost: step time and peak memory, as ratios in one run.
 
     python benchmarks/papers/cost.py objectives [--hidden-size 1024] [--rounds 4]
+    python benchmarks/papers/cost.py checkpointing [--hidden-size 256] [--rounds 4]
     python benchmarks/papers/cost.py vocabulary [--hidden-size 256] [--rounds 4]
 
 Llamas with random weights (SYNTHETIC: only time and memory are read) make optimizer steps
@@ -10,8 +11,10 @@ process of its own that makes two steps, weights, gradients and optimizer includ
 
 `objectives`: 12 layers, a vocabulary of 32k; the baseline is transformers' own loss,
 `model(input_ids, labels=...)`, with all logits at once; `ce` is the same loss through this
-project's head. `vocabulary`: 4 layers, vocabularies from 2k to 128k; the baseline is `ce`, and
-headless training is what it is compared with (headless paper, figure 7b).
+project's head. `checkpointing`: the same with and without gradient checkpointing, of a narrow model
+that reads eight sequences, where activations are most of the memory. `vocabulary`: 4 layers,
+vocabularies from 2k to 128k; the baseline is `ce`, and headless training is what it is compared
+with (headless paper, figure 7b).
 
 Results go to docs/papers/results; a run there is a round.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import re
@@ -57,6 +61,8 @@ class Case:
     steps: int = 1
     """2 where two kinds of steps alternate: both are timed and count half."""
     exit_aware: dict[str, Any] | None = None
+    checkpointing: bool = False
+    """Layers keep their inputs alone, and run again in backward."""
 
 
 def _aligned(**options: Any) -> list[Any]:
@@ -78,6 +84,18 @@ CASES: dict[str, Case] = {
     "ce + nitp": Case(["ce", "nitp"], []),
     "ce + dispersion, all layers": Case(["ce", "dispersion"], []),
     "headless": Case(["headless"], []),
+}
+WITHOUT: dict[str, Case] = {
+    "ce": CASES["ce"],
+    "aligned, 3 exits": CASES["aligned, 3 exits"],
+    "aligned, 3 exits, exit-aware": Case(
+        _aligned(alternate=False), THREE, exit_aware={"thresholds": [0.3, 0.95]}
+    ),
+}
+CHECKPOINTED: dict[str, Case] = {
+    f"{name}{how}": dataclasses.replace(case, checkpointing=bool(how))
+    for name, case in WITHOUT.items()
+    for how in ("", ", checkpointed")
 }
 BASELINE = "transformers' loss"
 VOCABULARIES = (2_000, 8_000, 32_000, 128_000)
@@ -120,6 +138,8 @@ class Bench:
     def case(self, case: Case) -> float:
         """Seconds of a step, the mean over kinds of steps where they alternate."""
         forward = self._installed(case)
+        if case.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         seconds = [
             self._timed(
                 lambda step=step: self.model(
@@ -129,6 +149,7 @@ class Bench:
             for step in range(case.steps)
         ]
         forward.remove()
+        self.model.gradient_checkpointing_disable()
         return statistics.mean(seconds)
 
     def _installed(self, case: Case) -> MultiExitForward:
@@ -177,20 +198,22 @@ def peak(name: str, size: Size) -> None:
     """What such a process does."""
     bench = Bench(size)
     for _ in range(2):
-        bench.baseline() if name == BASELINE else bench.case(CASES[name])
+        bench.baseline() if name == BASELINE else bench.case({**CASES, **CHECKPOINTED}[name])
     # Not getrusage, whose peak begins at what the process that started this one had.
     told = Path("/proc/self/status").read_text(encoding="utf-8")
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", told)
     print(int(peak_kib) / 2**20)
 
 
-def objectives(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
+def objectives(
+    size: Size, rounds: int, cases: Mapping[str, Case] = CASES
+) -> Mapping[str, dict[str, float]]:
     """Every case against transformers' loss, round by round."""
     bench = Bench(size)
     found: dict[str, dict[str, float]] = {}
     for turn in track(range(rounds + 1), description="rounds"):
         before = bench.baseline()
-        for name, case in CASES.items():
+        for name, case in cases.items():
             taken, after = bench.case(case), bench.baseline()
             # The machine is not the same from minute to minute; neighbours in time are alike.
             ratio = taken / statistics.mean((before, after))
@@ -201,7 +224,7 @@ def objectives(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
     del bench
     gc.collect()
     base = peak_gib(BASELINE, size)
-    for name in track(CASES, description="memory"):
+    for name in track(cases, description="memory"):
         ratio = round(peak_gib(name, size) / base, 4)
         for turn in range(rounds):
             found[f"{name}/{turn}"] |= {"memory": ratio, "baseline_gib": round(base, 3)}
@@ -235,6 +258,10 @@ def vocabularies(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
 
 MEASURES = {
     "objectives": (objectives, Size(TWELVE, 1024, 32_000, rows=1, tokens=512)),
+    "checkpointing": (
+        functools.partial(objectives, cases=CHECKPOINTED),
+        Size(TWELVE, 256, 8_000, rows=8, tokens=512),
+    ),
     "vocabulary": (vocabularies, Size(4, 256, 0, rows=8, tokens=128)),
 }
 

@@ -1,10 +1,13 @@
 """The headless paper's claims, on small models trained here.
 
     python benchmarks/papers/headless.py decoders --data NOVELS/*.txt
+    python benchmarks/papers/headless.py batches --data NOVELS/*.txt
     python benchmarks/papers/headless.py encoders --data NOVELS/*.txt SST-2
 
 `decoders`: a head recovered from a headless decoder, against plain pretraining with as many
-tokens (table 3). `encoders`: both kinds of BERT fine-tuned on SST-2 (train.tsv and test.tsv of
+tokens (table 3). `batches`: the same with more sequences in the micro-batch, whose tokens are what
+a state is contrasted with, and with a head trained for 2 % and 15 % of the steps (figure 8).
+`encoders`: both kinds of BERT fine-tuned on SST-2 (train.tsv and test.tsv of
 the folder that is given last), after as many tokens (table 1). Three seeds a variant; results go to
 docs/papers/results. Step time against vocabulary size is in cost.py.
 """
@@ -22,7 +25,11 @@ from study import Run, Study, seeds_of, study_command, train_quietly
 
 STEPS = 400
 HEAD_STEPS = 60
-"""Of them, what a headless decoder's head gets: 15 %, for 2 % of so few teach a head nothing."""
+"""Of them, what a headless decoder's head gets: 15 %."""
+BATCHES = (4, 16, 64)
+"""Sequences of 128 tokens in a step."""
+SHARES = (0.02, 0.15)
+"""Of the steps of pretraining, those that a head is trained for afterwards."""
 FINE_TUNING_STEPS = 400
 
 
@@ -41,6 +48,42 @@ def decoders(novels: list[str]) -> Study:
     )
 
 
+def batches(novels: list[str]) -> Study:
+    """Plain and headless with ever more sequences a step, for the same number of steps."""
+
+    def recipe(objective: str, sequences: int) -> Recipe:
+        recipe = decoder(novels, [objective], tie_word_embeddings=False, num_hidden_layers=3)
+        recipe["data"] |= {"sequence_length": 128, "max_bytes": 8_000_000}
+        recipe["training"] |= {"per_device_train_batch_size": sequences, "eval_strategy": "no"}
+        return recipe
+
+    def with_heads(sequences: int, seed: int) -> measures.Measure:
+        def measure(folder: Path) -> dict[str, Any]:
+            if sequences == 0:
+                return measures.quality(folder)
+            return {
+                f"{share:.0%}": _taught(
+                    folder, recipe("ce", sequences), seed, round(share * STEPS), 1.0e-3
+                )
+                for share in SHARES
+            }
+
+        return measure
+
+    variants = {
+        f"{kind}, {sequences} sequences": (recipe(objective, sequences), taught)
+        for sequences in BATCHES
+        for kind, objective, taught in (("plain", "ce", 0), ("headless", "headless", sequences))
+    }
+    return Study(
+        "headless-batches",
+        [
+            Run(name, seed, pretraining, with_heads(taught, seed))
+            for seed, name, (pretraining, taught) in seeds_of(variants)
+        ],
+    )
+
+
 def _untied(novels: list[str], objective: str, steps: int) -> Recipe:
     recipe = decoder(novels, [objective], tie_word_embeddings=False)
     recipe["training"]["max_steps"] = steps
@@ -54,27 +97,37 @@ def _with_head(novels: list[str], seed: int, rate: float) -> measures.Measure:
         pretraining = _report(folder)["seconds"]
         if rate == 0.0:
             return {**measures.curve(folder), "training_seconds": pretraining}
-        recipe = decoder(novels, ["ce"])
-        del recipe["config"], recipe["tokenizer"]
-        recipe |= {"model": str(folder), "head_from_embeddings": True}
-        with tempfile.TemporaryDirectory() as other:
-            head = train_quietly(
-                recipe,
-                Path(other) / "head",
-                seed,
-                max_steps=HEAD_STEPS,
-                learning_rate=rate,
-                warmup_steps=HEAD_STEPS // 5,
-            )
-            report = _report(head)
-            (begun,) = report["initial_layers"].values()
-            return {
-                **measures.curve(head),
-                "embeddings_as_head": round(begun["loss"], 5),
-                "training_seconds": round(pretraining + report["seconds"], 1),
-            }
+        found = _taught(folder, decoder(novels, ["ce"]), seed, HEAD_STEPS, rate)
+        seconds = round(pretraining + found.pop("seconds"), 1)
+        return {**found, "training_seconds": seconds}
 
     return measure
+
+
+def _taught(folder: Path, recipe: Recipe, seed: int, steps: int, rate: float) -> dict[str, Any]:
+    """What a headless model says after so many steps with a head, which begins as its embeddings.
+
+    Args:
+        folder: the headless model.
+        recipe: the data, and how to train; its config and tokenizer are the model's.
+        seed: that of pretraining, so that the same text is held out.
+        steps: optimizer steps.
+        rate: the learning rate.
+    """
+    recipe = {key: value for key, value in recipe.items() if key not in ("config", "tokenizer")}
+    recipe |= {"model": str(folder), "head_from_embeddings": True}
+    changes = {"max_steps": steps, "learning_rate": rate, "warmup_steps": steps // 5}
+    # What a short run logs is its end.
+    changes |= {"eval_strategy": "steps", "eval_steps": min(steps, 50)}
+    with tempfile.TemporaryDirectory() as other:
+        head = train_quietly(recipe, Path(other) / "head", seed, **changes)
+        report = _report(head)
+        (begun,) = report["initial_layers"].values()
+        return {
+            **measures.curve(head),
+            "embeddings_as_head": round(begun["loss"], 5),
+            "seconds": report["seconds"],
+        }
 
 
 def encoders(data: list[str]) -> Study:
@@ -151,4 +204,4 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    study_command(__doc__, {"decoders": decoders, "encoders": encoders})
+    study_command(__doc__, {"decoders": decoders, "batches": batches, "encoders": encoders})

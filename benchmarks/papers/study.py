@@ -8,6 +8,7 @@ has the Trainer's own bar in a terminal.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import sys
@@ -44,7 +45,8 @@ class Run:
     """As a recipe file has it, without `output_dir` and `seed`."""
     measure: Measure
     begin: dict[str, Any] | None = None
-    """A recipe that is run first, with the same seed: `recipe` goes on from its model."""
+    """A recipe that is run first, with the same seed: `recipe` goes on from its model. Runs of a
+    seed that begin alike share it."""
 
     @property
     def name(self) -> str:
@@ -53,8 +55,8 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
-        return sum(int(one["training"]["max_steps"]) for one in (self.begin, self.recipe) if one)
+        """Optimizer steps, without those of `begin`."""
+        return int(self.recipe["training"]["max_steps"])
 
 
 class Study:
@@ -81,15 +83,16 @@ class Study:
             f"{_minutes(_estimate(missing))} on this machine"
         )
         started = time.perf_counter()
-        for number, run in enumerate(missing, start=1):
-            self.found[run.name] = _made(run)
-            self._write()
-            # By the run: what is measured of one takes its time too, however few its steps.
-            seconds = (time.perf_counter() - started) / number * (len(missing) - number)
-            console.print(
-                f"{self.name}: {run.name} done ({number} of {len(missing)}), "
-                f"about {_minutes(seconds)} left"
-            )
+        with tempfile.TemporaryDirectory() as begun:
+            for number, run in enumerate(missing, start=1):
+                self.found[run.name] = _made(run, Path(begun))
+                self._write()
+                # By the run: what is measured of one takes its time too, however few its steps.
+                seconds = (time.perf_counter() - started) / number * (len(missing) - number)
+                console.print(
+                    f"{self.name}: {run.name} done ({number} of {len(missing)}), "
+                    f"about {_minutes(seconds)} left"
+                )
 
     def _write(self) -> None:
         order = [run.name for run in self.runs if run.name in self.found]
@@ -147,17 +150,22 @@ def train_quietly(recipe: dict[str, Any], output: Path, seed: int, **training: A
     return output
 
 
-def _made(run: Run) -> Measured:
+def _made(run: Run, begun: Path) -> Measured:
+    recipe = run.recipe
+    if run.begin is not None:
+        recipe = {k: v for k, v in recipe.items() if k not in ("config", "tokenizer")}
+        recipe["model"] = str(_begun(run.begin, run.seed, begun))
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        recipe = run.recipe
-        if run.begin is not None:
-            begun = train_quietly(run.begin, Path(folder) / "begun", run.seed)
-            recipe = {k: v for k, v in recipe.items() if k not in ("config", "tokenizer")}
-            recipe["model"] = str(begun)
         output = train_quietly(recipe, Path(folder) / "run", run.seed)
         seconds = time.perf_counter() - started
         return {"seconds": round(seconds, 1), "steps": run.steps, **run.measure(output)}
+
+
+def _begun(recipe: dict[str, Any], seed: int, folder: Path) -> Path:
+    """The model that runs of a seed go on from, trained for the first of them."""
+    output = folder / hashlib.sha256(json.dumps([recipe, seed]).encode()).hexdigest()[:16]
+    return output if output.is_dir() else train_quietly(recipe, output, seed)
 
 
 def _estimate(runs: Sequence[Run]) -> float:

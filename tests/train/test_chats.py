@@ -252,7 +252,7 @@ def test_resuming_continues_the_same_run(
 
 
 BAD_KEYS = {
-    "packing=true": "not packed",
+    "packing=true": "set 'data.packing' instead",
     "loss_type=dft": "the loss is that of objectives",
     "max_length=9": "set 'data.sequence_length' instead",
     "completion_only_loss=false": "set 'data.loss_on' instead",

@@ -64,6 +64,31 @@ def test_adapters_and_teachers_count(
     assert whole.total_bytes > found.total_bytes - found.bytes_of["weights"]
 
 
+def test_small_weights_count_less(
+    make_recipe: Callable[..., Path],
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("adapters", "optimizers"):
+        monkeypatch.setattr(f"exitserve_training.{module}.find_spec", lambda _name: True)
+    keys: dict[str, Any] = {
+        "config": None,
+        "tokenizer": None,
+        "model": str(make_checkpoint("llama")),
+    }
+
+    def found(**more: Any) -> dict[str, int]:
+        return estimate(load_recipe(make_recipe(**keys, bf16=True, **more))).bytes_of
+
+    whole, half = found(), found(weights="bfloat16")
+    assert 2 * half["weights"] == whole["weights"]
+    assert 2 * half["gradients"] == whole["gradients"]
+    assert 4 * half["optimizer states"] == 3 * whole["optimizer states"]
+    lora, four_bits = found(lora={}), found(lora={"quantization": "nf4"})
+    assert four_bits["weights"] < lora["weights"] == whole["weights"]
+    assert four_bits["gradients"] == lora["gradients"]
+
+
 def test_more_tokens_and_more_exits_take_more(make_recipe: Callable[..., Path]) -> None:
     def kept(*overrides: str) -> int:
         found = estimate(load_recipe(make_recipe(), overrides))

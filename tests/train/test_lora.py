@@ -30,6 +30,7 @@ MakeRecipe = Callable[..., Path]
 BASES: dict[str, dict[str, Any]] = {
     "tied llama": {"architecture": "llama", "tie_word_embeddings": True},
     "untied llama": {"architecture": "llama", "tie_word_embeddings": False},
+    "wide llama": {"architecture": "llama", "hidden_size": 64},
     "gpt2": {"architecture": "gpt2"},
     "bert": {"architecture": "bert"},
 }
@@ -172,6 +173,39 @@ def test_the_result_is_an_ordinary_checkpoint(
     for depth, loss in plain_losses(out, depths).items():
         assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)
         assert loss < report["initial_layers"][str(depth)]["loss"]
+
+
+def test_four_bit_maps_come_out_whole(
+    lora_recipe: MakeRecipe,
+    bases: dict[str, Path],
+    seen: list[dict[str, Tensor]],
+    tmp_path: Path,
+    train: Train,
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes, the extra `qlora`")
+    lora = {"rank": 4, "quantization": "nf4"}
+    assert train(lora_recipe("wide llama", lora=lora, training={"max_steps": 10})) == 0
+    maps = {name for name in seen[0] if name.endswith(".base_layer.weight")}
+    assert len(maps) == 4 * 7
+    assert all(seen[0][name].dtype == torch.uint8 for name in maps)
+    out = tmp_path / "out"
+    folders = (out, bases["wide llama"])
+    stored, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
+    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+    assert "quantization_config" not in read(out, "config.json")
+    report = read(out, "report.json")
+    for depth, loss in plain_losses(out, [1, 2, 4]).items():
+        assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert loss < report["initial_layers"][str(depth)]["loss"]
+
+
+def test_without_bitsandbytes_four_bits_say_what_to_install(
+    lora_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exitserve_training.adapters.find_spec", lambda _name: None)
+    with pytest.raises(ExitServeError, match=r"needs the package 'bitsandbytes'.*exitserve\[qlora"):
+        train(lora_recipe(lora={"quantization": "nf4"}))
 
 
 def test_checkpoints_of_a_run_hold_adapters(

@@ -1,6 +1,7 @@
 """Mixtures of experts: the routers' balancing loss, and every objective on such a model."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,22 @@ def test_a_weight_for_a_model_without_routers_is_refused(load: Callable[[str], A
         router_balance(config, 0.01)
 
 
-def test_a_run_logs_it(
-    make_recipe: Callable[..., Path], tmp_path: Path, train: Callable[..., int]
+TOGETHER = [
+    # What excludes each other: `ce` and `aligned`, `headless` and `separate_classifiers`.
+    sorted(OBJECTIVES.keys() - {"ce", "headless"}),
+    ["ce", "headless"],
+]
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=["all others", "ce and headless"])
+def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
+    make_recipe: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    train: Callable[..., int],
+    names: list[str],
 ) -> None:
+    assert {name for run in TOGETHER for name in run} == OBJECTIVES.keys()
     sizes = {
         "architecture": "mixtral",
         "num_hidden_layers": 2,
@@ -84,10 +98,22 @@ def test_a_run_logs_it(
         "num_local_experts": 4,
         "max_position_embeddings": 64,
     }
-    recipe = make_recipe(config=sizes, exit_layers=[1], router_aux_loss_coef=0.02)
+    lines = text_file.read_text(encoding="utf-8").splitlines()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    recipe = make_recipe(
+        config=sizes,
+        exit_layers=[1],
+        data={"files": [str(rows)], "order": "source", "sequence_length": 32},
+        objectives=names,
+        router_aux_loss_coef=0.02,
+    )
     assert train(recipe, "training.save_steps=4") == 0
     state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
     logged = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    found = {name: value for entry in logged for name, value in entry.items()}
+    assert {f"{name}_loss" for name in names} <= found.keys()
+    assert all(math.isfinite(found[f"{name}_loss"]) for name in names)
     # Two of four experts for each token: 2 with even shares, times 2 where two take all.
-    assert all(1.9 < entry["router_loss"] < 4.1 for entry in logged if "aligned_loss" in entry)
-    assert any("router_loss" in entry for entry in logged)
+    assert all(1.9 < entry["router_loss"] < 4.1 for entry in logged if "router_loss" in entry)
+    assert "router_loss" in found

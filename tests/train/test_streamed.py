@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
 from exitserve_training import streamed
+from exitserve_training.packing import load_packed, sequences
 from exitserve_training.recipe import DataRecipe
-from exitserve_training.sources import load_split
+from exitserve_training.sources import Document, load_split
 from exitserve_training.streamed import ordered_documents, pack_in_order
 from exitserve_training.tokenization import train_bpe
 
@@ -141,11 +142,22 @@ def test_a_run_trains_on_documents_in_order_and_resumes(
     )
     assert train(recipe, "training.save_steps=2") == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    rows = datasets.load_from_disk(
-        str(tmp_path / "out" / "data" / (tmp_path / "out" / "data" / "key").read_text())
-    )
+    folder = tmp_path / "out" / "data"
+    rows = load_packed(folder, (folder / "key").read_text(encoding="utf-8"))
+    assert rows is not None
     assert report["train_tokens"] == len(rows["train"]) * 31
     assert train(recipe, "resume=true", "training.max_steps=5") == 0
+
+
+def test_tokens_are_those_of_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whatever its file says of lengths: what packing asks for goes past transformers."""
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    documents = [Document(str(n), line, is_continued=True) for n, line in enumerate(LINES)]
+    found = [token for rows in sequences(documents, tokenizer, 1, "none") for token in rows[:, 0]]
+    calls = tokenizer(LINES, add_special_tokens=False)["input_ids"]
+    assert found == [token for ids in calls for token in ids]
 
 
 BYTES_AS_TOKENS = """

@@ -24,6 +24,7 @@ _OURS = {
     "resume_from_checkpoint": "resume",
     "torch_compile": "compile_layers",
     "max_length": "data.sequence_length",
+    "packing": "data.packing",
     "completion_only_loss": "data.loss_on",
     "assistant_only_loss": "data.loss_on",
 }
@@ -146,8 +147,8 @@ def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
             raise ExitServeError(f"recipe key 'training.{key}': set {_OURS[key]!r} instead.")
         if key in unused - _OF_TRL:
             raise ExitServeError(
-                f"recipe key 'training.{key}' has no effect: chats are cut and padded, not packed, "
-                f"as data says, and the loss is that of objectives; leave it out."
+                f"recipe key 'training.{key}' has no effect: chats are cut, padded and packed as "
+                f"data says, and the loss is that of objectives; leave it out."
             )
         if key not in known:
             raise ExitServeError(

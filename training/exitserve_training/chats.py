@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
+from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import SFTTrainer
 
 from exitserve.errors import ExitServeError
@@ -87,10 +91,52 @@ def load_chats(
         raise ExitServeError(
             "no chat is left to train on; lower data.validation_fraction or give more chats."
         )
-    return datasets.DatasetDict(
+    sides = datasets.DatasetDict(
         train=datasets.Dataset.from_list(rows),
         validation=datasets.Dataset.from_list(held_out[: recipe.validation_blocks]),
     )
+    return packed_chats(sides, recipe.sequence_length) if recipe.packing else sides
+
+
+def packed_chats(sides: datasets.DatasetDict, length: int) -> datasets.DatasetDict:
+    """Sequences of whole chats, filled best fit first, with the `position_ids` of each chat.
+
+    The first token of a chat has no label: the end of another one stands before it.
+    """
+    alone = sides.map(
+        lambda row: {
+            "labels": [IGNORED, *row["labels"][1:]],
+            "position_ids": list(range(len(row["input_ids"]))),
+        }
+    )
+    filled: datasets.DatasetDict = pack_dataset(alone, length, "bfd")
+    return filled.remove_columns("seq_lengths")
+
+
+@dataclass(frozen=True)
+class PackedChats:
+    """Pads packed sequences to the longest of a batch.
+
+    No attention mask goes to the model, which tells chats apart by positions that begin anew;
+    `attention_mask` is for the losses. Padding is a chat of its own behind all others.
+    """
+
+    pad_id: int
+    multiple_of: int = 1
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+        """Columns [B, T] of rows as `packed_chats` makes them."""
+        longest = max(len(row["input_ids"]) for row in rows)
+        width = -(-longest // self.multiple_of) * self.multiple_of
+        fill = {"input_ids": self.pad_id, "labels": IGNORED}
+        columns: dict[str, list[list[int]]] = defaultdict(list)
+        for row in rows:
+            empty = width - len(row["input_ids"])
+            columns["position_ids"].append([*row["position_ids"], *range(empty)])
+            columns["attention_mask"].append([1] * (width - empty) + [0] * empty)
+            for name, value in fill.items():
+                columns[name].append([*row[name], *[value] * empty])
+        return {name: torch.tensor(values) for name, values in columns.items()}
 
 
 def _read(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[_Chat]:

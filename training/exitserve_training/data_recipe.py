@@ -47,6 +47,7 @@ class OwnText(Strict):
 
 _ONLY_FOR = {
     "loss_on": ("chat",),
+    "packing": ("chat",),
     "python_source": ("text",),
     "validation_split": ("text", "chat", "labelled"),
     "order": ("text",),
@@ -62,6 +63,7 @@ _ONLY_FOR = {
     "text_field": ("text", "labelled"),
     "pair_field": ("labelled",),
     "label_field": ("labelled",),
+    "labels": ("labelled",),
     "columns": ("labelled",),
     "max_rows": ("labelled", "images"),
     "augment": ("images",),
@@ -81,6 +83,8 @@ class DataRecipe(Strict):
     `labelled`: rows with a text and its class. `images`: folders, one a class."""
     loss_on: Literal["completion", "assistant", "all"] = "completion"
     """Of a chat: train on the last answer alone, on all of the assistant's, or on all of it."""
+    packing: bool = False
+    """Of chats: several share a sequence, each with positions and attention of its own."""
     files: list[str] = Field(default_factory=list)
     """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
     dataset: str | None = None
@@ -103,6 +107,8 @@ class DataRecipe(Strict):
     """Of `labelled` rows: the column of a second text, where two are classified together."""
     label_field: str = "label"
     """Of `labelled` rows: the column of the class."""
+    labels: Literal["classes", "numbers"] = "classes"
+    """`numbers`: the column holds scores to come near to (STS-B), not classes."""
     columns: list[str] | None = None
     """Of `labelled` .tsv and .csv files without a header: the names of their columns."""
     augment: bool = True

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -94,24 +95,31 @@ def check_model(path: str, task: Task | None = None) -> PreTrainedConfig:
 
 
 def load_model(
-    path: str, task: Task | None = None, classes: Sequence[str] | None = None
+    path: str,
+    task: Task | None = None,
+    classes: Sequence[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """Loads a model in float32 (`bf16: true` computes in bfloat16 all the same).
+    """Loads a model, in float32 (`bf16: true` computes in bfloat16 all the same).
 
     Args:
         path: directory or hub id.
         task: as `check_model`.
         classes: names of the classes to predict; where the model has another number of
             classes, its head is initialised anew. None: those of the model.
+        dtype: of the weights.
+        quantization: of the linear maps; None: none.
     """
     config = check_model(path, task)
     options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = quantization
     if classes is not None:
         options = {**_names(classes), "ignore_mismatched_sizes": True}
     try:
-        model: PreTrainedModel = _auto(config, task).from_pretrained(
-            path, dtype=torch.float32, **options
-        )
+        model: PreTrainedModel = _auto(config, task).from_pretrained(path, dtype=dtype, **options)
     except OSError as error:
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error
@@ -203,9 +211,11 @@ def build_config(
     return config
 
 
-def build_model(config: PreTrainedConfig, task: Task | None = None) -> PreTrainedModel:
-    """A freshly initialised float32 model; the caller seeds the generator."""
-    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=torch.float32)
+def build_model(
+    config: PreTrainedConfig, task: Task | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A freshly initialised model; the caller seeds the generator."""
+    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=dtype)
     return model
 
 

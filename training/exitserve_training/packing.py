@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ _BATCH = 256
 
 _BATCH_CHARACTERS = 2**20
 """A call with more text ends sooner: what the library keeps of it is a hundred times as large."""
+
+TRAIN_FILE = "train.arrow"
+"""The sequences of a text that does not fit into memory, some held-out ones behind them."""
 
 _Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -64,7 +68,7 @@ def sequences(
     left: _Ids = np.zeros(0, dtype=np.int32)
     for batch in _batches(documents):
         texts = [document.text for document in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = _token_ids(tokenizer, texts)
         pieces = [left]
         for document, ids in zip(batch, encoded, strict=True):
             pieces.append(np.asarray(ids + ([] if document.is_continued else eos), dtype=np.int32))
@@ -73,6 +77,18 @@ def sequences(
         left = stream[whole:]
         if whole:
             yield stream[:whole].reshape(-1, length)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text, without any that are added."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        encoded: Any = tokenizer(texts, add_special_tokens=False, verbose=False)
+        return list(encoded["input_ids"])
+    # Two thirds of the time: transformers also asks for offsets, masks and types, as lists.
+    backend.no_truncation()
+    backend.no_padding()
+    return [text.ids for text in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -135,8 +151,24 @@ def load_packed(folder: Path, key: str) -> datasets.DatasetDict | None:
     marker = folder / "key"
     if not marker.is_file() or marker.read_text(encoding="utf-8") != key:
         return None
+    in_order = folder / key / TRAIN_FILE
+    if in_order.is_file():
+        rows = int((folder / key / "rows").read_text(encoding="utf-8"))
+        train = datasets.Dataset.from_file(str(in_order)).select(range(rows))
+        held_out = datasets.Dataset.load_from_disk(str(folder / key / "validation"))
+        return datasets.DatasetDict(train=train, validation=held_out)
     packed: datasets.DatasetDict = datasets.load_from_disk(str(folder / key))
     return packed
+
+
+def keep_in_order(folder: Path, key: str, packed: datasets.DatasetDict, scratch: Path) -> None:
+    """Like `save_packed`, of what `streamed.pack_in_order` left in `scratch`."""
+    own = folder / key
+    own.mkdir(parents=True)
+    shutil.move(scratch / TRAIN_FILE, own / TRAIN_FILE)
+    (own / "rows").write_text(str(len(packed["train"])), encoding="utf-8")
+    packed["validation"].save_to_disk(str(own / "validation"))
+    (folder / "key").write_text(key, encoding="utf-8")
 
 
 def save_packed(folder: Path, key: str, packed: datasets.DatasetDict) -> None:

@@ -162,7 +162,7 @@ def _trainer(
     if recipe.data.format == "chat":
         from exitserve_training.chats import ChatTrainer
 
-        trainer: MultiExitTraining = ChatTrainer(**common)
+        trainer: MultiExitTraining = ChatTrainer(**common, data_collator=prepared.collator)
     else:
         trainer = ExitTrainer(
             **common, task_inputs=prepared.task_inputs, data_collator=prepared.collator
@@ -202,8 +202,8 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
     return {
         str(layer): LayerQuality(
             loss=metrics[f"eval_loss_layer_{layer}"],
-            perplexity=metrics[f"eval_perplexity_layer_{layer}"],
-            accuracy=metrics[f"eval_accuracy_layer_{layer}"],
+            perplexity=metrics.get(f"eval_perplexity_layer_{layer}"),
+            accuracy=metrics.get(f"eval_accuracy_layer_{layer}"),
         )
         for layer in trainer.eval_layers
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedConfig,
@@ -25,12 +26,15 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
+from exitserve_training.adapters import check_four_bits, four_bits, keep_for_training
 from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.inputs import Channels, image_side
 from exitserve_training.classification.labelled import (
     class_names,
+    class_numbers,
     encode_images,
     encode_texts,
+    label_numbers,
     load_split_examples,
 )
 from exitserve_training.folder import check_output_dir, empty_folder
@@ -50,8 +54,11 @@ from exitserve_training.models import (
 )
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.registry import check_layers
+from exitserve_training.optimizers import check_kahan
 from exitserve_training.packing import (
+    TRAIN_FILE,
     fingerprint,
+    keep_in_order,
     load_packed,
     pack_split,
     packed_by_run,
@@ -65,6 +72,9 @@ from exitserve_training.sources import load_split
 from exitserve_training.streamed import ordered_texts, pack_in_order
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
 from exitserve_training.tokenization import load_tokenizer, train_bpe
+
+NUMBER = "number"
+"""What the one output of a regression is called in `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,10 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
         assert recipe.config is not None
         config = build_config(recipe.config)
         task = task_for(config.model_type, recipe.data.format)
+    if recipe.lora is not None and recipe.lora.quantization is not None:
+        check_four_bits()
+    if recipe.weights == "bfloat16":
+        check_kahan()
     num_layers: int = config.num_hidden_layers
     chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
     layers = counted_layers(num_layers, chosen)[:-1]
@@ -174,9 +188,11 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
             write_training_run(empty_folder(recipe), training_run(recipe))
             if load_packed(folder, key) is None:
                 processor.save_pretrained(folder)
-                save_packed(folder, key, data)
-                # What was packed in order lies in files that are about to go.
-                data = load_packed(folder, key) if recipe.data.order == "source" else data
+                if (Path(scratch) / TRAIN_FILE).is_file() and recipe.data.own_text is None:
+                    keep_in_order(folder, key, data, Path(scratch))
+                    data = load_packed(folder, key)
+                else:
+                    save_packed(folder, key, data)
     assert data is not None
     task_inputs, collator = _task_inputs(recipe, setup, processor)
     return TrainerInputs(
@@ -273,7 +289,13 @@ def _read_labelled(
     recipe: Recipe, setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
-    names = class_names(train, _model_classes(recipe, setup))
+    sides = {"train": train, "validation": held_out}
+    if recipe.data.labels == "numbers":
+        names = None
+        labels: dict[str, Any] = {name: label_numbers(side) for name, side in sides.items()}
+    else:
+        names = class_names(train, _model_classes(recipe, setup))
+        labels = {name: class_numbers(side, names) for name, side in sides.items()}
     if tokenizer is None:
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
@@ -281,8 +303,9 @@ def _read_labelled(
     if tokenizer.pad_token_id is None:
         raise ExitServeError("this tokenizer has no padding token, which batches of texts need.")
     length = recipe.data.sequence_length
-    sides = {"train": train, "validation": held_out}
-    encoded = {name: encode_texts(side, names, tokenizer, length) for name, side in sides.items()}
+    encoded = {
+        name: encode_texts(side, labels[name], tokenizer, length) for name, side in sides.items()
+    }
     return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
 
 
@@ -296,9 +319,11 @@ def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datase
 
 
 def _with_names(
-    sides: dict[str, datasets.Dataset], names: Sequence[str]
+    sides: dict[str, datasets.Dataset], names: Sequence[str] | None
 ) -> dict[str, datasets.Dataset]:
-    """Makes the class names part of the data, where resumed runs find them."""
+    """Makes the class names part of the data, where resumed runs find them; None: numbers."""
+    if names is None:
+        return sides
     classes = datasets.ClassLabel(names=list(names))
     return {name: side.cast_column("labels", classes) for name, side in sides.items()}
 
@@ -329,15 +354,21 @@ def _known_processor(recipe: Recipe, folder: str) -> Any:
 
 
 def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> PreTrainedModel:
-    names = data["train"].features["labels"].names if setup.task == "class" else None
+    names = _label_names(data) if setup.task == "class" else None
     tokenizer = processor if recipe.data.format != "images" else None
+    dtype = torch.bfloat16 if recipe.weights == "bfloat16" else torch.float32
     if recipe.model is not None:
-        model = load_model(recipe.model, setup.task, names)
+        quantization = None
+        if recipe.lora is not None and recipe.lora.quantization is not None:
+            quantization = four_bits(torch.bfloat16 if recipe.bf16 else torch.float32)
+        model = load_model(recipe.model, setup.task, names, dtype=dtype, quantization=quantization)
+        if quantization is not None:
+            model = keep_for_training(model)
         if recipe.grow_to_layers is not None:
             model = grow(model, recipe.grow_to_layers)
     else:
         assert recipe.config is not None
-        model = build_model(build_config(recipe.config, tokenizer, names), setup.task)
+        model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:
@@ -345,6 +376,12 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     if recipe.attn_implementation is not None:
         choose_attention(model, recipe.attn_implementation)
     return model
+
+
+def _label_names(data: datasets.DatasetDict) -> list[str]:
+    """The classes, or one name for the number that a regression predicts."""
+    labels = data["train"].features["labels"]
+    return list(labels.names) if isinstance(labels, datasets.ClassLabel) else [NUMBER]
 
 
 def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:
@@ -356,10 +393,24 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
             return task_inputs, default_data_collator
         case "labelled", _:
             return ClassOfText(), DataCollatorWithPadding(processor)
+        case "chat", _:
+            return NextToken(), _chat_collator(recipe, processor)
         case _, "hidden token":
             return MaskedToken(_masking(recipe, processor)), default_data_collator
         case _:
             return NextToken(), default_data_collator
+
+
+def _chat_collator(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """For packed chats; others are padded by TRL, which None leaves to it."""
+    if not recipe.data.packing:
+        return None
+    from exitserve_training.chats import PackedChats
+
+    if tokenizer.pad_token_id is None:
+        raise ExitServeError("this tokenizer has no padding token, which batches of chats need.")
+    multiple = recipe.training.get("pad_to_multiple_of") or 1
+    return PackedChats(tokenizer.pad_token_id, multiple)
 
 
 def _masking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Masking:

@@ -17,7 +17,12 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
 from exitserve_training.objectives.aligned.options import AlignedOptions
-from exitserve_training.objectives.registry import OBJECTIVES, AnyObjective, check_objectives
+from exitserve_training.objectives.registry import (
+    OBJECTIVES,
+    AnyObjective,
+    check_numbers,
+    check_objectives,
+)
 from exitserve_training.strict import Strict
 
 
@@ -68,6 +73,8 @@ class Lora(Strict):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     target_modules: str | list[str] = "all-linear"
     """As PEFT takes them; `all-linear` is every linear map but the head."""
+    quantization: Literal["nf4"] | None = None
+    """QLoRA: keep the frozen linear maps in 4 bits (bitsandbytes)."""
 
 
 class AdaGCClipping(Strict):
@@ -116,6 +123,8 @@ class Recipe(Strict):
     seed: int = Field(default=0, ge=0)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: weights and AdamW's states too, with Kahan sums (torch-optimi); needs `bf16`."""
     attn_implementation: (
         Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
     ) = None
@@ -144,6 +153,8 @@ class Recipe(Strict):
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
         check_objectives(self.objectives, self.data.is_classification)
+        if self.data.labels == "numbers":
+            check_numbers(self.objectives)
         if self.data.is_classification:
             self._check_classifier()
         if self.exit_aware is not None and self.exit_layers == []:
@@ -162,6 +173,10 @@ class Recipe(Strict):
             raise ValueError("data.own_text is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
             raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
+        if self.lora is not None and self.lora.quantization and self.grow_to_layers is not None:
+            raise ValueError(
+                "grow_to_layers copies whole weights, and lora.quantization has none; leave one out"
+            )
         if self.grow_to_layers is not None and self.config is not None:
             raise ValueError(
                 "grow_to_layers makes a trained model deeper; give model, or say "
@@ -177,10 +192,22 @@ class Recipe(Strict):
                 "adagc compares gradients with those of earlier steps, and training.fp16 scales "
                 "them; use bf16: true, or leave adagc out"
             )
+        if self.weights == "bfloat16":
+            self._check_small_weights()
         if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
             raise ValueError(
                 "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "
                 "leave one of them out"
+            )
+
+    def _check_small_weights(self) -> None:
+        """Raises `ValueError` for what cannot update weights of 8 bits' precision."""
+        if not self.bf16:
+            raise ValueError("weights=bfloat16 computes in bfloat16 too; set bf16: true")
+        if self.optimizer != "adamw" or {"optim", "optim_args"} & self.training.keys():
+            raise ValueError(
+                "weights=bfloat16 is updated by AdamW with Kahan sums, because others lose small "
+                "steps; leave optimizer and training.optim out, or weights"
             )
 
     def _check_classifier(self) -> None:

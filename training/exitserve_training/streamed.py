@@ -3,6 +3,9 @@
 `data.order: source` reads each document once, tokenises a megabyte at a time, and writes sequences
 to an Arrow file, which training maps into memory. Nothing is shuffled, and equal documents are
 kept: perplexity on such text is that of the text as it was published.
+
+The file is moved to its place, never read whole: what is read through a map counts as memory of the
+process until the kernel wants it back.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
 from exitserve_training.data_recipe import DataRecipe
-from exitserve_training.packing import check_sides, sequences, spread_over
+from exitserve_training.packing import TRAIN_FILE, check_sides, sequences, spread_over
 from exitserve_training.sources import (
     TABLES,
     Document,
@@ -29,8 +32,9 @@ from exitserve_training.sources import (
     table_documents,
 )
 
-PIECE = 256 * 1024
-"""Characters of a text file that are read at once."""
+PIECE = 64 * 1024
+"""Characters of a text file that are read at once: a batch of the tokenizer's is 16 of them, each
+of which one core works on."""
 
 TOKENIZER_CHARACTERS = 100_000_000
 """A tokenizer is trained on the first so many, in which it counts words."""
@@ -51,12 +55,13 @@ def pack_in_order(
 ) -> datasets.DatasetDict:
     """Packs both sides as `packing.pack_split` does, by way of files in `scratch`.
 
-    What is held out is `validation_split` or `validation_files`, or else the last sequences.
+    `train` is the beginning of `scratch`'s `TRAIN_FILE`, for `keep_in_order`. What is held out is
+    `validation_split` or `validation_files`, or else the last sequences.
 
     Raises:
         ExitServeError: a source cannot be read, or a side has less text than one sequence.
     """
-    train = _packed(ordered_documents(recipe), recipe, tokenizer, scratch / "train.arrow")
+    train = _packed(ordered_documents(recipe), recipe, tokenizer, scratch / TRAIN_FILE)
     if recipe.validation_files or recipe.validation_split is not None:
         documents = _held_out(recipe)
         held_out = _packed(documents, recipe, tokenizer, scratch / "validation.arrow")

@@ -25,7 +25,8 @@ class TaskBatch:
     inputs: dict[str, Tensor]
     """For the model's body."""
     labels: Tensor
-    """[B, S], the target of each position; -100 where there is none."""
+    """[B, S], the target of each position; -100 where there is none. Floats are numbers to come
+    near to, integers tokens or classes."""
     mask: Tensor
     """Bool [B, S]: positions that exist, as opposed to padding."""
 
@@ -51,6 +52,9 @@ class NextToken(TaskInputs):
         inputs = dict(batch)
         mask = token_mask(batch)
         labels = inputs.pop("labels", batch["input_ids"])
+        if "position_ids" in inputs:
+            # Packed: models part documents by positions that begin anew, if there is no mask.
+            inputs.pop("attention_mask", None)
         return TaskBatch(inputs, shifted_labels(labels, mask), mask)
 
 
@@ -68,7 +72,7 @@ class MaskedToken(TaskInputs):
 
 
 class ClassOfText(TaskInputs):
-    """The first position predicts the class of the text."""
+    """The first position predicts the class of the text, or its number."""
 
     def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`."""
@@ -97,7 +101,9 @@ class ClassOfImage(TaskInputs):
 
 
 def _class_batch(inputs: dict[str, Tensor], labels: Tensor) -> TaskBatch:
-    labels = labels.reshape(-1, 1).long()
+    labels = labels.reshape(-1, 1)
+    if not labels.is_floating_point():
+        labels = labels.long()
     return TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool))
 
 

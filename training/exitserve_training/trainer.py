@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.adapters import with_adapters
+from exitserve_training.adapters import merged, with_adapters
 from exitserve_training.checkpoints import MultiExitCheckpoints
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
@@ -28,7 +28,7 @@ from exitserve_training.objectives.weighted_sum import (
     Objectives,
     build_objectives,
 )
-from exitserve_training.optimizers import muon_with_adamw
+from exitserve_training.optimizers import kahan_adamw, muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
@@ -64,7 +64,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             task_inputs: what the model predicts; None for the next token.
             **kwargs: see `transformers.Trainer`.
         """
-        self._has_adapters, self._muon = recipe.lora is not None, recipe.optimizer == "muon"
+        self._recipe, self._has_adapters = recipe, recipe.lora is not None
         trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
         arguments: TrainingArguments = kwargs["args"]
         # It reads each loss from the device; one that is not finite ends the run anyway.
@@ -131,8 +131,8 @@ class MultiExitTraining(MultiExitCheckpoints):
             # Checkpoints of the run may be shards; the result is one that anything can read.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self._has_adapters:
-            adapted: Any = self.model
-            self.model = adapted.merge_and_unload()
+            assert self._recipe.lora is not None and self.model is not None
+            self.model = merged(self.model, self._recipe.lora)
         self.save_model(output_dir)
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
@@ -140,11 +140,15 @@ class MultiExitTraining(MultiExitCheckpoints):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer over all that is trained."""
-        if not self._muon or self.optimizer is not None:
+        muon, kahan = self._recipe.optimizer == "muon", self._recipe.weights == "bfloat16"
+        if not (muon or kahan) or self.optimizer is not None:
             return super().create_optimizer(model)
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
-        self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
+        if muon:
+            self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
+        else:
+            self.optimizer = kahan_adamw(trained, decayed, self.args)
         return self.optimizer
 
     def labelled_tokens(self, dataset: Any) -> int:
@@ -241,13 +245,14 @@ class MultiExitTraining(MultiExitCheckpoints):
     ) -> dict[str, float]:
         """Loss (nats per token) and perplexity at every exit layer and the last layer.
 
-        Objectives other than cross-entropy report their own metrics too.
+        Objectives other than cross-entropy report their own metrics too. Of a regression the loss
+        is the mean squared error, and there is neither perplexity nor accuracy.
         """
         start = time.perf_counter()
         model = self.model_wrapped if self.is_fsdp_enabled else self.language_model
         was_training = model.training
         model.train(False)
-        names = [f"{kind}_layer_{n}" for kind in ("loss", "accuracy") for n in self.eval_layers]
+        names = {f"{kind}_layer_{n}" for kind in ("loss", "accuracy") for n in self.eval_layers}
         totals: dict[str, Tensor] = {}
         tokens = torch.zeros((), device=self.args.device)
         batches = self.get_eval_dataloader(eval_dataset)
@@ -262,9 +267,13 @@ class MultiExitTraining(MultiExitCheckpoints):
             with torch.no_grad(), self.accelerator.autocast():
                 found: Quality = model(**inputs, exit_pass=request)
             weight = found.tokens * min(rows, 1)
-            kinds = (found.losses, found.accuracies)
-            means = [of_layer[layer] for of_layer in kinds for layer in self.eval_layers]
-            for name, value in (*zip(names, means, strict=True), *found.metrics.items()):
+            kinds = {"loss": found.losses, "accuracy": found.accuracies}
+            means = {
+                f"{kind}_layer_{layer}": value
+                for kind, of_layer in kinds.items()
+                for layer, value in of_layer.items()
+            }
+            for name, value in {**means, **found.metrics}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value * weight
             tokens += weight
         model.train(was_training)
@@ -304,7 +313,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         metrics = {f"{prefix}_loss": means[f"loss_layer_{self.eval_layers[-1]}"]}
         for name, mean in means.items():
             metrics[f"{prefix}_{name}"] = mean
-            if name.startswith("loss_layer_"):
+            if name.startswith("loss_layer_") and name.replace("loss", "accuracy", 1) in means:
                 # The loss of an untrained layer can be too large for exp.
                 perplexity = math.exp(mean) if mean < 700.0 else math.inf
                 metrics[f"{prefix}_{name.replace('loss', 'perplexity', 1)}"] = perplexity

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from exitserve.errors import ExitServeError
+
+if TYPE_CHECKING:
+    from exitserve_training.classification.evaluation import ClassificationSettings
 
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
 stops at the first exit layer where it is confident enough, and the others go on without it.
 Writes predictions.jsonl, report.json, report.md and a plot, with the time of the full model on
-the same batches beside it."""
+the same batches beside it. A regression (data.labels=numbers) has no confidence to stop by: it is
+scored by Pearson's and Spearman's correlations at each depth."""
 _EXAMPLES = """\
 examples:
   a table of texts with their classes, at two thresholds:
@@ -38,7 +43,6 @@ def add_classify(subparsers: Any) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
     parser.add_argument(
         "--exit-threshold",
-        default="0.9",
         metavar="T[,T]",
         help="an input stops where its confidence is above this; predictions are those of the "
         "first (default 0.9)",
@@ -88,7 +92,7 @@ def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
 
 
 def _classify(args: argparse.Namespace) -> int:
-    thresholds = numbers(args.exit_threshold, "--exit-threshold", float)
+    thresholds = numbers(args.exit_threshold or "0.9", "--exit-threshold", float)
     for threshold in thresholds:
         if not 0.0 <= threshold <= 1.0:
             raise ExitServeError(
@@ -99,13 +103,9 @@ def _classify(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ExitServeError(f"--{option.replace('_', '-')} {value} must be at least 1.")
     layers = numbers(args.exit_layers, "--exit-layers", int) if args.exit_layers else None
-    from rich.console import Console
+    from exitserve_training.classification.evaluation import ClassificationSettings
+    from exitserve_training.models import check_model
 
-    from exitserve.report import prepare_out_dir, terminal_table, write_report
-    from exitserve_training.classification.evaluation import ClassificationSettings, classify
-    from exitserve_training.classification.page import HEADERS, exits_figure, markdown, rows
-
-    out = prepare_out_dir(args.out, overwrite=args.overwrite)
     settings = ClassificationSettings(
         model=args.model,
         data=args.data,
@@ -116,12 +116,50 @@ def _classify(args: argparse.Namespace) -> int:
         limit=args.limit,
         fields=data_fields(args),
     )
+    if check_model(args.model, "class").num_labels == 1:
+        if args.exit_threshold is not None:
+            raise ExitServeError(
+                f"'{args.model}' predicts a number, which has no confidence to stop by; leave "
+                f"--exit-threshold out."
+            )
+        return _regress(args, settings)
+    return _classify_with_exits(args, settings)
+
+
+def _regress(args: argparse.Namespace, settings: ClassificationSettings) -> int:
+    from exitserve.report import prepare_out_dir, write_report
+    from exitserve_training.classification.regression import HEADERS, markdown, regress, rows
+
+    out = prepare_out_dir(args.out, overwrite=args.overwrite)
+    found = regress(settings)
+    write_report(out, found.report, markdown(found.report), {})
+    found.write_predictions(out / "predictions.jsonl")
+    _print(found.report, HEADERS, rows(found.report), f"Report and predictions: {out}")
+    return 0
+
+
+def _classify_with_exits(args: argparse.Namespace, settings: ClassificationSettings) -> int:
+    from exitserve.report import prepare_out_dir, write_report
+    from exitserve_training.classification.evaluation import classify
+    from exitserve_training.classification.page import HEADERS, exits_figure, markdown, rows
+
+    out = prepare_out_dir(args.out, overwrite=args.overwrite)
     found = classify(settings)
     figures = {"exits": exits_figure(found.report)}
     write_report(out, found.report, markdown(found.report), figures)
     found.write_predictions(out / "predictions.jsonl")
-    console = Console()
-    title = f"{found.report['inputs']:,} inputs, {found.report['model']}"
-    console.print(terminal_table(title, HEADERS, rows(found.report)))
-    console.print(f"Report, predictions and plot: {out}", soft_wrap=True)
+    _print(found.report, HEADERS, rows(found.report), f"Report, predictions and plot: {out}")
     return 0
+
+
+def _print(
+    report: dict[str, Any], headers: Sequence[str], lines: list[list[str]], where: str
+) -> None:
+    from rich.console import Console
+
+    from exitserve.report import terminal_table
+
+    console = Console()
+    title = f"{report['inputs']:,} inputs, {report['model']}"
+    console.print(terminal_table(title, headers, lines))
+    console.print(where, soft_wrap=True)

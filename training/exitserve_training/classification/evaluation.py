@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from exitserve.checkpoint import MultiExit, read_multi_exit
 from exitserve.report import machine, versions
@@ -75,20 +75,9 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
         ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
-    layers = _exit_layers(settings, config.num_hidden_layers)
-    recipe = data_from(
-        {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
-    )
-    examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
-    if settings.limit is not None:
-        # Evenly spread: files are often sorted by class.
-        step = max(len(examples) / settings.limit, 1.0)
-        count = min(settings.limit, len(examples))
-        examples = examples.at([int(number * step) for number in range(count)])
-    model = load_model(settings.model, "class")
-    model.train(False)
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
+    layers = exit_layers(settings, config.num_hidden_layers)
+    examples = read_inputs(settings, config)
+    model = load_classifier(settings.model)
     own = own_classifiers(settings.model, model_parts(model))
     runner = EarlyExitClassifier(model, layers, own)
     order = batch_rows(examples, settings.batch_size)
@@ -105,6 +94,29 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     return ClassificationResult(
         report, _predictions(examples, names, predictions[settings.thresholds[0]])
     )
+
+
+def read_inputs(settings: ClassificationSettings, config: PreTrainedConfig) -> Examples:
+    """The inputs that the settings name, with what is known of their classes or numbers."""
+    recipe = data_from(
+        {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
+    )
+    examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
+    if settings.limit is None:
+        return examples
+    # Evenly spread: files are often sorted by class.
+    step = max(len(examples) / settings.limit, 1.0)
+    count = min(settings.limit, len(examples))
+    return examples.at([int(number * step) for number in range(count)])
+
+
+def load_classifier(path: str) -> PreTrainedModel:
+    """A classifier or regression, ready to predict, on the GPU if there is one."""
+    model = load_model(path, "class")
+    model.train(False)
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,8 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     return objective.classifiers()
 
 
-def _exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
+def exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
+    """Where inputs may stop: as the settings or the checkpoint say."""
     if settings.exit_layers is not None:
         return settings.exit_layers
     folder = Path(settings.model)

@@ -7,6 +7,7 @@ they are: tab-separated, no quoting, with a header or with `columns`.
 from __future__ import annotations
 
 import csv
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.sources import load_dataset, matching_files, read_table
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -35,6 +37,7 @@ class Examples:
 
     inputs: list[Text] | list[Path]
     classes: list[str]
+    """As the data write them; of a regression, its numbers."""
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -133,8 +136,33 @@ def class_numbers(examples: Examples, names: Sequence[str]) -> list[int]:
     return [numbers[name] for name in examples.classes]
 
 
+def label_numbers(examples: Examples) -> list[float]:
+    """What a regression is to predict for each example.
+
+    Raises:
+        ExitServeError: a label is not a finite number.
+    """
+    numbers = []
+    for label in examples.classes:
+        try:
+            number = float(label)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or number == IGNORED:
+            raise ExitServeError(
+                f"with data.labels=numbers each label must be a number other than {IGNORED}, "
+                f"which marks none, and one is {label!r}; check data.label_field, or set "
+                f"data.labels=classes."
+            )
+        numbers.append(number)
+    return numbers
+
+
 def encode_texts(
-    examples: Examples, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
+    examples: Examples,
+    labels: Sequence[int] | Sequence[float],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
 ) -> datasets.Dataset:
     """Columns `input_ids` (and what else the tokenizer gives) and `labels`, unpadded."""
     texts: list[Any] = list(examples.inputs)
@@ -142,7 +170,7 @@ def encode_texts(
     second = [text for _, text in texts] if texts and texts[0][1] is not None else None
     encoded = tokenizer(first, second, truncation=True, max_length=length, verbose=False)
     columns = {name: encoded[name] for name in encoded if name != "attention_mask"}
-    return datasets.Dataset.from_dict({**columns, "labels": class_numbers(examples, names)})
+    return datasets.Dataset.from_dict({**columns, "labels": list(labels)})
 
 
 def encode_images(

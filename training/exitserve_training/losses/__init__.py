@@ -25,6 +25,7 @@ from exitserve_training.losses.spread import (
     l2_repel,
     orthogonalization,
 )
+from exitserve_training.losses.squares import weighted_layer_squares
 
 __all__ = [
     "WEIGHT_SCHEMES",
@@ -54,4 +55,5 @@ __all__ = [
     "simreg",
     "simreg_weight",
     "weighted_layer_cross_entropy",
+    "weighted_layer_squares",
 ]

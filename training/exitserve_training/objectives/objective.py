@@ -26,7 +26,7 @@ class LossInputs:
     hidden: Mapping[int, Tensor]
     """Depth to un-normed hidden states [B, T, D]; those that `Objective.layers` names."""
     labels: Tensor
-    """[B, T], the target of each position; -100 where none."""
+    """[B, T], the target of each position; -100 where none. Of a regression numbers, as floats."""
     mask: Tensor
     """Bool [B, T]: tokens, as opposed to padding."""
     classifier: Classifier

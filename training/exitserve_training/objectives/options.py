@@ -61,6 +61,11 @@ class ObjectiveOptions(Strict):
     weight: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     """Multiplies the loss; 0 measures and logs it without training on it."""
 
+    @property
+    def for_numbers(self) -> bool:
+        """Whether it can train a regression, as given: by default what classifiers can have."""
+        return self.for_classifiers
+
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """The depths that it reads, ascending; by default the last.
 

@@ -21,6 +21,7 @@ from exitserve_training.losses import (
     kl_to_last,
     layer_weights,
     weighted_layer_cross_entropy,
+    weighted_layer_squares,
 )
 from exitserve_training.losses.chunked import Classifier
 from exitserve_training.objectives.aligned.options import (
@@ -255,8 +256,15 @@ def _cross_entropy(
     scale: Mapping[int, float],
     hidden: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The weighted sum over the layers of `scale`, and each layer's own as `loss_layer_<l>`."""
+    """The weighted sum over the layers of `scale`, and each layer's own as `loss_layer_<l>`.
+
+    Of a regression it is the squared error instead.
+    """
     states = batch.hidden if hidden is None else hidden
+    if batch.labels.is_floating_point():
+        chosen = {layer: states[layer] for layer in scale}
+        loss, losses = weighted_layer_squares(chosen, classifier, batch.labels, scale)
+        return loss, {f"loss_layer_{layer}": value for layer, value in losses.items()}
     loss, losses = weighted_layer_cross_entropy(
         {layer: states[layer] for layer in scale},
         classifier,

@@ -28,6 +28,11 @@ class CrossEntropyOptions(ObjectiveOptions):
     balanced: bool = False
     """Of a classifier: every class in a batch counts alike (headless paper, appendix B.1)."""
 
+    @property
+    def for_numbers(self) -> bool:
+        """See `ObjectiveOptions`."""
+        return not self.balanced
+
 
 class _WeightedLayers(ObjectiveOptions):
     """Of objectives that sum over layers, the last always among them."""
@@ -99,6 +104,11 @@ class SeparateClassifiersOptions(_WeightedLayers):
     """Adds so much of KL(last layer || exit) for each exit."""
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
 
+    @property
+    def for_numbers(self) -> bool:
+        """See `ObjectiveOptions`."""
+        return self.kl == 0.0
+
 
 class CosineAlignmentOptions(_WeightedLayers):
     """1 - cos(h^l, h^L), added to a main loss (aligned training, appendix C: L_CE-reg)."""
@@ -121,6 +131,11 @@ class KLToLastOptions(_WeightedLayers):
     teacher: str | None = None
     """Null: the model's own last layer, as it learns. `initial`: the model as the run found it, or
     a directory or hub id; then the last layer is a pupil too."""
+
+    @property
+    def for_numbers(self) -> bool:
+        """See `ObjectiveOptions`."""
+        return False
 
     def teacher_path(self, initial_model: str | None) -> str | None:
         """The frozen teacher's directory or hub id; None without one.
