@@ -3,9 +3,8 @@
 Run on x86-64 Linux with Python 3.11, as in the image:  python requirements/with_hashes.py
 
 torch is left out: its CPU builds lie on an index of PyTorch's own (or wherever PIP_EXTRA_INDEX_URL
-says), so there is no one file whose hash could be asked for. So is what only tests use and is
-large: what drives a browser, the schemas of Kubernetes, and 4-bit maps: 310 MB that an image has no
-use for.
+says), so there is no one file whose hash could be asked for. So is what only tests use: what drives
+a browser, the schemas of Kubernetes and 4-bit maps, 310 MB in all, and LangChain.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ HEAD = "# requirements/cpu.txt for the image. Made by requirements/with_hashes.p
 LEFT_OUT = (
     *("torch", "playwright", "greenlet", "pyee", "axe-playwright-python"),
     *("kubernetes-validate", "importlib_resources", "bitsandbytes"),
+    *("langchain-openai", "langchain-core", "langchain-protocol", "langsmith", "jsonpatch"),
+    *("jsonpointer", "orjson", "requests-toolbelt", "uuid_utils", "zstandard"),
 )
 
 

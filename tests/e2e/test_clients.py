@@ -59,7 +59,6 @@ def test_openai(python: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_langchain(
     python: list[str], server: LocalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
     early, full_depth = python[LANGCHAIN].split("full_depth = ")
     names: dict[str, Any] = {}
     before = early_tokens(server)
