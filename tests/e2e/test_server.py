@@ -13,6 +13,7 @@ import pytest
 from exitserve.cli import main
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
+from exitserve.tracing.format import VERSION
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -97,7 +98,7 @@ def test_a_full_trace_is_the_oracles(complete, bundled, tmp_path) -> None:
     out = tmp_path / "trace.json"
     arguments = ["--prompt", PROMPT, "--max-tokens", "32", "--exit-threshold", "0.4"]
     assert main(["trace", str(bundled), *arguments, "--out", str(out)]) == 0
-    assert answer["exit_trace"]["version"] == 1
+    assert answer["exit_trace"]["version"] == VERSION
     told = answer["exit_trace"]["tokens"]
     assert "".join(token["text"] for token in told) == answer["text"]
     assert [token["depth"] for token in told] == answer["exit_layers"]
