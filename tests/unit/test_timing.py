@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exitserve.engine.host.timing import PassTiming
+from exitserve.engine.host.timing import KINDS, PassTiming
+from exitserve.policy import ExitPolicy
 
 Cost = Callable[[bool], tuple[float, int]]
 """Seconds of a pass after which rows drafted or not, and the tokens that it gave."""
@@ -21,11 +22,17 @@ class Server:
         self.paying = PassTiming(lambda: self.now)
         self.numbers = random.Random(1)
 
-    def run(self, passes: int, cost: Cost, requests: tuple[str, ...] = ("a",)) -> float:
+    def run(
+        self,
+        passes: int,
+        cost: Cost,
+        requests: tuple[str, ...] = ("a",),
+        policies: tuple[ExitPolicy, ...] = (),
+    ) -> float:
         """The share of passes that drafted."""
         drafted, tokens = 0, 1
         for _ in range(passes):
-            way = self.paying.choose(requests, tokens, steady=True)
+            way = self.paying.choose(requests, tokens, steady=True, policies=policies)
             drafted += way
             seconds, tokens = cost(way)
             self.now += seconds * self.numbers.uniform(0.9, 1.1)
@@ -103,3 +110,27 @@ def test_who_loses_again_and_again_is_tried_ever_more_seldom() -> None:
     before = server.now
     assert server.run(4000, costs(2.0, 1)) < 0.005
     assert server.now - before < 1.005 * 4000
+
+
+LOW, HIGH = (ExitPolicy.confidence(threshold, mode="defer") for threshold in (0.4, 0.95))
+
+
+def test_what_pays_with_one_threshold_may_not_with_another() -> None:
+    """The same number of requests, of two policies in turn, and of both at a time."""
+    server, gains, loses = Server(), costs(2.0, 4), costs(2.0, 1)
+    for names in (("a",), ("b",)):
+        server.run(300, loses, names, (HIGH,))
+        server.run(300, gains, names, (LOW,))
+    assert server.run(100, gains, ("c",), (LOW,)) > 0.9
+    assert server.run(100, loses, ("d",), (HIGH,)) < 0.1
+    both = ("a", "b")
+    server.run(500, loses, both, (LOW, HIGH))
+    swapped = server.run(100, loses, both, (HIGH, ExitPolicy.confidence(0.5, mode="defer")))
+    assert swapped < 0.1, "a mixture of the same modes"
+
+
+def test_the_kinds_that_are_remembered_are_bounded() -> None:
+    server = Server()
+    for number in range(2 * KINDS):
+        server.run(2, costs(2.0, 1), ("a",), (ExitPolicy.confidence(number / (2 * KINDS)),))
+    assert len(server.paying._contests) == KINDS

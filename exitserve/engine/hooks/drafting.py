@@ -83,5 +83,5 @@ class Drafter:
             tuple(one.candidate.request.name for one in drafts),
             sum(len(sampled[one.row]) for one in drafts),
             steady=self._requests.only_decodes,
-            modes={one.candidate.request.policy.mode for one in drafts},
+            policies=[one.candidate.request.policy for one in drafts],
         )

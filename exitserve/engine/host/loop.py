@@ -178,8 +178,9 @@ class HostLoop:
         number = self.requests.pass_number
         follows, self._timed_pass = number == self._timed_pass + 1, number
         names = tuple(one.request.name for one in step.candidates)
-        modes = {one.request.policy.mode for one in step.candidates}
-        return self._timing.choose(names, len(names), steady=steady and follows, modes=modes)
+        policies = [one.request.policy for one in step.candidates]
+        steady = steady and follows
+        return self._timing.choose(names, len(names), steady=steady, policies=policies)
 
     def _stay(self, positions: Tensor, embed: Callable[[], Tensor], step: Step) -> None:
         """Before a pass in which no row leaves."""

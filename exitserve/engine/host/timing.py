@@ -3,8 +3,8 @@
 Mode "verify" may draft after a pass, or not; in mode "defer" rows may leave at their exits, or be
 checked behind the last layer (`exitserve.engine.host.late_checks`). What pays depends on the
 machine, the model, how many requests are in the batch, and how often they exit. So both ways are
-tried, and timed, for each number of rows; the slower one is tried again now and then, the more
-seldom the more it lost.
+tried, and timed, for each number of rows and each exit policy; the slower one is tried again now
+and then, the more seldom the more it lost.
 
 What a request gets does not depend on it: its tokens are the same either way. (Requests sampled
 with a seed never draft, since drafts would use up their random numbers.)
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+
+from exitserve.policy import ExitPolicy
 
 FIRST = 3
 """Passes that draft, or let rows leave, before anything is known."""
@@ -34,6 +36,8 @@ SHORTEST_REST, LONGEST_REST = 128, 8192
 FEW, PAUSE = 6, 5.0
 """Once a few passes are known, one that takes this many times the usual was interrupted, and does
 not count."""
+KINDS = 64
+"""Kinds of batches that are remembered, those that were seen last."""
 
 
 @dataclass
@@ -126,8 +130,8 @@ class PassTiming:
             agree: gives all ranks the same choice.
         """
         self._clock, self._agree = clock, agree
-        self._contests: dict[frozenset[str], dict[int, _Contest]] = {}
-        """By modes and number of rows."""
+        self._contests: dict[Hashable, dict[int, _Contest]] = {}
+        """By kind of batch and number of rows; the kind that was seen last is the last."""
         self._last: tuple[float, tuple[str, ...], bool] | None = None
 
     def choose(
@@ -136,19 +140,19 @@ class PassTiming:
         tokens: int,
         *,
         steady: bool,
-        modes: Collection[str] = (),
+        policies: Collection[ExitPolicy] = (),
     ) -> bool:
         """The way of what comes now.
 
         Args:
             requests: those of the batch that it concerns; times are compared only between
                 passes of the same ones.
-            modes: theirs; what pays in one mode may not in another.
+            policies: theirs; what pays with one may not with another.
             tokens: generated since the last call, for all of these requests together.
             steady: what lay between was one pass that did nothing but decode.
         """
         now = self._clock()
-        contest = self._contest(self._contests.setdefault(frozenset(modes), {}), len(requests))
+        contest = self._contest(self._contests_of(policies), len(requests))
         if self._last is not None and steady:
             since, before, way = self._last
             if before == requests:
@@ -156,6 +160,18 @@ class PassTiming:
         way = self._agree(contest.choose())
         self._last = (now, requests, way)
         return way
+
+    def _contests_of(self, policies: Collection[ExitPolicy]) -> dict[int, _Contest]:
+        """Those of a kind of batch: of one policy, or else of the modes of several.
+
+        Mixtures of policies are too many for each to gather experience of its own.
+        """
+        kinds = set(policies)
+        key = kinds.pop() if len(kinds) == 1 else frozenset(one.mode for one in kinds)
+        found = self._contests[key] = self._contests.pop(key, {})
+        if len(self._contests) > KINDS:
+            del self._contests[next(iter(self._contests))]
+        return found
 
     @staticmethod
     def _contest(contests: dict[int, _Contest], rows: int) -> _Contest:
