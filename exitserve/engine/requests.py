@@ -68,6 +68,11 @@ class Request:
         return tuple(key for key in self.trace_keys if key.startswith(FULL_TRACE))
 
     @property
+    def is_caught_up(self) -> bool:
+        """Whether nothing of what exits decided waits: the next pass begins with a new token."""
+        return not (self.drafts or self.decided or self.pending)
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_ids)
@@ -239,8 +244,8 @@ class Batch:
         """
         self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
         self.rows: dict[int, Request] = {}
-        self.is_plain = False
-        """Whether all of them run at full depth, and nobody asks for their depths."""
+        self.is_traced = False
+        """Whether somebody asks for the depths of one of them."""
         self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
@@ -267,8 +272,7 @@ class Batch:
             self._remove(target)
             if moved is not None:
                 self.rows[target] = moved
-        rows = self.rows.values()
-        self.is_plain = all(one.policy.mode == "off" and not one.trace_keys for one in rows)
+        self.is_traced = any(one.trace_keys for one in self.rows.values())
 
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""

@@ -114,6 +114,7 @@ def test_timed_rows_exit_or_run_at_full_depth(
     full = [job(one.prompt, {}, 40) for one in asked]
     harness = start(model, exits={"exit_checks": "timed"}, enable_prefix_caching=False)
     found, reference = harness.run(asked), oracle(model)
+    assert (harness.stats()["stepped_aside"] > 50) == (leaving != "always")
     if leaving != "now and then":
         assert found == [expect(reference, one) for one in (full if leaving == "never" else asked)]
     elif mode == "defer":  # keys and values are exact, so each token can be judged by itself

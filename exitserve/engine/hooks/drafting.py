@@ -16,6 +16,7 @@ from typing import Any
 
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.hooks.rows_processor import PROCESSOR
+from exitserve.engine.host.leaving import pass_timing
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft
@@ -46,7 +47,11 @@ class Drafter:
         """Takes vLLM's model, which drafts for itself."""
         loop = model.host
         assert loop is not None, "mode 'verify' is refused where the device decides"
-        self._loop, self._requests, self._timing = loop, loop.requests, loop.make_timing()
+        self._loop, self._requests, self._timing = (
+            loop,
+            loop.requests,
+            pass_timing(loop.requests.rules),
+        )
 
     def propose(
         self,

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from exitserve.engine.compat.context import (
@@ -41,16 +40,15 @@ from exitserve.engine.compat.context import (
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
 from exitserve.engine.host.late_checks import LateChecks
+from exitserve.engine.host.leaving import Leaving
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, draft_step, merge_logits
-from exitserve.engine.host.timing import PassTiming
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, Stream, ended
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
-from exitserve.policy import Mode
 
 
 class HostLoop:
@@ -82,13 +80,7 @@ class HostLoop:
         self._propagation, self._masked = propagation, masked
         self.checks = self.make_checks(head)
         self._late = LateChecks(self.checks, self._recorder)
-        self._timing = self.make_timing()
-        """Of passes whose rows may leave, or be checked behind the last layer."""
-        self._timed_pass = 0
-        """The last one of these."""
-        late = self._rules.when_slower == "check_late"
-        self._may_stay: tuple[Mode, ...] = ("defer",) if late else ("defer", "confidence")
-        """The modes whose rows run all layers where leaving is slower."""
+        self._leaving = Leaving(self.requests)
         self._is_pair = False
         """Whether layers carry the stream as a pair."""
         self._step: Step | None = None
@@ -100,11 +92,6 @@ class HostLoop:
     def make_checks(self, head: ExitHead) -> Checks:
         """What checks rows; benchmarks of random weights override it."""
         return Checks(head, self._recorder)
-
-    def make_timing(self) -> PassTiming | None:
-        """What tells whether exits pay just now; None where they are always taken."""
-        leaves = self._rules.when_slower == "leave"
-        return None if leaves else PassTiming(agree=_as_first_rank)
 
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
@@ -123,10 +110,13 @@ class HostLoop:
                 self._warm_up(positions, embed())
             return self._run_plain(plain)
         self._context = get_forward_context() if self._rules.num_drafts else None
-        if self.requests.decodes_plainly(shape, positions):
+        self.requests.start_pass()
+        decoding = self.requests.decoding(shape, positions)
+        leave = self._leaving.of_decoding(decoding) if decoding else None
+        if decoding and leave is False:
             self._step = None
+            self.requests.count_plain(len(decoding))
             return self._run_plain(plain)
-        steady = self.requests.only_decodes
         step = self._step = self.requests.next_step(shape, positions)
         if step.is_plain:
             # Where no row may exit, the pass is vLLM's own, bit for bit.
@@ -137,7 +127,7 @@ class HostLoop:
             hidden = embed()
             self._catch_up(positions, hidden, step)
             normed = self._run_masked(positions, hidden, step)
-        elif step.may_stay(self._may_stay) and not self._pays_to_leave(step, steady=steady):
+        elif leave is None and not self._leaving.of_step(step):
             self._stay(positions, embed, step)
             late = self._rules.when_slower == "check_late"
             normed = self._run_late(positions, embed(), step) if late else self._run_plain(plain)
@@ -169,25 +159,11 @@ class HostLoop:
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
         return loop.run(positions, hidden, rows)
 
-    def _pays_to_leave(self, step: Step, *, steady: bool) -> bool:
-        """Whether rows leave in this pass; `steady`: the one before did nothing but decode."""
-        if self._timing is None:
-            return True
-        if self._rules.num_drafts and all(one.request.may_draft for one in step.candidates):
-            return False  # these leave by drafting, which does not pay just now
-        number = self.requests.pass_number
-        follows, self._timed_pass = number == self._timed_pass + 1, number
-        names = tuple(one.request.name for one in step.candidates)
-        policies = [one.request.policy for one in step.candidates]
-        steady = steady and follows
-        return self._timing.choose(names, len(names), steady=steady, policies=policies)
-
     def _stay(self, positions: Tensor, embed: Callable[[], Tensor], step: Step) -> None:
-        """Before a pass in which no row leaves."""
+        """Runs what waits by itself, before a pass in which no row leaves."""
         if step.has_more(()):
             self._catch_up(positions, embed(), step)
-            self._timed_pass = 0  # what others left behind is not this way's time
-        self._recorder.stepped_aside += len(step.candidates)
+            self._leaving.interrupt()  # what others left behind is not this way's time
 
     def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """All rows through all layers, and checked behind the last."""
@@ -433,10 +409,3 @@ class HostLoop:
     def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
         """The logits [S, V] that are sampled from; benchmarks of random weights override this."""
         return logits
-
-
-def _as_first_rank(chosen: bool) -> bool:
-    if get_tensor_model_parallel_world_size() == 1:
-        return chosen
-    flag = torch.tensor([int(chosen)])
-    return bool(get_tp_group().broadcast(flag, src=0).item())

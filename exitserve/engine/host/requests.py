@@ -29,6 +29,8 @@ class HostRequests:
         """Of the current pass, or the last one."""
         self.only_decodes = False
         """Whether that had no other tokens than those it samples after."""
+        self.after_decodes = False
+        """Whether the pass before had none."""
         state.requests = self
 
     @property
@@ -36,29 +38,40 @@ class HostRequests:
         """The requests by batch row."""
         return self._batch.rows
 
-    def decodes_plainly(self, shape: BatchShape, positions: Tensor) -> bool:
-        """Whether every row decodes one token at full depth, and nobody asks for its depth.
+    def start_pass(self) -> None:
+        """Numbers a new pass."""
+        self.pass_number += 1
+        self.after_decodes = self.only_decodes
 
-        Such a pass over `positions` [T] needs no step, and is counted here: requests of mode "off"
-        are served as fast as by vLLM alone.
+    def decoding(self, shape: BatchShape, positions: Tensor) -> list[Request] | None:
+        """The requests of a pass over `positions` [T], if each decodes one token and all are alike.
+
+        Returns:
+            Those by row; None if one has more tokens than that, new ones or such as wait, or if
+            somebody asks for its depths: then a step has to tell.
         """
         count = len(shape.row_ends)
-        if not self._batch.is_plain or not shape.num_tokens == count == len(self.rows):
-            return False
+        if self._batch.is_traced or not shape.num_tokens == count == len(self.rows):
+            return None
+        found = []
         for row, last in enumerate(positions[:count].tolist()):
             request = self.rows.get(row)
             if request is None or request.length > last + 1:  # a prompt's chunk of one token
-                return False
-        self.pass_number += 1
+                return None
+            if request.policy.mode != "off" and not (request.name and request.is_caught_up):
+                return None
+            found.append(request)
+        return found
+
+    def count_plain(self, count: int) -> None:
+        """Counts a pass of so many rows that decoded at full depth, without a step."""
         self.only_decodes = True
         self.recorder.tokens_by_depth[self.rules.num_layers] += count
-        return True
 
     def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
         """The step of one forward pass over `positions` [T]."""
         ends: list[int] = shape.row_ends.tolist()
         last: list[int] = positions[shape.row_ends.long() - 1].tolist()
-        self.pass_number += 1
         candidates: list[Candidate] = []
         waiting: dict[int, PendingTokens] = {}
         drafts: dict[int, int] = {}
