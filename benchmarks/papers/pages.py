@@ -151,7 +151,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-images-exits": lambda: exits_table(
         "aligned-images",
         ("0.3", "0.4", "0.5", "0.6"),
-        ("plain", "aligned", "separate classifiers"),
+        ("plain", "aligned", "separate classifiers", "separate classifiers, alternating"),
     ),
     "aligned-sentences-minimal": lambda: _minimal_depth("aligned-sentences", 0.99),
     "aligned-images-minimal": lambda: _minimal_depth("aligned-images", 0.99),
@@ -173,6 +173,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
+    "dispersion-middle": lambda: against(
+        "dispersion-middle", ("dispersion-middle", "plain"), OF_GPT2
+    ),
     "dispersion-family-spearman": lambda: _family("spearman", ".2f"),
     "dispersion-family-kendall": lambda: _family("kendall", ".2f"),
     "dispersion-family-cosine": lambda: _family("mean_cosine", ".2f"),
@@ -182,6 +185,15 @@ TABLES: dict[str, Callable[[], str]] = {
             ("held-out loss", at("loss"), ".3f"),
             ("embeddings as head", at("embeddings_as_head"), ".3f"),
             ("training seconds", at("training_seconds"), ".0f"),
+        ],
+    ),
+    "headless-batches": lambda: numbers_table(
+        "headless-batches",
+        [
+            ("held-out loss", at("layers", "3", "loss"), ".3f"),
+            ("embeddings as head", at("2%", "embeddings_as_head"), ".3f"),
+            ("head after 8 steps (2 %)", at("2%", "loss"), ".3f"),
+            ("after 60 steps (15 %)", at("15%", "loss"), ".3f"),
         ],
     ),
     "headless-encoders": lambda: numbers_table(
