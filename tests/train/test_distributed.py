@@ -207,6 +207,12 @@ def test_two_processes_overwrite_resume_and_stop_together(
     }
 
 
+def last_loss(folder: Path) -> float:
+    """Held out, at full depth."""
+    report = json.loads((folder / "report.json").read_text())
+    return float(report["last_layer"]["loss"])
+
+
 def test_sharded_training_is_that_of_one_process(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
@@ -224,18 +230,22 @@ def test_sharded_training_is_that_of_one_process(
         ["train", recipe, "resume=true"],
         ["train", recipe, *elsewhere, "NaN"],
         ["train", recipe, *elsewhere, "resume=true"],
+        ["train", recipe, "weights=bfloat16", "bf16=true", f"output_dir={tmp_path / 'small'}"],
         ["train", recipe, "adagc={warmup_steps: 2}", f"output_dir={tmp_path / 'adagc'}"],
     ]
     first, second = run_commands(tmp_path, "fsdp", given)
-    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 2], first
-    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 2]
+    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 0, 2], first
+    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 0, 2]
     for folder in (out, tmp_path / "shards"):
         assert_same_run(folder, one, 1e-4)
         report = json.loads((folder / "report.json").read_text())
         assert report["samples"][0]["completion"]
     assert (out / "checkpoint-7" / "pytorch_model_fsdp.bin").is_file()
     assert (tmp_path / "shards" / "checkpoint-7" / "pytorch_model_fsdp_0").is_dir()
-    assert "adagc needs each gradient whole" in first[4]["errors"]
+    assert "adagc needs each gradient whole" in first[5]["errors"]
+    # bfloat16 weights with Kahan sums: 8 bits of precision in each product.
+    small, whole = (last_loss(folder) for folder in (tmp_path / "small", one))
+    assert small == pytest.approx(whole, rel=0.02)
     for differences in (first[-1]["differences"], second[-1]["differences"]):
         assert {case["parameters"] for case in differences.values()} == {40, 41}
         for case in differences.values():
