@@ -45,13 +45,19 @@ class StatsWindow:
         """By engine."""
         self._samples: deque[tuple[float, Counts]] = deque()
 
-    def add(self, now: float, snapshot: Snapshot, engine: int = 0) -> None:
-        """Adds the cumulative counts of an engine's worker at time `now`, of a monotonic clock."""
-        current = read_counts(snapshot) | {(name, ""): int(snapshot[name]) for name in DRAFTS}
+    def add(self, now: float, snapshots: Mapping[int, Snapshot]) -> None:
+        """Adds a reading: one sample of all engines together.
+
+        Args:
+            now: of a monotonic clock.
+            snapshots: by engine, the cumulative counts of its worker.
+        """
         total = self._total()
-        for key, count in advance(self._last.get(engine, {}), current).items():
-            total[key] = total.get(key, 0) + count
-        self._last[engine] = current
+        for engine, snapshot in snapshots.items():
+            current = read_counts(snapshot) | {(name, ""): int(snapshot[name]) for name in DRAFTS}
+            for key, count in advance(self._last.get(engine, {}), current).items():
+                total[key] = total.get(key, 0) + count
+            self._last[engine] = current
         if len(self._samples) > 1 and now - self._samples[-2][0] < MIN_SPACING_SECONDS:
             self._samples.pop()
         self._samples.append((now, total))

@@ -129,10 +129,10 @@ class LatestCounts:
         """
         counts = await self._worker.counts()
         self._read_at = time.monotonic()
-        for engine, snapshot in counts.items():
-            if self._metrics is not None:
+        self._window.add(self._read_at, counts)
+        if self._metrics is not None:
+            for engine, snapshot in counts.items():
                 self._metrics.update(snapshot, engine)
-            self._window.add(self._read_at, snapshot, engine)
 
     async def refresh(self, patience: float | None = None) -> None:
         """Waits for a reading that is not older than this call.

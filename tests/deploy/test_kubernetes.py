@@ -305,14 +305,11 @@ def test_the_copying_pod_writes_where_replicas_read():
 
 
 def example_overlay() -> str:
-    """The overlay in docs/scale.md: someone's own model."""
+    """The overlay in docs/scale.md: someone's own model, with its target of the autoscaler."""
     page = (ROOT / "docs" / "scale.md").read_text()
-    (found,) = (
-        block.partition("\n```")[0]
-        for block in page.split("```yaml\n")[1:]
-        if block.startswith("# my-model/kustomization.yaml")
-    )
-    return found
+    whole, patch = (block.partition("```")[0] for block in page.split("```yaml\n")[1:])
+    assert whole.startswith("# my-model/kustomization.yaml")
+    return whole + patch
 
 
 def test_the_overlay_of_the_page_builds(tmp_path):
@@ -329,3 +326,6 @@ def test_the_overlay_of_the_page_builds(tmp_path):
     container = container_of(manifests)
     assert container["args"][0] != "/models/exit-py-19m"
     assert json.dumps(container["args"]).count("--host") == 1
+    scaled = of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    names = {one["pods"]["metric"]["name"] for one in scaled}
+    assert names == {"vllm_num_requests_waiting", "exitserve_layers_per_second"}

@@ -175,9 +175,7 @@ def test_the_adapter_reads_metrics_that_exist():
 def test_replicas_are_scaled_by_what_the_adapter_makes():
     made = {rule["name"]["as"] for rule in adapter_rules()}
     assert set(scaling_metrics()) <= made
-    # The queue, and how deep the tokens go.
-    assert set(scaling_metrics()) == {"vllm_num_requests_waiting", "exitserve_layers_per_second"}
-    assert "exitserve_tokens_per_second" in made
+    assert {"exitserve_layers_per_second", "exitserve_tokens_per_second"} <= made
     assert all(re.fullmatch(r"[a-z_]+", name) for name in made), "the metrics API takes no colons"
 
 

@@ -1,4 +1,7 @@
-"""Two servers behind nginx, as `deploy/nginx` configures it: fields, streams, sessions, a death."""
+"""Two servers behind nginx, as `deploy/nginx` configures it: fields, streams, sessions, a death.
+
+Fields and streams behind vLLM's router as well, where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ SESSIONS = tuple(f"session-{number}" for number in range(8))
 
 @dataclass(frozen=True)
 class Router:
-    """A running nginx."""
+    """A running nginx, or vLLM's router."""
 
     url: str
     log: Path
@@ -158,7 +161,7 @@ def router(
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     def answers() -> bool:
         if process.poll() is not None:
-            pytest.fail(f"nginx did not start: {process.communicate()[1].decode()}")
+            pytest.fail(f"the router did not start: {(process.communicate()[1] or b'').decode()}")
         try:
             return httpx.get(f"{url}/health", timeout=10).status_code == 200
         except httpx.ConnectError:
@@ -167,14 +170,43 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     wait_until(answers)
 
 
-def test_answers_pass_unchanged(router: Router, server: LocalServer) -> None:
+@pytest.fixture(scope="module")
+def vllm_router(
+    server: LocalServer, second: LocalServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Router]:
+    """vLLM's router, with the options of docs/scale.md."""
+    program = shutil.which("vllm-router")
+    if program is None:
+        pytest.skip("no vllm-router: `pip install vllm-router`, in any environment on PATH")
+    port, log = free_port(), tmp_path_factory.mktemp("vllm-router") / "router.log"
+    options = ["--policy", "consistent_hash", "--disable-retries", "--log-level", "warning"]
+    options += ["--port", str(port), "--prometheus-port", str(free_port())]
+    with log.open("w") as file:
+        command = [program, "--worker-urls", server.url, second.url, *options]
+        process = subprocess.Popen(command, stderr=file, stdout=file)
+    running = Router(f"http://127.0.0.1:{port}", log)
+    try:
+        wait_for(running.url, process)
+        yield running
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(params=["router", "vllm_router"])
+def routed_url(request: pytest.FixtureRequest) -> str:
+    found: Router = request.getfixturevalue(request.param)
+    return found.url
+
+
+def test_answers_pass_unchanged(routed_url: str, server: LocalServer) -> None:
     for path, request in (
         ("/v1/completions", body(24)),
         ("/v1/completions", body(24, vllm_xargs={"exit_threshold": "high"})),
         ("/v1/completions", body(24, vllm_xargs=FIELDS | {"exit_trace": "full"})),
     ):
         direct, routed = (
-            httpx.post(f"{url}{path}", json=request, timeout=60) for url in (server.url, router.url)
+            httpx.post(f"{url}{path}", json=request, timeout=60) for url in (server.url, routed_url)
         )
         assert routed.status_code == direct.status_code
         given, expected = routed.json(), direct.json()
@@ -189,8 +221,8 @@ def test_only_the_api_is_reached(router: Router) -> None:
         assert httpx.get(f"{router.url}{path}", timeout=60).status_code == 404
 
 
-def test_streams_pass_unchanged_and_unbuffered(router: Router, server: LocalServer) -> None:
-    routed, direct = (events(url, LONG) for url in (router.url, server.url))
+def test_streams_pass_unchanged_and_unbuffered(routed_url: str, server: LocalServer) -> None:
+    routed, direct = (events(url, LONG) for url in (routed_url, server.url))
     assert told(routed) == told(direct)
     assert told(routed)["exit_layers"] and told(routed)["exit_metrics"]
     # Events of a few hundred bytes: a buffer would hold back many at a time.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,21 +17,28 @@ from exitserve.server.stats_window import WINDOW_SECONDS, StatsWindow
 LAYERS = 6
 EXITS = (2, 4)
 
+DEPTHS = st.lists(st.integers(1, LAYERS), max_size=5)
 # Steps of a server: seconds that pass, then the depths of the tokens generated meanwhile.
-STEPS = st.lists(
-    st.tuples(st.integers(1, 50), st.lists(st.integers(1, LAYERS), max_size=5)), max_size=20
-)
+STEPS = st.lists(st.tuples(st.integers(1, 50), DEPTHS), max_size=20)
 
 
-def window_of(steps: list[tuple[int, list[int]]]) -> tuple[StatsWindow, int]:
-    """A window that was told of `steps`, and the time of the last."""
-    recorder, window, now = Recorder(LAYERS, EXITS), StatsWindow(), 0
-    window.add(now, recorder.snapshot())
-    for seconds, depths in steps:
+def window_of(
+    steps: list[tuple[int, list[int]]], *, earlier: Sequence[int] = (), engines: int = 1
+) -> tuple[StatsWindow, int]:
+    """A window that was told of `steps`, and the time of the last.
+
+    Args:
+        steps: seconds that pass, then the depths of the tokens generated meanwhile.
+        earlier: depths of tokens that were generated before the first reading.
+        engines: that generate the tokens by turns.
+    """
+    recorders = [Recorder(LAYERS, EXITS) for _ in range(engines)]
+    window, now, turns = StatsWindow(), 0, cycle(recorders)
+    for seconds, depths in [(0, earlier), *steps]:
         now += seconds
-        for depth in depths:
+        for depth, recorder in zip(depths, turns, strict=False):
             recorder.count_token(depth)
-        window.add(now, recorder.snapshot())
+        window.add(now, {rank: one.snapshot() for rank, one in enumerate(recorders)})
     return window, now
 
 
@@ -42,9 +51,11 @@ def expected(depths: list[int]) -> dict[str, Any]:
     }
 
 
-@given(STEPS)
-def test_figures_follow_from_the_tokens(steps: list[tuple[int, list[int]]]) -> None:
-    window, now = window_of(steps)
+@given(STEPS, DEPTHS, st.integers(1, 3))
+def test_figures_follow_from_the_tokens(
+    steps: list[tuple[int, list[int]]], earlier: list[int], engines: int
+) -> None:
+    window, now = window_of(steps, earlier=earlier, engines=engines)
     times = [0]
     for seconds, _ in steps:
         times.append(times[-1] + seconds)
@@ -57,7 +68,7 @@ def test_figures_follow_from_the_tokens(steps: list[tuple[int, list[int]]]) -> N
         for depth in depths
     ]
     report = window.report(now)
-    everything = [depth for _, depths in steps for depth in depths]
+    everything = [*earlier, *(depth for _, depths in steps for depth in depths)]
     for part, depths in (("since_start", everything), ("last_minute", lately)):
         figures = report[part]
         assert {name: figures[name] for name in expected(depths)} == expected(depths)
@@ -74,7 +85,7 @@ def test_without_samples_or_tokens_depths_are_null() -> None:
             assert report[part]["tokens"] == 0
             assert report[part]["mean_depth"] is None
             assert report[part]["depth_speedup"] is None
-        window.add(1.0, Recorder(LAYERS, EXITS).snapshot())
+        window.add(1.0, {0: Recorder(LAYERS, EXITS).snapshot()})
 
 
 def test_traffic_leaves_the_last_minute_without_new_samples() -> None:
@@ -91,7 +102,7 @@ def test_a_restarted_worker_does_not_subtract() -> None:
         recorder.count_checks(2, 10, 3)
         for _ in range(tokens):
             recorder.count_token(2)
-        window.add(float(now), recorder.snapshot())
+        window.add(float(now), {0: recorder.snapshot()})
     report = window.report(1.0)
     assert report["since_start"]["tokens"] == 7
     assert report["since_start"]["checks"] == 20
@@ -104,7 +115,7 @@ def test_exits_say_whether_their_checks_pay() -> None:
     recorder.count_checks(2, 10, 3)
     recorder.count_checks(4, 10, 2)
     recorder.screened[4] = 7
-    window.add(0.0, recorder.snapshot())
+    window.add(0.0, {0: recorder.snapshot()})
     exits = window.report(0.0)["since_start"]["exits"]
     assert {layer: one["pays"] for layer, one in exits.items()} == {"2": False, "4": True}
     assert exits["4"] == {
@@ -115,7 +126,7 @@ def test_exits_say_whether_their_checks_pay() -> None:
         "pays": True,
     }
     idle = StatsWindow({2: 0.4})
-    idle.add(0.0, Recorder(LAYERS, EXITS).snapshot())
+    idle.add(0.0, {0: Recorder(LAYERS, EXITS).snapshot()})
     pays = [one["pays"] for one in idle.report(0.0)["since_start"]["exits"].values()]
     assert pays == [None] * len(EXITS), "nothing is known yet"
 
@@ -133,7 +144,7 @@ def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
     count = 2000
     for index in range(count):
         recorder.count_token(4)
-        window.add(index * step, recorder.snapshot())
+        window.add(index * step, {0: recorder.snapshot()})
     assert len(window._samples) <= 130
     assert window.report((count - 1) * step)["since_start"]["tokens"] == count
 
@@ -142,6 +153,6 @@ def test_merged_samples_still_span_the_whole_minute() -> None:
     recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
     for index in range(1200):  # two minutes, ten samples a second, a token each
         recorder.count_token(4)
-        window.add(index / 10, recorder.snapshot())
+        window.add(index / 10, {0: recorder.snapshot()})
     # Merging may move the start of the minute by one spacing: 600 tokens, 5 more at most.
     assert 600 <= window.report(119.9)["last_minute"]["tokens"] <= 606
