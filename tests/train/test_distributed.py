@@ -153,6 +153,7 @@ def test_torchrun_trains_what_one_process_trains(
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert_close_weights(out, whole, 1e-4)
     assert_only_the_first_wrote(out)
+    assert "gemm_4bit" not in done.stderr, "bitsandbytes' warning about a kernel of no use here"
     # One table, one line of each log: the second process is silent.
     assert done.stdout.count("Checkpoint and report") == 1
     assert done.stdout.count(" tokens/s | loss ") == 7
