@@ -163,6 +163,18 @@ def test_torchrun_trains_what_one_process_trains(
     assert max(dropped) > 0.1
 
 
+def test_bfloat16_weights_in_two_processes_are_those_of_one(
+    make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
+) -> None:
+    """Halves of gradients are exact in bfloat16, so their mean is the accumulated one."""
+    pytest.importorskip("optimi", reason="bfloat16 weights need torch-optimi, the extra `bf16`")
+    keys = {"data": validation(text_file), "weights": "bfloat16", "bf16": True}
+    assert train(with_accumulation(make_recipe, tmp_path / "one", **keys)) == 0
+    done = launch("-m", "exitserve", "train", str(make_recipe(**keys, training=TRAINING)))
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "out", tmp_path / "one", 1e-6)
+
+
 def test_two_processes_overwrite_resume_and_stop_together(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
@@ -294,6 +306,13 @@ def test_fsdp_of_version_1_is_refused() -> None:
     trainer.accelerator.is_fsdp2 = False
     with pytest.raises(ExitServeError, match="FSDP version 1 is not supported; use 2"):
         pipeline._check_sharding(mock.Mock(adagc=None), trainer)
+
+
+def test_bfloat16_weights_in_shards_are_refused() -> None:
+    """Accelerate would train float32 ones, unsaid."""
+    trainer = mock.Mock(is_fsdp_enabled=True)
+    with pytest.raises(ExitServeError, match="weights=bfloat16 would become float32"):
+        pipeline._check_sharding(mock.Mock(weights="bfloat16"), trainer)
 
 
 UNTIED = {"tie_word_embeddings": False}
