@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from resident_memory import resident
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -65,15 +66,6 @@ def written(file: Path, texts: Sequence[str], size: int) -> None:
             out.write(text)
 
 
-def memory(process: int) -> dict[str, int]:
-    """Bytes of a process: `RssAnon`, its own, and `RssFile`, of files that are mapped."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    # A process that has ended, and is still listed, has none.
-    kept = [key for key in ("RssAnon", "RssFile") if key in fields]
-    return {key: int(fields[key].split()[0]) * 1024 for key in kept}
-
-
 def tokenizer_of_words(folder: Path, texts: Sequence[str]) -> str:
     """A tokenizer whose tokens are the 32,000 most frequent words; returns its folder."""
     words = Tokenizer(WordLevel(unk_token="<unknown>"))
@@ -99,9 +91,9 @@ def trained(folder: Path, file: Path, tokenizer: str | None) -> dict[str, float]
         process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         peaks: dict[str, float] = {}
         while process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                for key, now in memory(process.pid).items():
-                    peaks[key] = max(peaks.get(key, 0), now)
+            for kind, now in resident(process.pid).items():
+                peaks[kind] = max(peaks.get(kind, 0), now)
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 peaks["cpu"] = times.user + times.system
             time.sleep(POLL_S)

@@ -22,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from resident_memory import resident
+
 NAME = "llama-350m"
 CACHE_GIB = 1
 SETTINGS = {
@@ -48,19 +50,10 @@ def write_weights(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(process: int) -> int:
     """Anonymous and shared memory of a process and all its descendants."""
-    total = 0
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                total += int(line.split()[1]) * 1024
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children = (task / "children").read_text().split()
-            total += sum(anonymous_bytes(int(child)) for child in children)
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it ended meanwhile
-    return total
+    found = resident(process)
+    return found["RssAnon"] + found["RssShmem"]
 
 
 def child(model: str, max_layers: int | None) -> None:

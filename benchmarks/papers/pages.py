@@ -125,6 +125,29 @@ def _vocabularies() -> str:
     return markdown_table([*headers, "plain, GiB", "headless, GiB"], lines)
 
 
+def _heads_taught() -> str:
+    """Plain and headless training with ever more sequences a step; differences seed by seed."""
+    runs = runs_of("headless-batches")
+    shares = ("2%", "15%")
+    lines = []
+    for name in variants(runs):
+        kind, _, sequences = name.partition(", ")
+        if kind != "plain":
+            continue
+        headless = f"headless, {sequences}"
+        plain = values(runs, name, at("layers", "3", "loss"))
+        cells = [spread(plain), spread(values(runs, headless, at("2%", "embeddings_as_head")))]
+        for share in shares:
+            taught = values(runs, headless, at(share, "loss"))
+            behind = [one - other for one, other in zip(taught, plain, strict=True)]
+            cells += [spread(taught), spread(behind, "+.3f")]
+        lines.append([sequences, *cells])
+    headers = ["a step", "plain", "embeddings as head"]
+    for share in shares:
+        headers += [f"head for {share}", "less plain"]
+    return markdown_table(headers, lines)
+
+
 def _by_depths(study: str, depths: int) -> dict[str, Callable[[], str]]:
     """The four tables by depth of a study of aligned training."""
     kinds: Sequence[tuple[str, str, str]] = (
@@ -187,15 +210,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("training seconds", at("training_seconds"), ".0f"),
         ],
     ),
-    "headless-batches": lambda: numbers_table(
-        "headless-batches",
-        [
-            ("held-out loss", at("layers", "3", "loss"), ".3f"),
-            ("embeddings as head", at("2%", "embeddings_as_head"), ".3f"),
-            ("head after 8 steps (2 %)", at("2%", "loss"), ".3f"),
-            ("after 60 steps (15 %)", at("15%", "loss"), ".3f"),
-        ],
-    ),
+    "headless-batches": _heads_taught,
     "headless-encoders": lambda: numbers_table(
         "headless-encoders",
         [
@@ -241,6 +256,9 @@ PLOTS: dict[str, Callable[[], Figure]] = {
     ),
     "dispersion-losses": lambda: curves(
         "dispersion-losses", "states", "mean_cosine", "mean cosine of two tokens"
+    ),
+    "dispersion-middle": lambda: curves(
+        "dispersion-middle", "states", "mean_cosine", "mean cosine of two tokens"
     ),
 }
 

@@ -37,6 +37,8 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
     ("override", "message"),
     [
         ("objectve=[ce]", "'objectve' is unknown. Did you mean 'objectives'"),
+        ("learning_rate=1e-4", "'learning_rate' is unknown. Fields of .* under 'training'"),
+        ("lora={rank:4}", "'lora.rank:4' is unknown. YAML wants a space after a colon"),
         ("objectives=ce", "'objectives': Input should be a valid list"),
         ("objectives=[]", "'objectives': List should have at least 1 item"),
         ("objectives=[alligned]", "'alligned' is unknown. Did you mean 'aligned'"),

@@ -131,7 +131,8 @@ def check_sides(packed: datasets.DatasetDict, length: int) -> None:
         if len(rows) == 0:
             raise ExitServeError(
                 f"the {side} documents have fewer than data.sequence_length={length} tokens; "
-                f"give more data, a shorter sequence, or another data.validation_fraction."
+                f"give more data, a shorter sequence, another data.validation_fraction (whole "
+                f"documents are held out), or data.validation_files."
             )
 
 

@@ -299,15 +299,20 @@ def _explain(error: ValidationError) -> str:
     """The first problem of a pydantic error as one line a user can act on."""
     first = error.errors()[0]
     where = [part for part in first["loc"] if _is_key(part)]
+    if first["type"] == "extra_forbidden" and not _is_key(first["loc"][-1]):
+        # As it was written: YAML reads {rank:8} as one key.
+        where.append(first["loc"][-1])
     # A discriminated union adds the objective's name behind its number.
     path = [part for i, part in enumerate(where) if not (i > 1 and isinstance(where[i - 1], int))]
     name = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
         allowed = sorted(_model_at(where[:-1]).model_fields)
-        return (
-            f"recipe key {name!r} is unknown.{nearest(str(path[-1]), allowed)} "
-            f"Allowed here: {', '.join(allowed)}."
-        )
+        hint = nearest(str(path[-1]), allowed)
+        if ":" in str(path[-1]):
+            hint = " YAML wants a space after a colon."
+        elif not hint and len(path) == 1:
+            hint = " Fields of transformers.TrainingArguments belong under 'training'."
+        return f"recipe key {name!r} is unknown.{hint} Allowed here: {', '.join(allowed)}."
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         given = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
         return (
