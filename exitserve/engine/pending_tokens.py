@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -34,28 +35,28 @@ class Tokens:
 
     state: Tensor
     """[K, D] residual stream."""
-    positions: Tensor
+    positions: Sequence[int]
     """[K]."""
-    slots: tuple[Tensor, ...]
+    slots: Sequence[Sequence[int]]
     """G times [K]: where their keys and values go in the cache."""
 
     def up_to(self, position: int) -> Tokens:
         """Those at or before a position."""
-        keep = self.positions <= position
-        slots = tuple(group[keep] for group in self.slots)
-        return Tokens(self.state[keep], self.positions[keep], slots)
+        kept = sum(one <= position for one in self.positions)
+        slots = tuple(group[:kept] for group in self.slots)
+        return Tokens(self.state[:kept], self.positions[:kept], slots)
 
-    def indices(self, first: int, start: int) -> Tensor:
+    def indices(self, first: int, start: int) -> list[int]:
         """[K] where they are in a pass whose tokens of this request begin at `start`.
 
         Args:
             first: position of the first of those.
             start: its index in the pass.
         """
-        return torch.where(self.positions < first, PENDING, self.positions - first + start)
+        return [PENDING if one < first else one - first + start for one in self.positions]
 
     def __len__(self) -> int:
-        return self.positions.shape[0]
+        return len(self.positions)
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
@@ -65,8 +66,8 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     slots = zip(*(one.slots for one in parts), strict=True)
     return Tokens(
         torch.cat([one.state for one in parts]),
-        torch.cat([one.positions for one in parts]),
-        tuple(torch.cat(group) for group in slots),
+        list(chain.from_iterable(one.positions for one in parts)),
+        tuple(list(chain.from_iterable(group)) for group in slots),
     )
 
 
@@ -105,9 +106,9 @@ class PendingTokens:
     def wait(self, layer: int, tokens: Tokens, since: int = 0) -> None:
         """Leaves a request's last tokens at an exit layer, during or after pass number `since`."""
         if not self._waiting:
-            self._first = int(tokens.positions[0])
+            self._first = tokens.positions[0]
         self._waiting.setdefault(layer, []).append(tokens)
-        self._next, self._since = int(tokens.positions[-1]) + 1, since
+        self._next, self._since = tokens.positions[-1] + 1, since
 
     def take(self, layer: int) -> Tokens | None:
         """The tokens that wait at `layer`, which go on now; None where there are none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,11 @@ WIDTH = 3
 
 def _tokens(positions: list[int], row: int) -> Tokens:
     """Tokens whose state and slots tell row and position."""
-    where = torch.tensor(positions)
-    return Tokens(_state(positions, row), where, (where + 1000 * row, where + 5000 * row))
+    return Tokens(_state(positions, row), positions, _slots(positions, row))
+
+
+def _slots(positions: list[int], row: int) -> tuple[list[int], ...]:
+    return tuple([one + size * row for one in positions] for size in (1000, 5000))
 
 
 def _state(positions: list[int], row: int) -> torch.Tensor:
@@ -27,11 +32,11 @@ def test_tokens_follow_their_rows(data: st.DataObject, paired: bool) -> None:
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     rows = {row: list(range(20, 20 + length)) for row, length in enumerate(lengths)}
     states = torch.cat([_state(positions, row) for row, positions in rows.items()])
-    flat = torch.tensor([position for positions in rows.values() for position in positions])
-    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    flat = [position for positions in rows.values() for position in positions]
+    slots = zip(*(_slots(positions, row) for row, positions in rows.items()), strict=True)
     # A pair's parts sum up to the stream; neither is it alone.
     stream = (states - 7.0, torch.full_like(states, 7.0)) if paired else (states, None)
-    active = ActiveTokens(lengths, flat, stream, (flat + 1000 * owner, flat + 5000 * owner))
+    active = ActiveTokens(lengths, flat, stream, [[*chain.from_iterable(group)] for group in slots])
     waiting = dict.fromkeys(rows, 20)  # the first position that is there
     for _ in range(data.draw(st.integers(1, 4))):
         gone = data.draw(st.sets(st.sampled_from(sorted(rows)), max_size=len(rows) - 1))
@@ -56,22 +61,21 @@ def _check(active: ActiveTokens, rows: dict[int, list[int]]) -> None:
         expected = _tokens(rows[row], row)
         found = active.tokens_of(row, total)
         assert torch.equal(found.state, expected.state)
-        assert torch.equal(found.positions, expected.positions)
-        for mine, theirs in zip(found.slots, expected.slots, strict=True):
-            assert torch.equal(mine, theirs)
+        assert found.positions == expected.positions and found.slots == expected.slots
         start += len(rows[row])
-        assert active.last_tokens([row]).tolist() == [start - 1]
+        assert active.last_tokens([row]) == [start - 1]
+    assert active.positions.tolist() == [*chain.from_iterable(rows[row] for row in active.rows)]
     assert active.num_pending == sum(p < 20 for positions in rows.values() for p in positions)
 
 
 def test_states_go_back_to_their_tokens() -> None:
-    positions = torch.tensor([4, 9, 10])
+    positions = [4, 9, 10]
     active = ActiveTokens([1, 2], positions, (torch.zeros(3, WIDTH), None), (positions,))
     left = torch.zeros(3, WIDTH)
     normed = torch.ones(3, WIDTH)
     active.normed = normed
     assert active.hand_over(left) is normed, "nothing changed"
-    active.change({0}, {1: Tokens(torch.zeros(2, WIDTH), torch.tensor([7, 8]), (positions[:2],))})
+    active.change({0}, {1: Tokens(torch.zeros(2, WIDTH), [7, 8], ([7, 8],))})
     active.normed = torch.arange(4.0)[:, None].expand(4, WIDTH)
     found = active.hand_over(left)
     assert found[:, 0].tolist() == [0.0, 2.0, 3.0]
@@ -86,7 +90,7 @@ def test_who_waits_goes_on_together() -> None:
     assert pending.must_run(8), "as many as may wait do"
     pending.expect(7, 7, number=9)
     taken = pending.take(2)
-    assert taken is not None and taken.positions.tolist() == [4, 5, 6]
+    assert taken is not None and taken.positions == [4, 5, 6]
     assert not pending
 
 
@@ -118,8 +122,8 @@ def test_the_next_pass_takes_up_drafts_where_they_wait() -> None:
     assert pending.count_from(4) == 4
     taken = pending.take(2)
     assert taken is not None
-    assert taken.indices(first=4, start=10).tolist() == [12, 13]
-    assert taken.indices(first=8, start=10).tolist() == [PENDING, PENDING]
+    assert taken.indices(first=4, start=10) == [12, 13]
+    assert taken.indices(first=8, start=10) == [PENDING, PENDING]
 
 
 def test_drafts_that_are_not_scheduled_are_forgotten() -> None:
@@ -128,7 +132,7 @@ def test_drafts_that_are_not_scheduled_are_forgotten() -> None:
     pending.expect(4, 5, number=4)
     assert pending.take(2) is None
     taken = pending.take(4)
-    assert taken is not None and taken.positions.tolist() == [4, 5]
+    assert taken is not None and taken.positions == [4, 5]
 
 
 def test_only_the_very_next_pass_takes_up_drafts() -> None:
@@ -140,16 +144,17 @@ def test_only_the_very_next_pass_takes_up_drafts() -> None:
 
 def test_own_tokens_join_where_they_wait() -> None:
     """Two rows whose first tokens wait, one of them wholly: the pass's order comes back."""
-    positions = torch.tensor([4, 5, 6, 8, 9])
-    rows = torch.tensor([0, 0, 0, 1, 1])
-    state = torch.stack([rows, positions, torch.ones(5)], dim=1)
-    slots = (positions + 1000 * rows, positions + 5000 * rows)
+    parts = _tokens([4, 5, 6], 0), _tokens([8, 9], 1)
+    positions = [*parts[0].positions, *parts[1].positions]
+    state = torch.cat([one.state for one in parts])
+    slots = [[*a, *b] for a, b in zip(*(one.slots for one in parts), strict=True)]
     active = ActiveTokens([3, 2], positions, (state, None), slots)
     active.put_off({0: 2, 1: 2})
     assert active.rows == [0] and active.positions.tolist() == [6]
     active.change((), {1: _tokens([9], 1)})
     active.change((), {0: _tokens([4, 5], 0), 1: _tokens([8], 1)})
-    assert torch.equal(active.positions, positions) and torch.equal(active.total(), state)
-    assert active.tokens.tolist() == [0, 1, 2, 3, 4] and not active.num_pending
+    assert active.positions.tolist() == positions and active.slots == slots
+    assert torch.equal(active.total(), state)
+    assert active.tokens == [0, 1, 2, 3, 4] and not active.num_pending
     normed = active.normed = torch.ones(5, WIDTH)
     assert active.hand_over(torch.zeros(5, WIDTH)) is normed

@@ -160,6 +160,31 @@ def test_on_a_server_that_drafts(
         assert drafted == harness.counter("vllm:spec_decode_num_accepted_tokens") > 50
 
 
+def test_turns_of_few_rows_are_not_made(
+    start, model, jobs, job, expect, oracle, monkeypatch
+) -> None:
+    """With several rows, who drafts alone waits; alone, a request gets what the oracle says."""
+    monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)
+    asked = [job(one.prompt, {**one.fields, "exit_mode": "defer"}, 40) for one in jobs]
+    asked = [one for one in asked if is_deferred(one)]
+    full = [job(one.prompt, {}, 40) for one in asked]
+    exits = {**DRAFTING, "num_drafts": 4, "exit_checks": "timed"}
+    harness, reference = start(model, exits=exits, enable_prefix_caching=False), oracle(model)
+    alone = [harness.run([one])[0] for one in asked]
+    for found, one in zip(alone, asked, strict=True):
+        # The last token has no room behind it to draft in, so it runs at full depth.
+        assert [part[:-1] for part in found] == [part[:-1] for part in expect(reference, one)]
+    together = harness.run(asked)
+    for each in zip(asked, full, together, strict=True):
+        of_either(reference, *each)
+    exits_alone, exits_together = (
+        sum(depth < 6 for _, depths in found for depth in depths) for found in (alone, together)
+    )
+    assert 20 < exits_together < exits_alone
+    harness.run(asked, every=3)
+    assert harness.stats()["pending_tokens"] == 0
+
+
 def test_preempted_while_drafting(start, model, jobs, expect, oracle, few_blocks) -> None:
     reference = oracle(model)
     reference.screens = {}

@@ -209,7 +209,7 @@ def test_only_requests_that_have_not_ended_are_counted(events) -> None:
     for born, (kind, waiting, whom) in enumerate(events):
         if kind == "begin" and len(names) < 9:
             living[str(born)] = waiting
-            places = torch.arange(waiting)
+            places = list(range(waiting))
             if waiting:
                 state = torch.zeros(waiting, 4)
                 enter(str(born)).pending.wait(2, Tokens(state, places, (places,)))

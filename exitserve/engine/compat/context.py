@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.forward_context import (
@@ -55,37 +54,45 @@ def _distinct(metadata: dict[str, Any]) -> list[Any]:
     return list({id(one): one for one in metadata.values()}.values())
 
 
-def cache_slots() -> tuple[Tensor, ...]:
+def cache_slots() -> list[list[int]]:
     """Where keys and values of the current pass go in the cache: [T] for each cache group."""
     slots: Any = get_forward_context().slot_mapping
-    return tuple(_distinct(slots))
+    return [group.tolist() for group in _distinct(slots)]
 
 
-def slots_at(rows: Sequence[int], positions: Tensor) -> tuple[Tensor, ...]:
-    """Where keys and values go in the cache: G times [N].
+def slots_ahead(
+    rows: Sequence[int], positions: Sequence[int], count: int
+) -> list[list[tuple[int, ...]]]:
+    """Where keys and values of tokens that are still to come go in the cache.
 
     Args:
         rows: [N] rows of the current pass.
-        positions: [N] in their sequences.
+        positions: [N] of the next token of each.
+        count: tokens of each, in consecutive positions.
+
+    Returns:
+        For each of these positions G times [N].
     """
     context = get_forward_context()
     metadata: Any = context.attn_metadata
     slots: Any = context.slot_mapping
-    found = []
+    wanted = torch.tensor(positions)[:, None] + torch.arange(count)  # [N, count]
+    chosen, found = torch.tensor(rows)[:, None], []
     for group in _distinct(slots):
         name = next(name for name, one in slots.items() if one is group)
-        size = context.no_compile_layers[name].kv_cache.shape[2]
-        blocks = metadata[name].block_table[torch.tensor(rows), positions // size]
-        found.append(blocks.to(group.dtype) * size + positions % size)
-    return tuple(found)
+        size, table = context.no_compile_layers[name].kv_cache.shape[2], metadata[name].block_table
+        # Behind the end of the context nothing comes.
+        blocks = table[chosen, (wanted // size).clamp(max=table.shape[1] - 1)].long()
+        found.append((blocks * size + wanted % size).T.tolist())
+    return [[tuple(group[turn]) for group in found] for turn in range(count)]
 
 
 def rearranged_context(
     base: ForwardContext,
     rows: Sequence[int],
     lengths: Sequence[int],
-    seq_lens: Tensor,
-    slots: Sequence[Tensor],
+    seq_lens: Sequence[int],
+    slots: Sequence[Sequence[int]],
 ) -> ForwardContext:
     """The context of a pass for some of its rows, with other tokens.
 
@@ -93,21 +100,23 @@ def rearranged_context(
         base: the context of the whole pass.
         rows: [R] the rows that run, ascending.
         lengths: [R] tokens of each; those of a row are the last of its sequence.
-        seq_lens: [R] int32 length of each row's sequence up to its last token.
+        seq_lens: [R] length of each row's sequence up to its last token.
         slots: G times [A] where keys and values of all those tokens go in the cache.
     """
     metadata: Any = base.attn_metadata
     old: Any = base.slot_mapping
-    fresh = {id(one): new for one, new in zip(_distinct(old), slots, strict=True)}
+    fresh = {
+        id(one): torch.tensor(new, dtype=one.dtype)
+        for one, new in zip(_distinct(old), slots, strict=True)
+    }
     layers: dict[int, list[str]] = {}
     for name, one in metadata.items():
         layers.setdefault(id(one), []).append(name)
-    chosen, counts = torch.tensor(rows), torch.tensor(lengths, dtype=torch.int32)
     changed = {
         id(one): _rearranged(
             one,
-            chosen,
-            counts,
+            rows,
+            lengths,
             seq_lens,
             fresh[id(old[layers[id(one)][0]])],
             [base.no_compile_layers[name] for name in layers[id(one)]],
@@ -171,31 +180,32 @@ def without_reading_for(
 
 def _rearranged(
     metadata: Any,
-    rows: Tensor,
-    lengths: Tensor,
-    seq_lens: Tensor,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    seq_lens: Sequence[int],
     slots: Tensor,
     layers: list[Any],
 ) -> Any:
     """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
-    starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
+    sequences = torch.tensor(seq_lens, dtype=torch.int32)
     windows = {layer.impl.sliding_window for layer in layers}
     first = layers[0]
     return replace(
         metadata,
         num_actual_tokens=slots.shape[0],
-        max_query_len=int(lengths.max()),
+        max_query_len=max(lengths),
         query_start_loc=starts,
-        max_seq_len=int(seq_lens.max()),
-        seq_lens=seq_lens,
-        block_table=metadata.block_table[rows],
+        max_seq_len=max(seq_lens),
+        seq_lens=sequences,
+        block_table=metadata.block_table[torch.tensor(rows)],
         slot_mapping=slots,
         scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=rows.shape[0],
+            num_reqs=len(rows),
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_size,
-            seq_lens=seq_lens,
+            seq_lens=sequences,
             dtype=first.kv_cache_torch_dtype,
             query_start_loc=starts,
             causal=metadata.causal,

@@ -46,21 +46,24 @@ def repair_sampling_with_drafts() -> None:
         register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
 
 
-def judge_drafts_only(model_runner: Any) -> None:
-    """Lets passes without drafts sample as an engine does that never has any.
+def plain_without_drafts(model_runner: Any) -> None:
+    """Lets passes without drafts be prepared and sampled as in an engine that never has any.
 
-    vLLM would judge their no drafts, which takes time, and on a CPU fails where a request has a
-    top-k: it takes the maximum of all k, and of none there is none.
+    vLLM would prepare to judge their no drafts, and judge them. That takes time, and on a CPU fails
+    where a request has a top-k: it takes the maximum of all k, and of none there is none.
     """
-    judge, sampler = model_runner.rejection_sampler, model_runner.sampler
-    judge_drafts = judge.forward
+    prepare, speculation = model_runner._prepare_inputs, model_runner.speculative_config
 
-    def forward(drafts: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
-        if any(drafts.num_draft_tokens):
-            return judge_drafts(drafts, draft_probs, logits, sampling)
-        return sampler(logits, sampling)  # [B, V]
+    def prepare_inputs(scheduler_output: Any, *others: Any) -> Any:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            return prepare(scheduler_output, *others)
+        model_runner.speculative_config = None
+        try:
+            return prepare(scheduler_output, *others)
+        finally:
+            model_runner.speculative_config = speculation
 
-    judge.forward = forward
+    model_runner._prepare_inputs = prepare_inputs
 
 
 def _expand(

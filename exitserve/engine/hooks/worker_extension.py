@@ -9,8 +9,8 @@ import torch
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
-    judge_drafts_only,
     living_requests,
+    plain_without_drafts,
     request_ids,
     watch_ends,
     watch_rows,
@@ -52,7 +52,7 @@ class ExitWorkerExtension:
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
         if state.rules.num_drafts:
-            judge_drafts_only(self.model_runner)
+            plain_without_drafts(self.model_runner)
             watch_rows(
                 self.model_runner,
                 RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
@@ -62,12 +62,13 @@ class ExitWorkerExtension:
         """One step in one call (`exitserve.engine.hooks.executor`).
 
         Returns:
-            vLLM's `ModelRunnerOutput`, and its `DraftTokenIds` or None.
+            vLLM's `ModelRunnerOutput`, and its `DraftTokenIds`, or None where nobody drafted.
         """
         output = self.execute_model(scheduler_output)
         if output is None:  # vLLM's word for: sample now
             output = self.sample_tokens(None)
-        return output, self.take_draft_token_ids()
+        drafts = self.take_draft_token_ids()
+        return output, drafts if drafts is not None and any(drafts.draft_token_ids) else None
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start, and the tokens that wait now."""

@@ -3,12 +3,13 @@
 A decoder of L layers with exit layers e1 < e2 < ... runs as segments (0, e1], (e1, e2], ... After
 each exit layer the rows that may exit are checked. Those that pass fill the key-value cache of
 all layers above from their frozen state and leave the batch; the next segment runs the rows that
-are left, and when none is left the pass ends. In mode "defer" a row that leaves fills nothing: its
-token waits at the exit layer until the next one of its request goes on, which takes it along.
+are left, and when none is left the pass ends (`exitserve.engine.host.rearranged`). In mode "defer"
+a row that leaves fills nothing: its token waits at the exit layer until the next one of its request
+goes on, which takes it along.
 
-`draft` is the loop on servers that draft: after a pass, tokens that pass their check are followed
-by their guess at the next, again and again. All wait, each where it stopped, for the next pass. In
-mode "verify" that judges the guesses; in mode "defer" they are the tokens.
+On servers that draft, tokens that pass their check after a pass are followed by their guess at the
+next, again and again (`exitserve.engine.host.drafts`). All wait, each where it stopped, for the
+next pass. In mode "verify" that judges the guesses; in mode "defer" they are the tokens.
 
 Passes whose rows cannot be rearranged run masked instead, every row in its place
 (`exitserve.engine.layers.masked_loop`): those that recompute a preempted request, whose frozen
@@ -21,7 +22,6 @@ Shapes: T tokens, A active tokens, B rows, N rows to check, S samples, D hidden,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -34,15 +34,15 @@ from exitserve.engine.compat.context import (
     batch_shape,
     cache_slots,
     can_rearrange,
-    rearranged_context,
-    slots_at,
 )
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
+from exitserve.engine.host.drafts import Drafting
 from exitserve.engine.host.late_checks import LateChecks
 from exitserve.engine.host.leaving import Leaving
+from exitserve.engine.host.rearranged import Rearranged
 from exitserve.engine.host.requests import HostRequests
-from exitserve.engine.host.step import Draft, Step, draft_step, merge_logits
+from exitserve.engine.host.step import Draft, Step, merge_logits
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
@@ -81,8 +81,8 @@ class HostLoop:
         self.checks = self.make_checks(head)
         self._late = LateChecks(self.checks, self._recorder)
         self._leaving = Leaving(self.requests)
-        self._is_pair = False
-        """Whether layers carry the stream as a pair."""
+        self._rearranged = Rearranged(self.requests, self.checks, propagation)
+        self._drafting = Drafting(self.requests, model, segments, self._rearranged)
         self._step: Step | None = None
         self._context: ForwardContext | None = None
         """Of the last pass, for drafts."""
@@ -125,10 +125,10 @@ class HostLoop:
             step.known_depth is not None or self._masked or not can_rearrange(get_forward_context())
         ):
             hidden = embed()
-            self._catch_up(positions, hidden, step)
+            self._catch_up(hidden, step)
             normed = self._run_masked(positions, hidden, step)
         elif leave is None and not self._leaving.of_step(step):
-            self._stay(positions, embed, step)
+            self._stay(embed, step)
             late = self._rules.when_slower == "check_late"
             normed = self._run_late(positions, embed(), step) if late else self._run_plain(plain)
         else:
@@ -159,10 +159,10 @@ class HostLoop:
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
         return loop.run(positions, hidden, rows)
 
-    def _stay(self, positions: Tensor, embed: Callable[[], Tensor], step: Step) -> None:
+    def _stay(self, embed: Callable[[], Tensor], step: Step) -> None:
         """Runs what waits by itself, before a pass in which no row leaves."""
         if step.has_more(()):
-            self._catch_up(positions, embed(), step)
+            self._catch_up(embed(), step)
             self._leaving.interrupt()  # what others left behind is not this way's time
 
     def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
@@ -179,8 +179,9 @@ class HostLoop:
 
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
-        active = ActiveTokens(step.lengths, positions, (hidden, None), cache_slots())
-        left = self._run_segments(active, step, self._segments)
+        active = ActiveTokens(step.lengths, positions.tolist(), (hidden, None), cache_slots())
+        left = torch.zeros_like(hidden)
+        self._rearranged.run(active, step, self._segments, left=left)
         return active.hand_over(left) if active.rows else left
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
@@ -193,159 +194,25 @@ class HostLoop:
         with override_forward_context(replace(get_forward_context())):
             stream: Stream = (hidden, None)
             for segment in self._segments:
-                self._is_pair = stream[1] is not None
+                self._rearranged.is_pair = stream[1] is not None
                 _, *stream = segment(positions, *stream)
 
-    def _run_segments(
-        self, active: ActiveTokens, step: Step, segments: Sequence[Segment]
-    ) -> Tensor:
-        """Runs segments, each followed by its exit check.
-
-        Args:
-            active: the tokens that run; afterwards those that ran all of `segments`.
-            step: takes the outcome of the checks.
-            segments: the first of them, or all.
-
-        Returns:
-            [T, D] normed states of the rows that left.
-        """
-        base = get_forward_context()
-        left = torch.zeros_like(active.total())
-        gone = set[int]()
-        with ExitStack() as contexts:
-
-            def arrange() -> None:
-                if active.rows:
-                    context = rearranged_context(
-                        base, active.rows, active.lengths, active.ends(), active.slots
-                    )
-                    contexts.enter_context(override_forward_context(context))
-
-            if waiting := step.waiting_counts():
-                active.put_off(waiting)
-            if waiting or step.is_draft:
-                arrange()
-            for segment in segments:
-                leaving = self._run_segment(segment, active, step, left)
-                gone |= leaving
-                if leaving == set(active.rows) and not step.has_more(gone):
-                    active.change(leaving, {})
-                    break
-                taken = step.take_pending(segment.end, gone)
-                if leaving or taken:
-                    active.change(leaving, taken)
-                    arrange()
-        return left
-
-    def _run_segment(
-        self, segment: Segment, active: ActiveTokens, step: Step, left: Tensor
-    ) -> set[int]:
-        """Runs and checks the active tokens; returns the rows that leave."""
-        if not active.rows:  # all wait further up
-            hidden, _ = active.stream
-            active.stream = hidden, hidden if self._is_pair else None
-            return set()
-        active.run(segment)
-        self._recorder.count_layers(segment.size)
-        if not step.is_draft:
-            self._recorder.count_deferred_layers(active.num_pending * segment.size)
-        return self._check_exits(active, segment.end, step, left)
-
-    def _check_exits(self, active: ActiveTokens, layer: int, step: Step, left: Tensor) -> set[int]:
-        """Checks at an exit layer, and propagates or defers the keys and values of rows that pass.
-
-        Args:
-            active: the tokens that run.
-            layer: how many layers they have run.
-            step: takes the outcome.
-            left: [T, D], takes the normed states of rows that pass.
-
-        Returns:
-            The rows that leave.
-        """
-        due = step.due(layer)
-        if not due:
-            return set()
-        places, normed = active.last_tokens([one.row for one in due]), active.normed
-        if places.shape[0] < normed.shape[0]:
-            normed = normed[places]
-        opened = self.checks.opened(normed, due, layer, step)
-        if len(opened) < len(due):
-            if not opened:
-                return set()
-            due, places, normed = [due[index] for index in opened], places[opened], normed[opened]
-        passed = self.checks.check(normed, due, layer, step)
-        if not passed:
-            return set()
-        left[active.tokens[places[passed]]] = normed[passed]
-        total = active.total()
-        frozen, gone = list[int](), set[int]()
-        for index in passed:
-            row, pending = due[index].row, due[index].pending
-            if pending is None:
-                frozen.append(index)
-            elif pending.must_run(step.last_positions[row]):
-                self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
-                continue
-            else:
-                if not step.is_draft:
-                    self._recorder.count_deferred(1)
-                tokens = active.tokens_of(row, total)
-                pending.wait(layer, tokens, self.requests.pass_number)
-            gone.add(row)
-        if frozen:
-            self._recorder.count_frozen(len(frozen))
-            some = places[frozen]
-            self._propagation.fill(total[some], active.positions[some], layer, some)
-        return gone
-
-    def _catch_up(self, positions: Tensor, hidden: Tensor, step: Step) -> None:
+    def _catch_up(self, hidden: Tensor, step: Step) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""
         step.restart_waiting()
         if not step.has_more(()):
             return
-        none = hidden[:0]
-        slots = [group[:0] for group in cache_slots()]
-        active = ActiveTokens([0] * len(step.lengths), positions[:0], (none, None), slots)
-        self._run_segments(active, step.only_pending(), self._segments)
+        nothing = [list[int]() for _ in cache_slots()]
+        active = ActiveTokens([0] * len(step.lengths), [], (hidden[:0], None), nothing)
+        self._rearranged.run(active, step.only_pending(), self._segments)
 
     def draft(self, rows: Sequence[Draft]) -> None:
-        """Drafts the next tokens of rows, as far as they are confident.
-
-        Each token waits for the next pass at the exit layer where it passed, and the one that
-        passed nowhere at the last: the next pass computes nothing twice.
-
-        Args:
-            rows: those that may draft, after a pass; each takes what it found.
-        """
+        """Drafts after a pass; see `exitserve.engine.host.drafts`."""
         assert self._context is not None, "a pass was before this"
         if self._masked or not can_rearrange(self._context):
             return
         with override_forward_context(self._context):
-            while rows:
-                rows = self._draft_once(rows)
-
-    def _draft_once(self, rows: Sequence[Draft]) -> list[Draft]:
-        """Runs the last token of each row as far as it gets; returns the rows that go on."""
-        step = draft_step(rows, self._rules)
-        positions = torch.tensor([one.position for one in rows])
-        tokens = torch.tensor([one.token for one in rows])
-        slots = slots_at([one.row for one in rows], positions)
-        hidden = self._model.embed(tokens, positions, None)
-        active = ActiveTokens(step.lengths, positions, (hidden, None), slots)
-        self._run_segments(active, step, self._segments[:-1])
-        total = active.total()
-        for row in active.rows:
-            waiting = active.tokens_of(row, total)
-            last = self._rules.exit_layers[-1]
-            step.pending[row].wait(last, waiting, self.requests.pass_number)
-        guesses = step.guesses()
-        self.requests.note_drafting(step, rows)
-        return [
-            one
-            for one in rows
-            if one.row in guesses and one.take(guesses[one.row], step.depth[one.row])
-        ]
+            self._drafting.run(rows)
 
     def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """Logits of the sampled rows [S, D]: a successful check's own, else the head's.

@@ -65,6 +65,19 @@ class Draft:
         """The batch row."""
         return self.candidate.row
 
+    @property
+    def stands(self) -> bool:
+        """Whether nobody judges its drafts: they are the tokens (mode "defer")."""
+        return self.candidate.request.policy.mode == "defer"
+
+    def stop(self) -> None:
+        """Ends drafting before its last token has run.
+
+        In mode "defer" that token is decided, but what follows it is not: so it is no draft.
+        """
+        if self.stands:
+            self.found.pop()
+
     def take(self, token: int, depth: int) -> bool:
         """Takes what an exit says of the next token; returns whether another may follow.
 
@@ -73,7 +86,7 @@ class Draft:
         more token than may be drafted.
         """
         request = self.candidate.request
-        stands, ends = request.policy.mode == "defer", token in request.stop_ids
+        stands, ends = self.stands, token in request.stop_ids
         if stands:
             request.decided.append(Exited(token, depth))
         if len(self.found) == self.most or (ends and not stands):

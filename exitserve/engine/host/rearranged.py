@@ -1,0 +1,148 @@
+"""Segment by segment, with the rows that still run.
+
+After each segment the rows that are due are checked. Those that pass leave: they fill the keys and
+values of all layers above from their frozen state, or wait at the exit (mode "defer", and all
+drafts). The next segment runs the rows that are left, with the tokens that waited for them.
+
+Shapes: T tokens, A active tokens, B rows, N rows to check, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context, override_forward_context
+
+from exitserve.engine.compat.context import rearranged_context
+from exitserve.engine.host.active_tokens import ActiveTokens
+from exitserve.engine.host.checks import Checks
+from exitserve.engine.host.requests import HostRequests
+from exitserve.engine.host.step import Step
+from exitserve.engine.layers.propagation import Propagation
+from exitserve.engine.layers.segments import Segment
+
+
+class Rearranged:
+    """Runs segments of passes whose rows leave one by one."""
+
+    def __init__(self, requests: HostRequests, checks: Checks, propagation: Propagation) -> None:
+        """Takes a model's parts."""
+        self._requests, self._checks, self._propagation = requests, checks, propagation
+        self._rules, self._recorder = requests.rules, requests.recorder
+        self.is_pair = False
+        """Whether layers carry the stream as a pair."""
+
+    def run(
+        self,
+        active: ActiveTokens,
+        step: Step,
+        segments: Sequence[Segment],
+        *,
+        left: Tensor | None = None,
+        least: float = 0,
+    ) -> None:
+        """Runs segments, each followed by its exit check.
+
+        Args:
+            active: the tokens that run; afterwards those that ran all of `segments`, or where the
+                pass stopped.
+            step: takes the outcome of the checks.
+            segments: the first of them, or all.
+            left: [T, D], takes the normed states of rows that leave, if somebody wants them.
+            least: the pass stops at an exit at which fewer rows are left.
+        """
+        base = get_forward_context()
+        gone = set[int]()
+        with ExitStack() as contexts:
+
+            def arrange() -> None:
+                if active.rows:
+                    context = rearranged_context(
+                        base, active.rows, active.lengths, active.ends(), active.slots
+                    )
+                    contexts.enter_context(override_forward_context(context))
+
+            if waiting := step.waiting_counts():
+                active.put_off(waiting)
+            if waiting or step.is_draft:
+                arrange()
+            for segment in segments:
+                leaving = self._run_segment(segment, active, step, left)
+                gone |= leaving
+                stays = len(active.rows) - len(leaving)
+                if (not stays and not step.has_more(gone)) or stays < least:
+                    active.change(leaving, {})
+                    break
+                taken = step.take_pending(segment.end, gone)
+                if leaving or taken:
+                    active.change(leaving, taken)
+                    arrange()
+
+    def _run_segment(
+        self, segment: Segment, active: ActiveTokens, step: Step, left: Tensor | None
+    ) -> set[int]:
+        """Runs and checks the active tokens; returns the rows that leave."""
+        if not active.rows:  # all wait further up
+            hidden, _ = active.stream
+            active.stream = hidden, hidden if self.is_pair else None
+            return set()
+        active.run(segment)
+        self._recorder.count_layers(segment.size)
+        if not step.is_draft:
+            self._recorder.count_deferred_layers(active.num_pending * segment.size)
+        return self._check_exits(active, segment.end, step, left)
+
+    def _check_exits(
+        self, active: ActiveTokens, layer: int, step: Step, left: Tensor | None
+    ) -> set[int]:
+        """Checks at an exit layer, and propagates or defers the keys and values of rows that pass.
+
+        Args:
+            active: the tokens that run.
+            layer: how many layers they have run.
+            step: takes the outcome.
+            left: see `run`.
+
+        Returns:
+            The rows that leave.
+        """
+        due = step.due(layer)
+        if not due:
+            return set()
+        places, normed = active.last_tokens([one.row for one in due]), active.normed
+        if len(places) < len(normed):
+            normed = normed[places]
+        opened = self._checks.opened(normed, due, layer, step)
+        if len(opened) < len(due):
+            if not opened:
+                return set()
+            due, places = [due[one] for one in opened], [places[one] for one in opened]
+            normed = normed[opened]
+        passed = self._checks.check(normed, due, layer, step)
+        if not passed:
+            return set()
+        if left is not None:
+            left[[active.tokens[places[index]] for index in passed]] = normed[passed]
+        total = active.total()
+        frozen, gone = list[int](), set[int]()
+        for index in passed:
+            row, pending = due[index].row, due[index].pending
+            if pending is None:
+                frozen.append(index)
+            elif pending.must_run(step.last_positions[row]):
+                self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
+                continue
+            else:
+                if not step.is_draft:
+                    self._recorder.count_deferred(1)
+                tokens = active.tokens_of(row, total)
+                pending.wait(layer, tokens, self._requests.pass_number)
+            gone.add(row)
+        if frozen:
+            self._recorder.count_frozen(len(frozen))
+            some = torch.tensor([places[index] for index in frozen])
+            self._propagation.fill(total[some], active.positions[some], layer, some)
+        return gone
