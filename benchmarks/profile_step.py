@@ -2,7 +2,7 @@
 
     python benchmarks/profile_step.py --synthetic llama-350m --exit-layer 6 --batch-size 1
     python benchmarks/profile_step.py --model DIR --server '{"mode": "defer"}' \
-        --fields '{"exit_threshold": "auto", "exit_target": 0.95}' --batch-size 8
+        --fields '{"exit_target": 0.95}' --batch-size 8
 
 Starts one engine in this process, decodes after the bundled prompts (SYNTHETIC weights: after
 random tokens), and prints the milliseconds of a step by part. A part's time is its own: what it
