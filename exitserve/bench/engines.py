@@ -168,6 +168,11 @@ class Engines:
         ordered = sorted(traces.items(), key=lambda item: int(item[0].split("-")[1]))
         return [tuple(depths) for _, depths in ordered]
 
+    def drafts(self, setting: Setting) -> bool:
+        """Whether a setting of ours runs on the engine that drafts."""
+        ours = setting.mode != "rival" and setting != PLAIN
+        return ours and self._engine(setting) is self._drafting
+
     def _engine(self, setting: Setting) -> Any:
         if setting.mode == "rival":
             return self._rivals[setting.rival or ""]

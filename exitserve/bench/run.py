@@ -122,8 +122,10 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                 if repeat == -1:
                     _traced_pass(job, engines, batches, by_setting[setting])
                 else:
-                    timing = _timed_pass(job, engines, setting, batches)
-                    by_setting[setting].repeats += [timing] if repeat >= 0 else []
+                    timing, reads = _timed_pass(job, engines, setting, batches)
+                    if repeat >= 0:
+                        by_setting[setting].repeats.append(timing)
+                        by_setting[setting].reads.append(reads)
                 done += 1
         measurements += list(by_setting.values())
     return measurements
@@ -139,13 +141,19 @@ def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Batc
 
 def _timed_pass(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
-) -> Timing:
+) -> tuple[Timing, Reads]:
     """All batches, and all again until they have decoded for long enough."""
+    before = engines.counts(setting)
     parts: list[Timing] = []
     while not parts or sum(part.seconds for part in parts) < job.seconds:
         passes = (engines.run_batch(setting, batch, job.max_tokens) for batch in batches)
         parts += [timing_of(one.times) for one in passes]
-    return joined_timing(parts)
+    counts, rounds = engines.counts(setting) - before, len(parts) // len(batches)
+    # Each batch began with one prompt pass, which is not a decode step.
+    return joined_timing(parts), Reads(
+        layers=counts["layers"] / rounds - len(batches) * job.rules.num_layers,
+        heads=counts["heads"] / rounds - len(batches),
+    )
 
 
 def _traced_pass(
@@ -181,12 +189,7 @@ def _traced_pass(
     drafts = measured.setting.mode in ("verify", "rival") and cut is None
     if drafts or counts["drafted"]:
         measured.drafts = counts["drafted"], counts["accepted"]
-    if not plain:
-        # Each batch began with one prompt pass, which is not a decode step.
-        measured.reads = Reads(
-            layers=counts["layers"] - len(batches) * job.rules.num_layers,
-            heads=counts["heads"] - len(batches),
-        )
+    measured.on_drafting_engine = engines.drafts(measured.setting)
 
 
 def _add_agreement(

@@ -161,7 +161,8 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     seen = observed(Setting(mode="verify", exit_threshold=0.5), [100.0], [4, 4], checks=1)
     limits = []
     for layers, heads in ((4, 2), (8, 2), (8, 3)):
-        seen.reads = Reads(layers=layers, heads=heads)
+        seen.on_drafting_engine = True
+        seen.reads = [Reads(layers=layers + more, heads=heads) for more in (-1, 1)]  # two repeats
         limits.append(case_of(seen, plain, SHAPE, (2,))["limit_speedup"])
     assert limits[0] > limits[1] == 1.0 > limits[2]
 
