@@ -55,10 +55,14 @@ def rows_of(args: argparse.Namespace, file: str, reference: Reference) -> list[d
     full: dict[Piece, FullDepthPass] = {
         piece: run_at_full_depth(reference, piece) for piece in pieces
     }
-    points = {point.agreement: point for point in (*calibration.points, calibration.chosen)}
+    promised = [
+        (mode, point)
+        for mode, found in calibration.by_mode().items()
+        for point in sorted((*found.points, found.chosen), key=lambda one: one.agreement or 0.0)
+    ]
     rows = []
-    for target, point in sorted(points.items(), key=lambda pair: pair[0] or 0.0):
-        policy = ExitPolicy.calibrated(point, mode=calibration.mode)  # type: ignore[arg-type]
+    for mode, point in promised:
+        policy = ExitPolicy.calibrated(point, mode=mode)  # type: ignore[arg-type]
         outcomes = [measure_outcome(reference, piece, full[piece], policy) for piece in pieces]
         for source in ("text", "generated"):
             own = [one for one in outcomes if one.source == source]
@@ -68,7 +72,8 @@ def rows_of(args: argparse.Namespace, file: str, reference: Reference) -> list[d
                 {
                     "file": Path(file).name,
                     "source": source,
-                    "target": target,
+                    "mode": mode,
+                    "target": point.agreement,
                     "windows": len(own),
                     "agreement": round(found.agreement, 4),
                     "standard_error": round(error, 4),

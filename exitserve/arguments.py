@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from exitserve.checkpoint import context_length_of
 from exitserve.errors import ExitServeError
-from exitserve.policy import AUTO, BY_CONFIDENCE, Mode, check_threshold
+from exitserve.policy import AUTO, BY_CONFIDENCE, ExitRules, Mode, check_threshold
 
 Number = TypeVar("Number", int, float)
 
@@ -50,9 +50,9 @@ def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) 
     group.add_argument(
         "--modes",
         metavar="M,M",
-        default="confidence",
+        default="",
         help="modes in which to measure each threshold: confidence, defer, verify (default: "
-        "confidence); auto has the mode it was calibrated in",
+        "confidence, and for auto the mode in which a server would have it)",
     )
 
 
@@ -86,7 +86,7 @@ def words(text: str) -> list[str]:
 
 
 def thresholds_of(text: str) -> list[float | str]:
-    """Reads `0.5,auto,auto:0.95`; words stay words, for `calibrated_fields`.
+    """Reads `0.5,auto,auto:0.95`; words stay words, for `exit_fields`.
 
     Raises:
         ExitServeError: a part is neither a number above 0 nor such a word.
@@ -105,10 +105,30 @@ def thresholds_of(text: str) -> list[float | str]:
     return found
 
 
-def calibrated_fields(word: str) -> dict[str, float | str]:
-    """What a request sends for `auto`, or for `auto:0.95`: another promised agreement."""
-    _, _, target = word.partition(":")
-    return {"exit_target": float(target)} if target else {"exit_threshold": AUTO}
+def exit_fields(threshold: float | str) -> dict[str, float | str]:
+    """What a request sends for a number, `auto`, or `auto:0.95`: another promised agreement."""
+    _, _, target = str(threshold).partition(":")
+    return {"exit_target": float(target)} if target else {"exit_threshold": threshold}
+
+
+def in_modes(
+    rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
+) -> list[tuple[Mode, float | str]]:
+    """Thresholds to compare, each with its modes: numbers first, then calibrated ones.
+
+    Args:
+        rules: of the model.
+        thresholds: see `thresholds_of`.
+        modes: for numbers all of them; for calibrated thresholds those that were calibrated, or
+            else the one in which a server would have them. None: `confidence` for numbers.
+    """
+    numbers = [one for one in thresholds if not isinstance(one, str)]
+    words = [one for one in thresholds if isinstance(one, str)]
+    known = () if rules.calibration is None else rules.calibration.by_mode()
+    own: list[Any] = [] if rules.calibrated is None else [rules.calibrated.mode]
+    calibrated = [mode for mode in modes if mode in known] or own or modes[:1] or ["confidence"]
+    found = [(mode, number) for mode in modes or ["confidence"] for number in numbers]
+    return found + [(mode, word) for mode in calibrated for word in words]
 
 
 def threshold_label(mode: str, threshold: float | str | None) -> str:

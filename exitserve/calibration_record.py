@@ -1,14 +1,15 @@
 """The record of a calibration in a checkpoint: thresholds, and what they promise.
 
 `multi_exit.calibration` in `config.json` is one `Calibration`. Its chosen thresholds are those of
-`auto`; its points are thresholds for other targets, which a request names with `exit_target`.
+`auto`; its points are thresholds for other targets, which a request names with `exit_target`. Where
+several modes were calibrated, it is about the first, and holds what was found for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+
+from exitserve.errors import ExitServeError
 
 CRITERIA = ("max_prob", "margin", "entropy")
 """How confidence is computed from logits (`exitserve_kernels.exit_check`)."""
@@ -80,30 +83,17 @@ class OperatingPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Thresholds with their promise and their provenance."""
+class ModeCalibration:
+    """Thresholds for one mode, with their promise."""
 
     target: str
     """Such as `agreement>=0.99`, `perplexity<=+1%`, `mean_depth<=8`."""
     mode: Annotated[str, _one_of(CALIBRATED_MODES)]
     """The one of `CALIBRATED_MODES` in which the promise holds."""
-    criterion: Criterion
-    """One of `CRITERIA`."""
-    confidence_level: Share
-    """Confidence with which each single promise holds."""
-    num_layers: Layer
-    """Full depth of the calibrated model; promises are about agreement with that depth."""
     chosen: OperatingPoint
     """The thresholds of `auto`."""
-    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = "paying"
-    """The one of `EXIT_CHECKS` with which the promise holds; without screens, both mean "all"."""
-    agreement_at: Thresholds = field(default_factory=dict)
-    """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts
-    made there, as many would be accepted."""
     points: tuple[OperatingPoint, ...] = ()
     """Thresholds for other targets, ascending by `agreement`."""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Data (name, hash, size), method, versions, date, for readers."""
 
     def by_name(self) -> dict[str, OperatingPoint]:
         """All points, by where their keys are in the block; the chosen one's are in the block."""
@@ -115,21 +105,9 @@ class Calibration:
         costs = [(p.found.get("cost", 1.0), p.agreement or 0.0, p) for p in promising]
         return min(costs, key=lambda one: one[:2], default=(0.0, 0.0, None))[2]
 
-    def first(self, num_layers: int) -> Calibration:
-        """The record for the first layers of the model: thresholds, but no promise."""
-        if num_layers >= self.num_layers:
-            return self
-        note = f"made for {self.num_layers} layers; promises nothing for {num_layers}"
-        left = self.void([layer for layer in self.chosen.thresholds if layer < num_layers])
-        return replace(left, provenance={**self.provenance, "restricted": note})
-
-    def void(self, exit_layers: Collection[int]) -> Calibration:
+    def void(self, exit_layers: Collection[int]) -> Self:
         """Its thresholds at these layers, without any promise."""
         return replace(self, chosen=self.chosen.at(exit_layers), points=())
-
-    def to_json(self) -> dict[str, Any]:
-        """The block for `config.json`."""
-        return json_of(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -141,8 +119,77 @@ class Calibration:
     def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         fields = fields_of(self)
         chosen: dict[str, Any] = fields.pop("chosen")
-        unsaid = {"exit_checks": "paying", "agreement_at": {}}  # as blocks had it before
+        unsaid = {"exit_checks": "paying", "agreement_at": {}, "other_modes": []}  # as before
         return chosen | {k: v for k, v in fields.items() if k not in unsaid or v != unsaid[k]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(ModeCalibration):
+    """What a calibration found for its first mode and for others, and its provenance."""
+
+    criterion: Criterion
+    """One of `CRITERIA`."""
+    confidence_level: Share
+    """Confidence with which each single promise holds."""
+    num_layers: Layer
+    """Full depth of the calibrated model; promises are about agreement with that depth."""
+    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = "paying"
+    """The one of `EXIT_CHECKS` with which the promise holds; without screens, both mean "all"."""
+    agreement_at: Thresholds = field(default_factory=dict)
+    """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts
+    made there, as many would be accepted."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Data (name, hash, size), method, versions, date, for readers."""
+    other_modes: tuple[ModeCalibration, ...] = ()
+    """The same for other modes, by the same text, criterion and screens."""
+
+    def by_mode(self) -> dict[str, ModeCalibration]:
+        """What was found, by mode; the first is the one that `auto` means by itself."""
+        return {one.mode: one for one in (self, *self.other_modes)}
+
+    def by_name(self) -> dict[str, OperatingPoint]:
+        """All points of all modes, by where their keys are in the block."""
+        found = super().by_name()
+        for i, other in enumerate(self.other_modes):
+            found |= {f"other_modes[{i}].{name}": one for name, one in other.by_name().items()}
+        return found
+
+    def beside(self, others: Sequence[Calibration]) -> Calibration:
+        """With what others found for their modes, by the same text, criterion and screens."""
+        return replace(
+            self,
+            other_modes=tuple(
+                ModeCalibration(
+                    target=one.target, mode=one.mode, chosen=one.chosen, points=one.points
+                )
+                for one in others
+            ),
+        )
+
+    def first(self, num_layers: int) -> Calibration:
+        """The record for the first layers of the model: thresholds, but no promise."""
+        if num_layers >= self.num_layers:
+            return self
+        note = f"made for {self.num_layers} layers; promises nothing for {num_layers}"
+        others = tuple(one.void(range(num_layers)) for one in self.other_modes)
+        return replace(
+            self.void(range(num_layers)),
+            other_modes=others,
+            provenance={**self.provenance, "restricted": note},
+        )
+
+    @model_validator(mode="after")
+    def _has_each_mode_once(self) -> Self:
+        places = {self.mode: "mode"}
+        for i, one in enumerate(self.other_modes):
+            place = f"other_modes[{i}].mode"
+            if one.mode in places:
+                raise ExitServeError(
+                    f"multi_exit.calibration.{places[one.mode]} and multi_exit.calibration.{place} "
+                    f"are both {one.mode!r}, but a mode is calibrated once."
+                )
+            places[one.mode] = place
+        return self
 
 
 def json_of(record: Any) -> dict[str, Any]:

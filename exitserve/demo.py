@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import calibrated_fields, threshold_label
+from exitserve.arguments import exit_fields, threshold_label
 from exitserve.checkpoint import num_layers_of, parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO
@@ -150,7 +150,7 @@ def _promises(model: Path) -> dict[str, float]:
 def shown(model: Path) -> dict[str, dict[str, Any]]:
     """Whose completions are shown: by title, exit fields of requests."""
     promised: dict[str, dict[str, Any]] = {
-        f"promised {agreement:.0%} of full depth's tokens": dict(calibrated_fields(word))
+        f"promised {agreement:.0%} of full depth's tokens": dict(exit_fields(word))
         for word, agreement in _promises(model).items()
     }
     tried = {f"exit threshold {one}": {"exit_threshold": one} for one in THRESHOLDS}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import ExitServeError, nearest, shown
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
@@ -220,8 +220,22 @@ class ExitRules:
         if target is not None:
             return self._by_target(target, mode)
         if threshold == AUTO and mode != "off":
-            return self._calibrated(self._calibration().chosen, mode)
+            return self._calibrated(self._record(mode).chosen, mode)
         return self._by_confidence(mode, threshold)
+
+    @property
+    def calibrated(self) -> ModeCalibration | None:
+        """What calibrated thresholds are for requests that name no mode; None without any.
+
+        They are those of the server's own mode, or else of the first mode that was calibrated and
+        is served.
+        """
+        if self.calibration is None:
+            return None
+        found = self.calibration.by_mode()
+        own = found.get(self.default.mode)
+        served = [record for mode, record in found.items() if mode in self.modes]
+        return own or next(iter(served), self.calibration)
 
     def check_full_trace(self) -> None:
         """Raises `ExitServeError` where requests can have no full trace."""
@@ -246,7 +260,7 @@ class ExitRules:
         """The mode of a request that names a mode, a threshold, or both."""
         if mode is None:
             if calibrated:
-                mode = self._calibration().mode
+                mode = (self.calibrated or self._calibration()).mode
             else:
                 mode = self.default.mode if self.default.mode in BY_CONFIDENCE else "confidence"
         if mode not in EXIT_MODES:
@@ -281,14 +295,24 @@ class ExitRules:
             )
         return self.calibration
 
-    def _calibrated(self, point: OperatingPoint, mode: Mode) -> ExitPolicy:
-        made_in = self._calibration().mode
-        # In mode "verify" full depth decides every token, whatever the thresholds.
-        if mode not in (made_in, "verify"):
+    def _record(self, mode: Mode) -> ModeCalibration:
+        """What the calibration found for a mode.
+
+        In mode "verify" full depth decides every token, whatever the thresholds; drafts see exact
+        keys and values, as in mode "defer".
+        """
+        found = self._calibration().by_mode()
+        if mode == "verify":
+            return found.get("defer", self._calibration())
+        if mode not in found:
             raise ExitServeError(
                 f"exit_mode {mode!r} does not go with calibrated thresholds, which were chosen in "
-                f"mode {made_in!r}: leave exit_mode out, or send a threshold as a number."
+                f"mode {' and '.join(map(repr, found))}: leave exit_mode out, or send a threshold "
+                "as a number."
             )
+        return found[mode]
+
+    def _calibrated(self, point: OperatingPoint, mode: Mode) -> ExitPolicy:
         return ExitPolicy.calibrated(point, self.eos_threshold, mode=mode)
 
     def _by_target(self, target: Any, mode: Mode) -> ExitPolicy:
@@ -299,10 +323,9 @@ class ExitRules:
                 f"exit_target must be a number above 0 and below 1, such as 0.98, not "
                 f"{shown(target)}."
             )
-        point = self._calibration().for_agreement(float(target))
-        if mode == "off" or point is None:
-            return ExitPolicy.off()
-        return self._calibrated(point, mode)
+        self._calibration()
+        point = None if mode == "off" else self._record(mode).for_agreement(float(target))
+        return ExitPolicy.off() if point is None else self._calibrated(point, mode)
 
     def _by_confidence(self, mode: Mode, threshold: Any) -> ExitPolicy:
         """The policy of a request with a threshold, which is the server's by default."""
@@ -314,6 +337,8 @@ class ExitRules:
         own = self.default
         if own.by_layer and mode in (own.mode, "verify"):
             return replace(own, mode=mode)
+        if own.by_layer and self.calibration is not None and mode in self.calibration.by_mode():
+            return self._calibrated(self._record(mode).chosen, mode)
         if own.mode in BY_CONFIDENCE and not own.by_layer:
             return ExitPolicy.confidence(own.threshold, self.eos_threshold, mode=mode)
         raise ExitServeError(f"exit_mode {mode!r} needs a threshold: send exit_threshold with it.")

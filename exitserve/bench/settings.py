@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exitserve.arguments import calibrated_fields, threshold_label, verify_options
+from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
 from exitserve.bench.rivals import cut_of
 from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.errors import ExitServeError
@@ -30,7 +30,7 @@ class Setting:
 
     mode: Mode
     exit_threshold: float | str | None = None
-    """A number, or a word for calibrated thresholds (`exitserve.arguments.calibrated_fields`)."""
+    """A number, or a word for calibrated thresholds (`exitserve.arguments.exit_fields`)."""
     exit_layer: int | None = None
     exit_share: float | None = None
     """Mixed settings: share of the requests that exit at `exit_layer` on every token; the others
@@ -66,10 +66,9 @@ class Setting:
         if self.mode == "mixed":
             exits = self._exiting(count)
             return [early if index in exits else off for index in range(count)]
-        if isinstance(self.exit_threshold, str):
-            return [calibrated_fields(self.exit_threshold)] * count
         if self.mode in BY_CONFIDENCE:
-            return [{"exit_threshold": self.exit_threshold, "exit_mode": self.mode}] * count
+            assert self.exit_threshold is not None
+            return [exit_fields(self.exit_threshold) | {"exit_mode": self.mode}] * count
         return [early if self.mode == "fixed" else off] * count
 
     def _exiting(self, count: int) -> set[int]:
@@ -161,16 +160,16 @@ def make_settings(
     thresholds: Sequence[float | str],
     fixed_layers: Sequence[int],
     mixed: Sequence[tuple[float, int]] = (),
-    modes: Sequence[Mode] = ("confidence",),
+    modes: Sequence[Mode] = (),
 ) -> tuple[Setting, ...]:
     """Plain vLLM, exits off, then every threshold, every fixed layer and every mix.
 
     Args:
         rules: what the model allows.
-        thresholds: of the settings by confidence; calibrated ones come with their mode.
+        thresholds: of the settings by confidence.
         fixed_layers: exit layers at which every request exits.
         mixed: (share of the requests, exit layer) of each mixed setting.
-        modes: in which each numeric threshold is measured.
+        modes: in which each threshold is measured (`exitserve.arguments.in_modes`).
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -182,20 +181,9 @@ def make_settings(
         )
     settings = [PLAIN, OFF]
     settings += [
-        Setting(mode=mode, exit_threshold=value)
-        for mode in modes
-        for value in thresholds
-        if not isinstance(value, str)
+        Setting(mode=mode, exit_threshold=threshold)
+        for mode, threshold in in_modes(rules, thresholds, modes)
     ]
-    for word in thresholds:
-        if isinstance(word, str):
-            mode = rules.policy_for(calibrated_fields(word)).mode
-            if mode == "off":
-                raise ExitServeError(
-                    f"'{word}' means full depth for this checkpoint, which is always measured: "
-                    f"leave it out."
-                )
-            settings.append(Setting(mode=mode, exit_threshold=word))
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
     settings += [
         Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed
@@ -205,8 +193,8 @@ def make_settings(
             policy_of({"exit_layer": setting.exit_layer}, rules)
         elif setting.mode in BY_CONFIDENCE and policy_of(setting.fields(1)[0], rules).mode == "off":
             raise ExitServeError(
-                f"threshold {setting.exit_threshold} never exits; exits off is always "
-                f"measured, so give thresholds below 1."
+                f"threshold {setting.exit_threshold} never exits for this checkpoint; exits off "
+                f"is always measured, so leave it out."
             )
     if len(set(settings)) != len(settings):
         raise ExitServeError("a threshold, a layer or a mix is given twice; give each once.")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import add_revision, check_context, numbers
+from exitserve.arguments import add_revision, check_context, numbers, words
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
 from exitserve.calibration_record import (
     CALIBRATED_MODES,
@@ -25,6 +25,7 @@ from exitserve.checkpoint import (
 from exitserve.errors import ExitServeError
 from exitserve.files import check_writable, is_writable, link_files
 from exitserve.hub import local_checkpoint
+from exitserve.policy import BY_CONFIDENCE, Mode
 
 if TYPE_CHECKING:
     from exitserve.calibration.outcomes import Piece, Source
@@ -56,6 +57,7 @@ _EXAMPLES = """\
 examples:
   exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
   exitserve calibrate MODEL --data held-out.jsonl --mode defer --target-agreement 0.98
+  exitserve calibrate MODEL --data held-out.jsonl --mode defer,confidence   # one for each
   exitserve calibrate MODEL --data prompts.jsonl --generated-share 1 --temperature 0   # greedy
   exitserve calibrate MODEL --data held-out.txt --target-perplexity-increase 0.01
   exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
@@ -96,9 +98,10 @@ def add_calibrate(subparsers: Any) -> None:
     add_targets(parser)
     parser.add_argument(
         "--mode",
-        choices=CALIBRATED_MODES,
-        default="confidence",
-        help="mode in which the thresholds will be served (default %(default)s)",
+        metavar="M,M",
+        default=CALIBRATED_MODES[0],
+        help=f"mode in which the thresholds will be served, {' or '.join(CALIBRATED_MODES)}, or "
+        "both; the first is the server's by itself (default %(default)s)",
     )
     parser.add_argument(
         "--exit-checks",
@@ -139,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     from exitserve.calibration.unfinished import UnfinishedWork
     from exitserve.progress import step_bars
 
+    _modes(args)
     block, config = _block(args)
     targets = targets_of(args, config)
     check_text(args)
@@ -149,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"Going on with what an interrupted run left in {work.path}.")
     try:
         with step_bars() as progress:
-            calibration, data, found = calibrate(
+            calibration, reports, found = calibrate(
                 args, directory, block, config, targets, progress, work.recall
             )
     except KeyboardInterrupt:
@@ -159,10 +163,12 @@ def run(args: argparse.Namespace) -> int:
         )
         raise
     from exitserve.calibration.page import show_report
+    from exitserve.report import prepare_out_dir
 
-    kept = any(one.point is not None for one in found.promised)
+    kept = any(point.thresholds for point in calibration.by_name().values())
     try:
-        show_report(out, data)  # first: it holds all that was found
+        for name, data in reports.items():  # first: they hold all that was found
+            show_report(prepare_out_dir(out / name, overwrite=True), data)
         if kept and target is not None:
             _write(directory, target, block, calibration, found)
     except OSError as error:
@@ -247,8 +253,13 @@ def calibrate(
     targets: list[Target],
     progress: StepProgress,
     recall: Recall,
-) -> tuple[Calibration, dict[str, Any], CalibrationResult]:
-    """Reads the text and calibrates; returns the checkpoint's record, the report, the result."""
+) -> tuple[Calibration, dict[str, dict[str, Any]], CalibrationResult]:
+    """Reads the text and calibrates each mode.
+
+    Returns:
+        the checkpoint's record; the reports, by their folders inside --out: the first mode's has no
+        name, the others' have their modes'; and what was found for the first mode.
+    """
     from dataclasses import replace
 
     import torch
@@ -265,7 +276,7 @@ def calibrate(
 
     documents = read_documents(args.data)
     delta = 1.0 - args.confidence_level
-    job = _job(args, block, config, targets, delta)
+    jobs = [_job(mode, args, block, config, targets, delta) for mode in _modes(args)]
     windows = _windows(args, directory, documents)
     count = round(args.generated_share * len(windows))
     text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
@@ -292,17 +303,38 @@ def calibrate(
         dtype=serving_dtype(config, args.dtype),
     )
     parts = check(_written(args, reference, prompts, progress, recall))
-    found = Calibrator(reference, job, progress, recall).calibrate(parts)
+    found = Calibrator(reference, jobs[0], progress, recall).calibrate(parts)
+    # One checkpoint has one criterion, and one set of screens, which are fitted for any mode.
+    others = [
+        Calibrator(reference, job, progress, recall).calibrate(parts, [found.criterion])
+        for job in jobs[1:]
+    ]
     every = (piece.token_ids for piece in (*parts.fit, *parts.select, *parts.test))
     vocabulary = reference.model.config.get_text_config().vocab_size
     found = replace(found, draft_tokens=most_frequent(every, vocabulary))
     source = provenance_of(documents, parts, args)
-    calibration = found.calibration(job, source)
-    data = report(str(args.model), block.exit_layers, job, found, calibration)
-    return calibration, data, found
+    records, reports = [], {}
+    for job, result in zip(jobs, (found, *others), strict=True):
+        record = result.calibration(job, source)
+        folder = "" if job is jobs[0] else job.mode
+        reports[folder] = report(str(args.model), block.exit_layers, job, result, record)
+        records.append(record)
+    return records[0].beside(records[1:]), reports, found
+
+
+def _modes(args: argparse.Namespace) -> list[Mode]:
+    """The modes to calibrate, that of the server by itself first."""
+    modes = words(args.mode)
+    if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(CALIBRATED_MODES):
+        raise ExitServeError(
+            f"--mode must be {' or '.join(CALIBRATED_MODES)}, or both with a comma between them, "
+            f"not {args.mode!r}."
+        )
+    return [mode for name in modes for mode in BY_CONFIDENCE if mode == name]
 
 
 def _job(
+    mode: Mode,
     args: argparse.Namespace,
     block: MultiExit,
     config: dict[str, Any],
@@ -317,7 +349,7 @@ def _job(
     return CalibrationJob(
         target=targets[0],
         others=tuple(targets[1:]),
-        mode=args.mode,
+        mode=mode,
         delta=delta,
         costs=_costs(args, config),
         exit_checks=args.exit_checks,

@@ -161,8 +161,8 @@ class Calibrator:
         """By criterion."""
         self._outcomes: dict[tuple[Proposal, Piece], Outcome] = {}
 
-    def calibrate(self, parts: PieceSplit) -> CalibrationResult:
-        """Fits screens, chooses the criterion, and tests choices for every target."""
+    def calibrate(self, parts: PieceSplit, criteria: Sequence[str] = CRITERIA) -> CalibrationResult:
+        """Fits screens, chooses one of the criteria, and tests choices for every target."""
         steps = _StepCounter(self._progress)
         self._screens = {}
         if parts.fit and self._job.exit_checks != "all" and self._job.break_even:
@@ -183,7 +183,7 @@ class Calibrator:
         if not self._job.target.grows:
             prices = (*prices, *LOW_PRICES)
         compared: dict[str, Selection] = {}
-        for criterion in map(str, CRITERIA):
+        for criterion in map(str, criteria):
             found = self._proposed(scores, criterion, prices)
             advance = steps.begin(
                 f"comparing criteria: {criterion}", len(found).bit_length() * len(few)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exitserve.calibration_record import EXIT_CHECKS, Calibration
+from exitserve.calibration_record import EXIT_CHECKS, Calibration, ModeCalibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -122,7 +122,7 @@ def make_rules(
     checks = "all" if screens is None else "paying"
     found = block.calibration
     other_checks = found is not None and found.exit_checks != checks
-    calibration, holds = _as_served(
+    calibration, promised = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     num_drafts = _num_drafts(options, exit_layers, loop)
@@ -140,7 +140,7 @@ def make_rules(
         calibration=calibration,
         full_trace=loop in WITH_FULL_TRACE,
     )
-    rules = replace(rules, default=_default_policy(rules, options, holds))
+    rules = replace(rules, default=_default_policy(rules, options, promised))
     return _transferring(rules) if transfers else rules
 
 
@@ -193,16 +193,22 @@ def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> s
     return str(value)
 
 
-def _default_policy(rules: ExitRules, options: Mapping[str, Any], holds: bool) -> ExitPolicy:
-    """What requests get that ask for nothing; `holds`: the calibration's promise does."""
+def _default_policy(
+    rules: ExitRules, options: Mapping[str, Any], promised: Sequence[str]
+) -> ExitPolicy:
+    """What requests get that ask for nothing; `promised`: modes whose calibration holds."""
     threshold, layer = options.get("exit_threshold"), options.get("exit_layer")
     mode = options.get("mode")
-    if holds and threshold is None and layer is None and _goes_by_calibration(rules, mode):
-        threshold = AUTO
+    if threshold is None and layer is None and promised:
+        served = [one for one in promised if one in rules.modes]
+        if mode is None and served:
+            mode, threshold = served[0], AUTO
+        elif mode == "verify" or mode in promised:
+            threshold = AUTO
     if mode is None:
         mode = "fixed" if layer is not None else "confidence" if threshold is not None else "off"
-        if threshold == AUTO and rules.calibration is not None:
-            mode = rules.calibration.mode
+        if threshold == AUTO and rules.calibrated is not None:
+            mode = rules.calibrated.mode
     if mode == "off":
         return ExitPolicy.off()
     if mode in BY_CONFIDENCE:
@@ -218,8 +224,8 @@ def _default_policy(rules: ExitRules, options: Mapping[str, Any], holds: bool) -
 
 def _as_served(
     found: Calibration | None, exit_layers: tuple[int, ...], num_layers: int, *, void: bool
-) -> tuple[Calibration | None, bool]:
-    """The calibration under the server's options, and whether its promise holds.
+) -> tuple[Calibration | None, list[str]]:
+    """The calibration under the server's options, and the modes whose promise holds.
 
     Args:
         found: the checkpoint's.
@@ -228,25 +234,25 @@ def _as_served(
         void: whether options change who exits, other than by thresholds.
     """
     if found is None:
-        return None, False
+        return None, []
+    void = void or found.num_layers != num_layers
+    promised = [] if void else [m for m, one in found.by_mode().items() if _fits(one, exit_layers)]
+    own = found if found.mode in promised else found.void(exit_layers)
+    others = tuple(
+        one if one.mode in promised else one.void(exit_layers) for one in found.other_modes
+    )
+    return replace(own, other_modes=others), promised
+
+
+def _fits(found: ModeCalibration, exit_layers: tuple[int, ...]) -> bool:
+    """Whether the same tokens exit where only these exit layers are served.
+
+    Where keys and values are exact, the deepest exits may be left out: those below see the same
+    states, and the same tokens exit there. Without a lower one, others would exit further up.
+    """
     used = sorted({one for point in (*found.points, found.chosen) for one in point.thresholds})
     kept = [layer for layer in used if layer in exit_layers]
-    # Where keys and values are exact, the deepest exits may be left out: those below see the same
-    # states, and the same tokens exit there. Without a lower one, others would exit further up.
-    fits = kept == used or (found.mode in EXACT and bool(kept) and kept == used[: len(kept)])
-    if void or found.num_layers != num_layers or not fits:
-        return found.void(exit_layers), False
-    return found, True
-
-
-def _goes_by_calibration(rules: ExitRules, mode: str | None) -> bool:
-    """Whether a server in `mode` would serve what its checkpoint's calibration found."""
-    found = rules.calibration
-    if found is None:
-        return False
-    if mode is None:
-        return found.mode in rules.modes
-    return mode in (found.mode, "verify")
+    return kept == used or (found.mode in EXACT and bool(kept) and kept == used[: len(kept)])
 
 
 def options_of(vllm_config: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import calibrated_fields, threshold_label
+from exitserve.arguments import exit_fields, in_modes, threshold_label
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.windows import Documents
@@ -22,7 +22,7 @@ class EvalSetting:
     policy: ExitPolicy
     """What the fields mean for this model."""
     exit_threshold: float | str | None = None
-    """As it was given: a number or a word (`calibrated_fields`); None for full depth."""
+    """As it was given: a number or a word (`exit_fields`); None for full depth."""
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class EvalJob:
 def make_settings(
     rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
 ) -> tuple[EvalSetting, ...]:
-    """Full depth, every numeric threshold in every mode, and calibrated ones in their own mode.
+    """Full depth, and every threshold in its modes (`exitserve.arguments.in_modes`).
 
     Raises:
         ExitServeError: the model has no exits, or a threshold does not fit or is given twice.
@@ -91,18 +91,9 @@ def make_settings(
         )
     if len(set(thresholds)) != len(thresholds) or len(set(modes)) != len(modes):
         raise ExitServeError("a threshold or a mode is given twice; give each once.")
-    fields_by_threshold: list[tuple[float | str, dict[str, Any]]] = []
-    for mode in modes:
-        fields_by_threshold += [
-            (value, {"exit_threshold": value, "exit_mode": mode})
-            for value in thresholds
-            if not isinstance(value, str)
-        ]
-    fields_by_threshold += [
-        (word, calibrated_fields(word)) for word in thresholds if isinstance(word, str)
-    ]
     settings = [EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
-    for value, fields in fields_by_threshold:
+    for mode, value in in_modes(rules, thresholds, modes):
+        fields = exit_fields(value) | {"exit_mode": mode}
         policy = rules.policy_for(fields)
         if policy.mode == "off":
             raise ExitServeError(

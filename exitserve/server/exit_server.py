@@ -65,8 +65,8 @@ class ExitServer:
     def _follow_quality(self) -> None:
         """Exports the promised agreement, and starts to compare a share of the answers."""
         registry = get_prometheus_registry()
-        calibration = self.rules.calibration
-        promised = None if calibration is None else calibration.chosen.agreement
+        calibrated = self.rules.calibrated
+        promised = None if calibrated is None else calibrated.chosen.agreement
         if self._exports and promised is not None:
             export_calibrated_agreement(registry, self._model_name, promised)
         if self._shadow_rate:

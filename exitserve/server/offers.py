@@ -14,7 +14,7 @@ def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
         rules: the server's.
         chats: whether the model has a chat template.
     """
-    found = rules.calibration
+    found = rules.calibrated
     points = () if found is None else (*found.points, found.chosen)
     promising = {one.agreement: one for one in points if one.agreement is not None}
     return {

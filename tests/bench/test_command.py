@@ -335,8 +335,8 @@ def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated
     with job_of(parse(*arguments)) as job:
         *_, auto, cheaper = job.settings
         assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
-        assert auto.fields(2) == [{"exit_threshold": "auto"}] * 2
-        assert cheaper.fields(1) == [{"exit_target": 0.9}]
+        assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
+        assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
         assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
 
 

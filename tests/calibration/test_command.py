@@ -148,6 +148,26 @@ def test_a_calibrated_model_keeps_its_promise(
     assert rules.policy_for({"exit_target": 0.55}).mode == mode
 
 
+def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpora) -> None:
+    asked = ["--target-agreement", "0.8", "--confidence-level", "0.8"]
+    assert calibrate(model, corpora[0], *asked, "--mode", "defer,confidence") == 0
+    block = read_multi_exit(model)
+    assert block is not None and block.calibration is not None
+    found = block.calibration.by_mode()
+    assert list(found) == ["defer", "confidence"]
+    assert all(one.chosen.agreement == 0.8 for one in found.values())
+    assert found["defer"].chosen.thresholds != found["confidence"].chosen.thresholds
+    for folder, mode in (("", "defer"), ("confidence", "confidence")):
+        report = json.loads((model / "calibration" / folder / "report.json").read_text())
+        assert report["calibration"]["mode"] == mode
+        assert report["calibration"]["criterion"] == block.criterion
+    for mode in found:
+        fields = {"exit_threshold": "auto", "exit_mode": mode}
+        assert agreement_afterwards(model, corpora[1], fields) >= 0.8
+    assert check_rules(model, {}).default.mode == "defer"
+    assert check_rules(model, {"mode": "confidence"}).default.by_layer
+
+
 def test_other_targets(quick, model: Path, corpora) -> None:
     level = ("--confidence-level", "0.7", "--generated-share", "0", "--exit-layers", "12,18")
     rise = ("--target-perplexity-increase", "0.2", "--out", str(model / "report"))
@@ -181,6 +201,8 @@ def test_other_targets(quick, model: Path, corpora) -> None:
         (["--window", "10"], "--window must be at least 24"),
         (["--exit-layers", "6,24"], r"1\.\.23"),
         (["--costs", "abacus"], "abacus"),
+        (["--mode", "verify"], "confidence or defer, or both with a comma"),
+        (["--mode", "defer,defer"], "not 'defer,defer'"),
         (["--target-perplexity-increase", "0.7"], "at most 0.5"),
         (["--window", "513"], "longer than the model's context of 512"),
     ],

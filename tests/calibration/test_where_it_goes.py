@@ -70,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found = SimpleNamespace(
             criterion="margin", screens=screens, promised=promised, draft_tokens=[2, 5]
         )
-        return CALIBRATION, {}, found
+        return CALIBRATION, {"": {}}, found
 
     def show_report(out: Path, data: Any) -> None:
         (out / "report.json").write_text("{}")

@@ -53,7 +53,7 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
     ]
     full, *_, auto = settings
     assert full.fields == {"exit_threshold": 1.0} and full.policy.mode == "off"
-    assert auto.fields == {"exit_threshold": "auto"}
+    assert auto.fields == {"exit_threshold": "auto", "exit_mode": "defer"}
     assert [auto.policy.thresholds_at(layer)[0] for layer in (6, 18)] == [0.8, 0.6]
 
 

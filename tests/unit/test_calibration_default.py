@@ -83,6 +83,31 @@ def test_with_exact_keys_and_values_the_deepest_exits_may_be_left_out(
         assert default.thresholds_at(6)[0] == 0.8
 
 
+@pytest.mark.parametrize(
+    ("options", "mode", "first"),
+    [
+        ({}, "defer", 0.8),
+        ({"mode": "confidence"}, "confidence", 0.9),
+        ({"mode": "verify"}, "verify", 0.8),
+        ({"exit_threshold": "auto"}, "defer", 0.8),
+        # Approximate keys and values of tokens that would have stopped at 9 are others.
+        ({"exit_layers": [6]}, "defer", 0.8),
+        ({"exit_path": "device"}, "confidence", 0.9),
+    ],
+)
+def test_a_server_serves_its_own_mode_of_those_calibrated(
+    options: dict[str, Any], mode: str, first: float
+) -> None:
+    model, other = config("defer"), config("confidence")["multi_exit"]["calibration"]
+    other["thresholds"]["6"] = 0.9
+    model["multi_exit"]["calibration"]["other_modes"] = [other]
+    rules = make_rules(model, options)
+    assert (rules.default.mode, rules.default.thresholds_at(6)[0]) == (mode, first)
+    if options.get("exit_layers") == [6]:
+        with pytest.raises(ExitServeError, match="needs an exit threshold"):
+            make_rules(model, {**options, "mode": "confidence"})
+
+
 def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
     drafting = {"exit_path": "rails", "exit_layers": [6]}
     every, screened = config("defer"), config("defer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ BLOCK: dict[str, Any] = {
         **copy.deepcopy(POINT),
         "points": [copy.deepcopy(POINT), copy.deepcopy(POINT)],
         "provenance": {"data": {"name": "a.txt"}},
+        "other_modes": [
+            {
+                "target": "agreement>=0.9",
+                "mode": "defer",
+                **copy.deepcopy(POINT),
+                "points": [copy.deepcopy(POINT)],
+            }
+        ],
     },
 }
 SHAPE = {
@@ -141,6 +150,8 @@ def test_any_value_anywhere_is_read_or_named(path: Path_, value: Any) -> None:
         ("calibration.found.cost", math.nan, "is nan; it should be a finite number"),
         ("calibration.points", {}, "it should be a list"),
         ("calibration.provenance", [], "it should be an object"),
+        ("calibration.mode", "defer", r"and .*other_modes\[0\]\.mode are both 'defer'"),
+        ("calibration.other_modes[0].thresholds.2", -1, "is -1; it should be greater than"),
         ("calibration", [1], "it should be an object"),
         ("criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy"),
         ("screens", "../../secret", "is '../../secret'; it should match pattern"),
@@ -161,9 +172,11 @@ def test_what_is_wrong_is_named(path: str, value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["thresholds", "eos_thresholds"])
-def test_thresholds_belong_to_exit_layers(where: str) -> None:
-    block = changed(("calibration", "points", 1, where), {"3": 0.5})
-    named = rf"multi_exit\.calibration\.points\[1\]\.{where} names layer 3, which is none of"
+@pytest.mark.parametrize("mode", [(), ("other_modes", 0)])
+def test_thresholds_belong_to_exit_layers(where: str, mode: Path_) -> None:
+    path = ("calibration", *mode, "points", 0, where)
+    block = changed(path, {"3": 0.5})
+    named = re.escape(written(path)) + " names layer 3, which is none of"
     with pytest.raises(ExitServeError, match=named):
         parse_multi_exit({"multi_exit": block})
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.calibration_record import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import LONGEST_LINE, ExitServeError
 from exitserve.policy import (
     ALWAYS,
@@ -266,3 +266,50 @@ def test_the_server_may_set_the_end_of_sequence_threshold_of_calibrated_ones() -
     policy = rules.policy_for({"exit_threshold": "auto"})
     assert policy.thresholds_at(3) == (0.9, 0.92)
     assert policy.thresholds_at(6) == (0.8, 0.92)
+
+
+BOTH = replace(
+    CALIBRATED,
+    calibration=replace(
+        CALIBRATED.calibration,
+        other_modes=(
+            ModeCalibration(
+                target="agreement>=0.97",
+                mode="defer",
+                chosen=OperatingPoint(
+                    agreement=0.97, thresholds={3: 0.6}, eos_thresholds={3: 1.0}
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def test_each_mode_has_the_thresholds_that_were_calibrated_for_it() -> None:
+    deferring = {"exit_threshold": "auto", "exit_mode": "defer"}
+    assert BOTH.policy_for({"exit_threshold": "auto"}).mode == "confidence", "the first"
+    assert BOTH.policy_for(deferring).by_layer == ((3, 0.6, NEVER),)
+    assert BOTH.policy_for({"exit_target": 0.97}).by_layer[0][1] == 0.9
+    assert BOTH.policy_for({"exit_target": 0.97, "exit_mode": "defer"}).by_layer[0][1] == 0.6
+    assert BOTH.policy_for({"exit_target": 0.98, "exit_mode": "defer"}) == ExitPolicy.off()
+
+
+def test_drafts_go_by_what_was_calibrated_for_exact_keys_and_values() -> None:
+    rules = replace(BOTH, num_drafts=4, modes=(*BOTH.modes, "verify"))
+    policy = rules.policy_for({"exit_threshold": "auto", "exit_mode": "verify"})
+    assert (policy.mode, policy.by_layer) == ("verify", ((3, 0.6, NEVER),))
+
+
+def test_a_server_of_one_calibrated_mode_takes_requests_for_the_other() -> None:
+    deferring = {"exit_threshold": "auto", "exit_mode": "defer"}
+    rules = replace(BOTH, default=BOTH.policy_for(deferring))
+    assert rules.policy_for({}).mode == rules.policy_for({"exit_target": 0.9}).mode == "defer"
+    assert rules.policy_for({"exit_mode": "confidence"}).by_layer[0][:2] == (3, 0.9)
+    assert rules.policy_for({"exit_mode": "defer"}) == rules.default
+
+
+def test_where_one_calibrated_mode_is_not_served_the_other_is_meant() -> None:
+    rules = replace(BOTH, modes=("off", "defer", "verify"))
+    assert rules.policy_for({"exit_threshold": "auto"}).mode == "defer"
+    with pytest.raises(ExitServeError, match="needs a server that was started for it"):
+        rules.policy_for({"exit_threshold": "auto", "exit_mode": "confidence"})
