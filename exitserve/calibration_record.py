@@ -154,6 +154,10 @@ class Calibration(ModeCalibration):
             found |= {f"other_modes[{i}].{name}": one for name, one in other.by_name().items()}
         return found
 
+    def to_json(self) -> dict[str, Any]:
+        """The block for `config.json`."""
+        return json_of(self)
+
     def beside(self, others: Sequence[Calibration]) -> Calibration:
         """With what others found for their modes, by the same text, criterion and screens."""
         return replace(

@@ -313,7 +313,8 @@ def calibrate(
     vocabulary = reference.model.config.get_text_config().vocab_size
     found = replace(found, draft_tokens=most_frequent(every, vocabulary))
     source = provenance_of(documents, parts, args)
-    records, reports = [], {}
+    records: list[Calibration] = []
+    reports: dict[str, dict[str, Any]] = {}
     for job, result in zip(jobs, (found, *others), strict=True):
         record = result.calibration(job, source)
         folder = "" if job is jobs[0] else job.mode

@@ -117,7 +117,9 @@ class Offers(_Exact):
     criterion: str = Field(description="how confidence is computed")
     full_trace: bool = Field(description="whether exit_trace full is told")
     chat: bool = Field(description="whether the model has a chat template")
-    calibrated_mode: str | None = Field(description="of requests for a promise that name none; null without a calibration")
+    calibrated_mode: str | None = Field(
+        description="of requests for a promise that name none; null without a calibration"
+    )
     promises: list[Promise] = Field(description="of the calibration in that mode, by agreement")
 
 

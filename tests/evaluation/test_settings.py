@@ -66,7 +66,7 @@ def test_other_promises_are_asked_for_by_their_agreement(calibrated: Path) -> No
     rules = check_rules(calibrated, {})
     settings = make_settings(rules, thresholds_of("auto:0.9,auto"), ("confidence",))
     assert [setting.label for setting in settings] == ["full depth", "defer auto:0.9", "defer auto"]
-    assert settings[1].fields == {"exit_target": 0.9}
+    assert settings[1].fields == {"exit_target": 0.9, "exit_mode": "defer"}
     assert settings[1].policy.thresholds_at(18)[0] == 0.2
 
 

@@ -276,9 +276,7 @@ BOTH = replace(
             ModeCalibration(
                 target="agreement>=0.97",
                 mode="defer",
-                chosen=OperatingPoint(
-                    agreement=0.97, thresholds={3: 0.6}, eos_thresholds={3: 1.0}
-                ),
+                chosen=OperatingPoint(agreement=0.97, thresholds={3: 0.6}, eos_thresholds={3: 1.0}),
             ),
         ),
     ),
