@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from exitserve.errors import ExitServeError
@@ -277,11 +278,12 @@ def limit_of_reads(
     Args:
         shape: the decoder.
         steps: those that full depth would need, one for each token of a request.
-        layers: reads of a layer's weights, each for all tokens that ran it together.
-        heads: reads of the head.
+        layers: reads of a layer's weights for such a step, each for all tokens that ran it
+            together; on average.
+        heads: reads of the head for it.
     """
-    full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
+    full = fmean(step_bytes(shape, full_depth(shape, step)) for step in steps)
     # At least this: attention reads a row's keys and values once for all its tokens of a pass.
-    contexts = sum(sum(step.contexts) for step in steps) / max(1, len(steps))
+    contexts = fmean(sum(step.contexts) for step in steps)
     cache = contexts * shape.kv_token_bytes * layers
     return full / (layers * shape.layer_bytes + heads * shape.head_bytes + cache)

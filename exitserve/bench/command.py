@@ -90,7 +90,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--num-drafts",
         type=int,
         metavar="N",
-        help="most tokens drafted at a time, in mode verify and, beside it, defer",
+        help="most tokens drafted at a time, as on a server with this option",
     )
     exits.add_argument(
         "--fixed-layers", metavar="N,N", help="also measure every token exiting at layer N"
@@ -242,11 +242,9 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
     modes = modes_of(args.modes)
-    if args.num_drafts is not None and "verify" not in modes and not args.rivals:
-        raise ExitServeError("--num-drafts belongs to mode verify; add it to --modes.")
     options: dict[str, Any] = {"exit_checks": args.exit_checks}
     options |= {} if layers is None else {"exit_layers": layers}
-    if "verify" in modes:
+    if "verify" in modes or (args.num_drafts is not None and not args.rivals):
         options |= verify_options(args.num_drafts)
     rules = check_rules(model_dir, options)
     default_thresholds = str(synthetic_shapes.NEVER_PASSED) if is_synthetic else DEFAULT_THRESHOLDS

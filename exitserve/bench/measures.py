@@ -116,8 +116,8 @@ def steps_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Reads of weights in the decode steps of a timed pass, each for all tokens of the step
-    together; the mean where a pass sent its requests several times."""
+    """Reads of weights, each for all tokens of an engine step together, for one token of each
+    request of a full batch, on average."""
 
     layers: float
     heads: float
@@ -146,7 +146,7 @@ class Measurements:
     layers_later: int = 0
     """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: list[Reads] = field(default_factory=list)
-    """Of each repeat, as the engine counted them; plain vLLM counts none."""
+    """Of each repeat, as the engine that drafts counted them."""
     on_drafting_engine: bool = False
     """Whether the engine may give several tokens in a step."""
     drafts: tuple[int, int] | None = None

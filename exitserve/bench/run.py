@@ -9,6 +9,7 @@ all of them alike. Wall speedup compares a setting with plain vLLM in the same r
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                     timing, reads = _timed_pass(job, engines, setting, batches)
                     if repeat >= 0:
                         by_setting[setting].repeats.append(timing)
-                        by_setting[setting].reads.append(reads)
+                        by_setting[setting].reads += reads
                 done += 1
         measurements += list(by_setting.values())
     return measurements
@@ -141,19 +142,20 @@ def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Batc
 
 def _timed_pass(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
-) -> tuple[Timing, Reads]:
-    """All batches, and all again until they have decoded for long enough."""
-    before = engines.counts(setting)
+) -> tuple[Timing, list[Reads]]:
+    """All batches, and all again until they have decoded for long enough; with what an engine that
+    drafts read meanwhile."""
     parts: list[Timing] = []
+    counts, drafts = Counter[str](), engines.drafts(setting)
     while not parts or sum(part.seconds for part in parts) < job.seconds:
-        passes = (engines.run_batch(setting, batch, job.max_tokens) for batch in batches)
-        parts += [timing_of(one.times) for one in passes]
-    counts, rounds = engines.counts(setting) - before, len(parts) // len(batches)
-    # Each batch began with one prompt pass, which is not a decode step.
-    return joined_timing(parts), Reads(
-        layers=counts["layers"] / rounds - len(batches) * job.rules.num_layers,
-        heads=counts["heads"] / rounds - len(batches),
-    )
+        for batch in batches:
+            one = engines.run_batch(setting, batch, job.max_tokens, counted=drafts)
+            parts.append(timing_of(one.times))
+            counts += one.counts
+    timing = joined_timing(parts)
+    steps = timing.tokens / len(batches[0])
+    reads = Reads(layers=counts["layers"] / steps, heads=counts["heads"] / steps)
+    return timing, [reads] if drafts else []
 
 
 def _traced_pass(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from exitserve import policy
 from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
 from exitserve.bench.rivals import cut_of
 from exitserve.calibration_record import EXIT_CHECKS
@@ -120,27 +121,21 @@ class BenchJob:
     exit_checks: str = EXIT_CHECKS[0]
     """As in `exitserve serve`."""
     num_drafts: int | None = None
-    """Tokens that requests of mode "verify" may draft at a time; None for the default."""
+    """Tokens that requests may draft at a time; None: those of mode "verify", by the default."""
     rivals: tuple[str, ...] = ()
     """Other kinds of drafts on plain vLLM, see `exitserve.bench.rivals`."""
     forced: Mapping[str, float] | None = None
     """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
     @property
-    def verifies(self) -> bool:
-        """Whether any setting needs an engine started for mode "verify"."""
-        return any(setting.mode == "verify" for setting in self.settings)
+    def drafts(self) -> bool:
+        """Whether an engine that drafts is asked for."""
+        asked = self.num_drafts is not None and not self.rivals  # else it is theirs
+        return asked or self.has_mode("verify")
 
-    @property
-    def defers(self) -> bool:
-        """Whether any setting is of mode "defer", which on GPUs needs that engine too."""
-        return any(setting.mode == "defer" for setting in self.settings)
-
-    @property
-    def only_drafts(self) -> bool:
-        """Whether the engine that drafts can serve all settings that need one of ours."""
-        ours = (one.mode for one in self.settings if one.mode not in ("plain", "rival"))
-        return all(mode in ("off", "defer", "verify") for mode in ours)
+    def has_mode(self, *modes: Mode) -> bool:
+        """Whether any setting is of one of these modes."""
+        return any(setting.mode in modes for setting in self.settings)
 
     def engine_options(self, *, drafting: bool) -> dict[str, Any]:
         """Exit options of an engine, one that drafts or one that does not."""
@@ -160,7 +155,7 @@ def make_settings(
     thresholds: Sequence[float | str],
     fixed_layers: Sequence[int],
     mixed: Sequence[tuple[float, int]] = (),
-    modes: Sequence[Mode] = (),
+    modes: Sequence[policy.Mode] = (),
 ) -> tuple[Setting, ...]:
     """Plain vLLM, exits off, then every threshold, every fixed layer and every mix.
 

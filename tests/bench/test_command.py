@@ -298,8 +298,7 @@ def test_forced_confidence_and_the_modes_by_it() -> None:
         assert [setting.mode for setting in job.settings] == ["plain", "off", "defer", "verify"]
         assert job.rules.exit_layers == (6,)
         assert job.forced == {"confidence": 0.8, "acceptance": 1.0}
-        assert job.verifies
-        assert job.only_drafts
+        assert job.drafts
         engine = job.engine_options(drafting=True)
         assert engine["mode"] == "verify"
         assert "mode" not in job.engine_options(drafting=False)
@@ -310,8 +309,7 @@ def test_forced_confidence_and_the_modes_by_it() -> None:
     [
         (("--force-confidence", 0.8), "need --synthetic"),
         (("--force-acceptance", 0.8), "need --synthetic"),
-        (("--num-drafts", 4), "belongs to mode verify"),
-        (("--modes", "verify", "--num-drafts", 100), "from 1 to 64"),
+        (("--num-drafts", 100), "from 1 to 64"),
         (("--modes", "confidant"), "confidence, defer, verify"),
     ],
 )
