@@ -162,9 +162,10 @@ def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...], loop: 
     """How many tokens requests may draft at a time: any only on servers that draft."""
     given = options.get("num_drafts")
     mode = options.get("mode")
-    if given is not None and mode not in EXACT:
+    if given is not None and (mode not in BY_CONFIDENCE or loop == "device"):
         raise ExitServeError(
-            "num_drafts belongs to modes 'verify' and 'defer'; add --mode verify or --mode defer."
+            "num_drafts belongs to modes 'verify', 'defer' and, on CPUs, 'confidence'; add --mode "
+            "verify or another of these."
         )
     if mode != "verify" and given is None and loop != RAILS:
         return 0

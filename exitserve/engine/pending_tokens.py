@@ -1,4 +1,4 @@
-"""Modes "defer" and "verify": tokens that wait at an exit layer for their deeper layers to run.
+"""Tokens that wait at an exit layer for their deeper layers to run.
 
 A token that exits in mode "defer" leaves its state at the exit layer behind. The next token of its
 request that goes on beyond that layer takes it along: several positions of one row run the deeper
@@ -6,8 +6,9 @@ layers in one pass, which costs little more than one where decoding is bound by 
 So all keys and values are those of full depth, and the tokens before a token have been through
 every layer that it goes through itself.
 
-In mode "verify" the same happens while tokens are drafted, and the pass that judges the drafts
-continues each of its tokens from the layer where it waits.
+The same happens while tokens are drafted, and the pass that vLLM schedules them with continues each
+of its tokens from the layer where it waits. In mode "confidence" those that exited have frozen by
+then, and nothing of them is left to run; the last one, which did not exit, waits.
 
 Shapes: K pending tokens, D hidden, G cache groups.
 """
@@ -87,16 +88,41 @@ class PendingTokens:
     all that wait there.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: Bounds, *, freezes: bool = False) -> None:
+        """Starts without any.
+
+        Args:
+            bounds: when they have to run.
+            freezes: whether tokens that exit freeze, so that only a drafted one waits: the last,
+                which did not exit.
+        """
+        self._bounds, self.freezes = bounds, freezes
         self._waiting: dict[int, list[Tokens]] = {}
+        self._frozen = 0
+        """Tokens before them that have frozen, though their pass is still to come."""
+        self._to_fill: dict[int, list[Tokens]] = {}
+        """Of these, those whose keys and values are not propagated yet."""
         self._first = self._next = 0
-        """Positions of the first pending token, and after the last."""
+        """Positions of the first of all these tokens, and after the last."""
         self._since = 0
         """The number of the pass after which the last one began to wait."""
 
     def __len__(self) -> int:
         return sum(len(some) for kept in self._waiting.values() for some in kept)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self._waiting and not self._frozen
+
+    @property
+    def last_layer(self) -> int:
+        """The exit layer at which the last token waits; 0 where none does."""
+        return min(self._waiting, default=0)
+
+    @property
+    def frozen(self) -> int:
+        """How many of the tokens of the next pass have frozen while they were drafted."""
+        return self._frozen
 
     def must_run(self, position: int) -> bool:
         """Whether the token at `position`, which might wait, has to run now with all others."""
@@ -105,10 +131,23 @@ class PendingTokens:
 
     def wait(self, layer: int, tokens: Tokens, since: int = 0) -> None:
         """Leaves a request's last tokens at an exit layer, during or after pass number `since`."""
-        if not self._waiting:
+        if self._is_empty:
             self._first = tokens.positions[0]
         self._waiting.setdefault(layer, []).append(tokens)
         self._next, self._since = tokens.positions[-1] + 1, since
+
+    def freeze(self, layer: int, tokens: Tokens, since: int) -> None:
+        """Leaves a request's last tokens, which freeze at an exit layer, to `take_frozen`."""
+        if self._is_empty:
+            self._first = tokens.positions[0]
+        self._to_fill.setdefault(layer, []).append(tokens)
+        self._frozen += len(tokens)
+        self._next, self._since = tokens.positions[-1] + 1, since
+
+    def take_frozen(self, layer: int) -> Tokens | None:
+        """The tokens that froze at `layer` since the last call; None where there are none."""
+        kept = self._to_fill.pop(layer, None)
+        return None if kept is None else joined(kept)
 
     def take(self, layer: int) -> Tokens | None:
         """The tokens that wait at `layer`, which go on now; None where there are none."""
@@ -122,10 +161,11 @@ class PendingTokens:
         themselves, as far as vLLM scheduled them. Else the request was preempted: it computes them
         anew, through all layers.
         """
-        if not self._waiting or first == self._next:
+        if self._is_empty or first == self._next:
+            self._frozen = 0
             return
         if not self._first <= first < self._next or number != self._since + 1:
-            self._waiting.clear()
+            self.clear()
         elif last < self._next - 1:
             for layer, kept in list(self._waiting.items()):
                 cut = [some for some in (one.up_to(last) for one in kept) if len(some)]
@@ -133,11 +173,15 @@ class PendingTokens:
                 if not cut:
                     del self._waiting[layer]
             self._next = last + 1
+            self._frozen = min(self._frozen, self._next - self._first)
 
     def count_from(self, position: int) -> int:
-        """How many wait at or after a position; between passes, their positions have no gaps."""
-        return max(0, self._next - max(position, self._first)) if self._waiting else 0
+        """How many wait, or are frozen, at or after a position; between passes, their positions
+        have no gaps."""
+        return 0 if self._is_empty else max(0, self._next - max(position, self._first))
 
     def clear(self) -> None:
         """Forgets all: they run through all layers again."""
         self._waiting.clear()
+        self._to_fill.clear()
+        self._frozen = 0

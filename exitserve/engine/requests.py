@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.engine.recorder import CheckNote
-from exitserve.policy import FULL_TRACE, ExitPolicy, ExitRules
+from exitserve.policy import EXACT, FULL_TRACE, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
@@ -50,17 +50,23 @@ class Request:
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
     pending: PendingTokens | None = None
-    """Its tokens that wait at exit layers; None in modes in which none do."""
+    """Its tokens that wait at exit layers; None where none do."""
     drafts: list[int] = field(default_factory=list)
     """Tokens that the next pass is to judge (mode "verify"), or to run the deeper layers of."""
     decided: list[Exited] = field(default_factory=list)
-    """Mode "defer": the next tokens, as far as exits have decided them; the first are `drafts`."""
+    """The next tokens, as far as exits have decided them, not only drafted; the first are
+    `drafts`."""
     may_draft: bool = False
-    """Whether its tokens may be drafted: in mode "defer", those that are the likeliest ones, of
-    which nobody wants log-probabilities."""
+    """Whether its tokens may be drafted: where exits decide them, those that are the likeliest
+    ones, of which nobody wants log-probabilities."""
     met: dict[int, list[CheckNote]] = field(default_factory=dict)
     """What its next tokens met, by index, until it is known which of them stand: for a full trace
     of drafts."""
+
+    @property
+    def freezes(self) -> bool:
+        """Whether its tokens freeze where they exit."""
+        return self.policy.mode not in EXACT
 
     @property
     def note_keys(self) -> tuple[str, ...]:
@@ -126,6 +132,8 @@ def read_request(
         pending = PendingTokens(Bounds(most=rules.num_drafts + 1))
     elif policy.mode == "defer":
         pending = PendingTokens(bounds or Bounds())
+    elif policy.mode == "confidence" and rules.num_drafts:
+        pending = PendingTokens(Bounds(), freezes=True)
     ends = [] if params.ignore_eos else eos_ids
     request = Request(
         policy=policy,
@@ -149,7 +157,7 @@ def _may_draft(params: Any, policy: ExitPolicy) -> bool:
     """
     if policy.mode == "verify":
         return params.seed is None or params.temperature == 0
-    if policy.mode != "defer" or params.temperature > 0:
+    if policy.mode not in ("confidence", "defer") or params.temperature > 0:
         return False
     told = (
         *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),

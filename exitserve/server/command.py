@@ -94,8 +94,9 @@ def _add_default(parser: argparse.ArgumentParser) -> None:
         "--num-drafts",
         type=int,
         metavar="N",
-        help="most tokens that a request drafts at a time, and that such a server drafts in mode "
-        f"defer too (modes verify, default {NUM_DRAFTS}, and defer, on a CPU by default none)",
+        help="most tokens that a request drafts at a time. On a CPU: with mode verify (default "
+        f"{NUM_DRAFTS}), or with confidence or defer, where several tokens may then exit in one "
+        "step. On a GPU: with verify or defer",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
 

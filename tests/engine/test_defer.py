@@ -139,14 +139,25 @@ def of_either(reference, early, full, outcome) -> set[int]:
 DRAFTING = {"mode": "defer", "exit_threshold": 0.08}
 
 
+@pytest.fixture(params=["defer", "confidence"])
+def drafting_jobs(request, jobs, job):
+    """Those that defer in either mode whose tokens are decided by exits, and the others."""
+    return [
+        job(one.prompt, {**one.fields, "exit_mode": request.param}, one.max_tokens)
+        if is_deferred(one)
+        else one
+        for one in jobs
+    ]
+
+
 @pytest.mark.parametrize("drafts", [1, 2, 5, 8])
 @pytest.mark.parametrize("checks", ["all", "paying"])
 def test_on_a_server_that_drafts(
-    start, model, jobs, expect, oracle, drafts: int, checks: str
+    start, model, drafting_jobs, expect, oracle, drafts: int, checks: str
 ) -> None:
     """Several tokens a pass, the same ones; some rows leave, others draft. Screens leave out
     checks unless told otherwise."""
-    reference = oracle(model)
+    reference, jobs = oracle(model), drafting_jobs
     if checks == "all":
         reference.screens = {}
     exits = {**DRAFTING, "num_drafts": drafts, "exit_checks": checks}
@@ -160,33 +171,30 @@ def test_on_a_server_that_drafts(
         assert drafted == harness.counter("vllm:spec_decode_num_accepted_tokens") > 50
 
 
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
 def test_turns_of_few_rows_are_not_made(
-    start, model, jobs, job, expect, oracle, monkeypatch
+    start, model, jobs, job, expect, oracle, mode: str, monkeypatch
 ) -> None:
-    """With several rows, who drafts alone waits; alone, a request gets what the oracle says."""
+    """With several rows, who drafts alone waits, and is asked in the pass what it was not asked
+    before: the tokens are the same."""
     monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)
-    asked = [job(one.prompt, {**one.fields, "exit_mode": "defer"}, 40) for one in jobs]
-    asked = [one for one in asked if is_deferred(one)]
-    full = [job(one.prompt, {}, 40) for one in asked]
-    exits = {**DRAFTING, "num_drafts": 4, "exit_checks": "timed"}
-    harness, reference = start(model, exits=exits, enable_prefix_caching=False), oracle(model)
-    alone = [harness.run([one])[0] for one in asked]
-    for found, one in zip(alone, asked, strict=True):
-        # The last token has no room behind it to draft in, so it runs at full depth.
-        assert [part[:-1] for part in found] == [part[:-1] for part in expect(reference, one)]
-    together = harness.run(asked)
-    for each in zip(asked, full, together, strict=True):
-        of_either(reference, *each)
-    exits_alone, exits_together = (
-        sum(depth < 6 for _, depths in found for depth in depths) for found in (alone, together)
-    )
-    assert 20 < exits_together < exits_alone
-    harness.run(asked, every=3)
+    asked = [
+        job(one.prompt, {**one.fields, "exit_mode": mode}, 40) for one in jobs if is_deferred(one)
+    ]
+    exits = {"mode": mode, "exit_threshold": 0.08, "num_drafts": 4}
+    harness = start(model, exits=exits, enable_prefix_caching=False, disable_log_stats=False)
+    expected = [expect(oracle(model), one) for one in asked]
+    assert [harness.run([one])[0] for one in asked] == expected
+    alone = harness.counter("vllm:spec_decode_num_draft_tokens")
+    assert harness.run(asked) == expected
+    together = harness.counter("vllm:spec_decode_num_draft_tokens") - alone
+    assert 20 < together < alone
+    assert harness.run(asked, every=3) == expected
     assert harness.stats()["pending_tokens"] == 0
 
 
-def test_preempted_while_drafting(start, model, jobs, expect, oracle, few_blocks) -> None:
-    reference = oracle(model)
+def test_preempted_while_drafting(start, model, drafting_jobs, expect, oracle, few_blocks) -> None:
+    reference, jobs = oracle(model), drafting_jobs
     reference.screens = {}
     expected = [expect(reference, one) for one in jobs]
     exits = {**DRAFTING, "num_drafts": 4, "exit_checks": "all"}

@@ -105,10 +105,7 @@ def rearranged_context(
     """
     metadata: Any = base.attn_metadata
     old: Any = base.slot_mapping
-    fresh = {
-        id(one): torch.tensor(new, dtype=one.dtype)
-        for one, new in zip(_distinct(old), slots, strict=True)
-    }
+    fresh = _fresh_slots(base, slots)
     layers: dict[int, list[str]] = {}
     for name, one in metadata.items():
         layers.setdefault(id(one), []).append(name)
@@ -128,6 +125,22 @@ def rearranged_context(
         attn_metadata={name: changed[id(one)] for name, one in metadata.items()},
         slot_mapping={name: fresh[id(one)] for name, one in old.items()},
     )
+
+
+def with_slots(base: ForwardContext, slots: Sequence[Sequence[int]]) -> ForwardContext:
+    """A context in which keys and values go to other slots, G times [A]; nothing attends in it."""
+    old: Any = base.slot_mapping
+    fresh = _fresh_slots(base, slots)
+    return replace(base, slot_mapping={name: fresh[id(one)] for name, one in old.items()})
+
+
+def _fresh_slots(base: ForwardContext, slots: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """Slots G times [A] as tensors, each by the identity of the one whose place it takes."""
+    old: Any = base.slot_mapping
+    return {
+        id(one): torch.tensor(new, dtype=one.dtype)
+        for one, new in zip(_distinct(old), slots, strict=True)
+    }
 
 
 def without_reading_for(

@@ -160,7 +160,8 @@ class HostMaskedRows:
         self._due: list[Candidate] = []
         rows, device = len(step.row_ends), like.device
         self.places = torch.tensor(step.row_ends, device=device) - 1
-        freezes = [row not in step.pending for row in range(rows)]
+        self._waits = {row for row, one in step.pending.items() if not one.freezes}
+        freezes = [row not in self._waits for row in range(rows)]
         self.freezes = torch.tensor(freezes, device=device)
         known = step.known_depth
         self.known_depth = None if known is None else known.to(device)
@@ -211,7 +212,7 @@ class HostMaskedRows:
         gone = [row for row in asked if row in rows]
         if gone:
             self._step.keep_logits(gone, self._checks.head.logits_of(logits, gone))
-        self._recorder.count_frozen(sum(one not in self._step.pending for one in rows))
+        self._recorder.count_frozen(sum(one not in self._waits for one in rows))
         return self._mask(rows)
 
     def count_layers(self, layers: int) -> None:

@@ -1,11 +1,13 @@
 """Several tokens a step on a CPU: a token that exits is followed by the one its exit decided.
 
 After a pass, rows run their last token as far as its first exit that passes, again and again; each
-token waits at its exit for the next pass, which runs nothing twice.
+token waits at its exit for the next pass, which runs nothing twice. (In mode "confidence" tokens
+freeze at their exits, and only the last one waits.)
 
 A turn runs layers once for all of its rows, and takes hardly longer for eight than for one. So with
 several rows together it has to be shared: drafting stops, and does not go beyond an exit, where
-fewer than half of the batch's rows would take part (`--exit-checks all` drafts on).
+fewer than half of the batch's rows would take part (`--exit-checks all` drafts on). What a token
+was not asked there, it is asked in the pass.
 
 Shapes: N rows, D hidden.
 """
@@ -41,9 +43,7 @@ class Drafting:
         """Takes a model's parts."""
         self._requests, self._model = requests, model
         self._segments, self._rearranged = segments[:-1], rearranged
-        when_slower = requests.rules.when_slower
-        self._share = 0.0 if when_slower == "leave" else SHARE
-        self._may_skip_checks = when_slower == "full_depth"
+        self._share = 0.0 if requests.rules.when_slower == "leave" else SHARE
 
     def run(self, rows: Sequence[Draft]) -> None:
         """Drafts the next tokens of rows, as far as they are confident.
@@ -51,7 +51,7 @@ class Drafting:
         Args:
             rows: those that may draft, after a pass and in its context; each takes what it found.
         """
-        least = self._share * len(self._requests.rows)
+        every, least = rows, self._share * len(self._requests.rows)
         if len(rows) < least:
             return
         places, positions = [one.row for one in rows], [one.position for one in rows]
@@ -63,6 +63,7 @@ class Drafting:
                 break
         for one in rows:
             one.stop()
+        self._rearranged.fill_frozen(every)
 
     def _turn(
         self, rows: Sequence[Draft], slots: Sequence[Mapping[int, int]], least: float
@@ -83,13 +84,10 @@ class Drafting:
         hidden = self._model.embed(tokens, torch.tensor(positions), None)
         own = [[group[one.row] for one in rows] for group in slots]
         active = ActiveTokens(step.lengths, positions, (hidden, None), own)
-        if not self._may_skip_checks and any(one.stands for one in rows):
-            least = 0  # what an exit decides must not depend on other rows
         self._rearranged.run(active, step, self._segments, least=least)
-        total = active.total()
+        total, number = active.total(), self._requests.pass_number
         for row in active.rows:
-            waiting = active.tokens_of(row, total)
-            step.pending[row].wait(active.num_layers, waiting, self._requests.pass_number)
+            step.pending[row].wait(active.num_layers, active.tokens_of(row, total), number)
         guesses = step.guesses()
         self._requests.note_drafting(step, rows)
         return [

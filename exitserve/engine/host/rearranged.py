@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from exitserve.engine.compat.context import rearranged_context
+from exitserve.engine.compat.context import rearranged_context, with_slots
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.requests import HostRequests
-from exitserve.engine.host.step import Step
+from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment
+from exitserve.engine.pending_tokens import Tokens, joined
 
 
 class Rearranged:
@@ -76,10 +77,25 @@ class Rearranged:
                 if (not stays and not step.has_more(gone)) or stays < least:
                     active.change(leaving, {})
                     break
+                self._fill(segment.end, step.take_frozen(segment.end, gone))
                 taken = step.take_pending(segment.end, gone)
                 if leaving or taken:
                     active.change(leaving, taken)
                     arrange()
+
+    def fill_frozen(self, rows: Sequence[Draft]) -> None:
+        """Propagates keys and values of all tokens that froze while rows drafted."""
+        pending = [one.candidate.request.pending for one in rows]
+        for layer in self._rules.exit_layers:
+            found = [one.take_frozen(layer) for one in pending if one is not None]
+            self._fill(layer, [tokens for tokens in found if tokens is not None])
+
+    def _fill(self, layer: int, parts: Sequence[Tokens]) -> None:
+        """Propagates keys and values of tokens that froze at `layer`, all at once."""
+        if parts:
+            tokens = joined(parts)
+            with override_forward_context(with_slots(get_forward_context(), tokens.slots)):
+                self._propagation.fill(tokens.state, torch.tensor(tokens.positions), layer)
 
     def _run_segment(
         self, segment: Segment, active: ActiveTokens, step: Step, left: Tensor | None
@@ -126,23 +142,33 @@ class Rearranged:
             return set()
         if left is not None:
             left[[active.tokens[places[index]] for index in passed]] = normed[passed]
-        total = active.total()
-        frozen, gone = list[int](), set[int]()
+        total, frozen, gone = active.total(), list[int](), set[int]()
         for index in passed:
-            row, pending = due[index].row, due[index].pending
-            if pending is None:
+            one = due[index]
+            if one.request.freezes and not step.is_draft:
                 frozen.append(index)
-            elif pending.must_run(step.last_positions[row]):
-                self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
+            elif not self._keep(one, active.tokens_of(one.row, total), layer, step):
                 continue
-            else:
-                if not step.is_draft:
-                    self._recorder.count_deferred(1)
-                tokens = active.tokens_of(row, total)
-                pending.wait(layer, tokens, self._requests.pass_number)
-            gone.add(row)
+            gone.add(one.row)
         if frozen:
             self._recorder.count_frozen(len(frozen))
             some = torch.tensor([places[index] for index in frozen])
             self._propagation.fill(total[some], active.positions[some], layer, some)
         return gone
+
+    def _keep(self, one: Candidate, tokens: Tokens, layer: int, step: Step) -> bool:
+        """Leaves a row's tokens at the exit that the last one passed, unless they must run on."""
+        pending, number = one.request.pending, self._requests.pass_number
+        assert pending is not None
+        if one.request.freezes:
+            # Its keys and values are wanted only when a token goes on, with those of others.
+            pending.freeze(layer, tokens, number)
+            self._recorder.count_frozen(1)
+            return True
+        if pending.must_run(step.last_positions[one.row]):
+            self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
+            return False
+        if not step.is_draft:
+            self._recorder.count_deferred(1)
+        pending.wait(layer, tokens, number)
+        return True

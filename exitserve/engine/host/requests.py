@@ -5,7 +5,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class HostRequests:
         """Whether that had no other tokens than those it samples after."""
         self.after_decodes = False
         """Whether the pass before had none."""
+        self._skips_checks = state.rules.when_slower == "full_depth"
+        """Whether a token that was drafted, and not asked at all exits, is left to full depth."""
+        self._exited: Mapping[int, int] = {}
+        """By row, where tokens exited in that pass."""
         state.requests = self
 
     @property
@@ -41,6 +45,7 @@ class HostRequests:
     def start_pass(self) -> None:
         """Numbers a new pass."""
         self.pass_number += 1
+        self._exited = {}
         self.after_decodes = self.only_decodes
 
     def decoding(self, shape: BatchShape, positions: Tensor) -> list[Request] | None:
@@ -92,27 +97,24 @@ class HostRequests:
             request = self._batch.named(index)
             # A grammar, the end of the context or a preemption may have taken drafts away.
             del request.drafts[drafts[index] :]
-            waits = 0
+            drafted = self._drafted_before(request, last[index] - length + 1, last[index])
             if request.pending is not None:
-                first = last[index] - length + 1
-                request.pending.expect(first, last[index], self.pass_number)
                 waiting[index] = request.pending
-                waits = request.pending.count_from(first)
-            else:
-                known += _computed_before(request, generated, length, end)
-            if request.decided and generated >= len(request.output_ids):
-                # One more than its drafts, if an exit decided that one too.
-                decided[index] = request.decided[: drafts[index] + 1]
-            elif (
-                request.policy.mode != "verify"
-                and generated == len(request.output_ids)
-                and not waits  # else it was checked while drafting
-            ):
-                candidates.append(Candidate(index, request))
+            if request.freezes:
+                before = _computed_before(request, generated, length, end)
+                recomputed |= any(depth < self.rules.num_layers for _, depth in before)
+                known += before + _frozen_before(request, end - length)
+            if generated < len(request.output_ids):
+                continue
+            # One more than its drafts, if an exit decided that one too.
+            decided[index] = request.decided[: drafts[index] + 1]
+            if drafted or not drafts[index]:
+                own = self._candidates(index, drafts[index], drafted)
                 # Tokens before one that may exit: what a preempted request computed once.
-                recomputed |= length > 1
+                recomputed |= bool(own) and length > 1 and not drafted
+                candidates += own
         known_depth = None
-        if recomputed or any(depth < self.rules.num_layers for _, depth in known):
+        if recomputed:
             known_depth = torch.full((shape.num_tokens,), self.rules.num_layers)
             for token, depth in known:
                 known_depth[token] = depth
@@ -120,8 +122,40 @@ class HostRequests:
         self.only_decodes = step.num_samples == shape.num_tokens
         return step
 
+    def _candidates(self, index: int, drafts: int, drafted: int) -> list[Candidate]:
+        """The row, if its last token may exit in this pass.
+
+        Args:
+            index: the row.
+            drafts: how many of its tokens in this pass are drafts.
+            drafted: how many ran in part while drafted.
+        """
+        request = self.rows[index]
+        if request.policy.mode == "verify" or len(request.decided) > drafts:
+            return []
+        if not drafted or request.pending is None:
+            return [Candidate(index, request)]
+        above = request.pending.last_layer
+        left = any(layer > above for layer in self.rules.exit_layers)
+        return [Candidate(index, request, above)] if left and not self._skips_checks else []
+
+    def _drafted_before(self, request: Request, first: int, last: int) -> int:
+        """How many tokens of a pass over positions `first` to `last` were drafted after the last.
+
+        Those of a request that was preempted since are computed anew; where they had frozen, what
+        they decided is decided anew too.
+        """
+        if request.pending is None:
+            return 0
+        request.pending.expect(first, last, self.pass_number)
+        drafted = request.pending.count_from(first)
+        if request.freezes and not drafted:
+            request.decided = []
+        return drafted
+
     def record(self, step: Step) -> None:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
+        self._exited = step.depth
         for index, position in enumerate(step.last_positions):
             request = self.rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
@@ -133,11 +167,14 @@ class HostRequests:
             if request.note_keys:
                 step.noted[index] = len(request.output_ids)
             if request.drafts:
+                if request.note_keys:
+                    behind = request.met.setdefault(step.noted[index] + len(request.drafts), [])
+                    behind += step.notes.get(index, ())
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
             if request.decided:
                 depth, request.decided = request.decided[0].depth, []
-                self._count_later(depth)
+                self._count_later(request, depth, self.rules.num_layers)
             generated = len(request.output_ids)
             self._note_depth(index, generated, depth)
             if keys := request.note_keys:
@@ -203,9 +240,9 @@ class HostRequests:
                 continue
             assert request.pending is not None
             allowed = min(left, most)
-            if request.policy.mode == "verify":
-                request.pending.clear()  # all were judged
-            else:
+            if request.policy.mode != "defer":
+                request.pending.clear()  # all were judged, or went through
+            if request.policy.mode != "verify":
                 allowed -= 1  # the token behind the last draft is decided too, and needs room
             candidate = Candidate(index, request)
             found.append(Draft(candidate, tokens[-1], request.length - 1, allowed))
@@ -223,7 +260,7 @@ class HostRequests:
             request = self.rows.get(index)
             if request is None or not request.drafts or not tokens:
                 continue
-            if request.policy.mode == "defer":
+            if request.policy.mode != "verify":
                 self._record_decided(index, tokens)
                 continue
             self.recorder.count_judged(len(request.drafts), len(tokens) - 1)
@@ -237,13 +274,15 @@ class HostRequests:
 
     def _record_decided(self, index: int, tokens: Sequence[int]) -> None:
         """Counts and traces the tokens of a pass before which exits had decided the first ones."""
-        request = self._batch.named(index)
+        request, full_depth = self._batch.named(index), self.rules.num_layers
+        own = self._exited.get(index, full_depth)
         depths = [one.depth for one in request.decided]
-        depths += [self.rules.num_layers] * (len(tokens) - len(depths))
+        depths += [own] * (len(tokens) - len(depths))
         first = len(request.output_ids) - len(tokens)
+        ran = own if request.pending else full_depth  # those that wait went no further
         for generated, depth in enumerate(depths[: len(tokens)], first):
             self._note_depth(index, generated, depth)
-            self._count_later(depth)
+            self._count_later(request, depth, ran)
         if request.note_keys:
             self._note_met(request, range(first, first + len(tokens)), [])
         request.drafts, request.decided = [], []
@@ -271,13 +310,20 @@ class HostRequests:
             self.recorder.note(request.note_keys, request.name, index, met, drafts)
         request.met.clear()
 
-    def _count_later(self, depth: int) -> None:
-        """Counts what a pass ran of a token that an exit had decided before it."""
-        self.recorder.count_deferred_layers(self.rules.num_layers - depth)
+    def _count_later(self, request: Request, depth: int, ran: int) -> None:
+        """Counts what a pass that got to layer `ran` ran of a token that had exited before it."""
+        if not request.freezes:
+            self.recorder.count_deferred_layers(max(0, ran - depth))
 
     def update_counts(self) -> None:
         """See `RunningRequests`."""
         self.recorder.pending_tokens = self._batch.num_pending()
+
+
+def _frozen_before(request: Request, start: int) -> list[tuple[int, int]]:
+    """(token index, depth) of a pass's tokens, from `start` on, that froze while drafted."""
+    count = 0 if request.pending is None else request.pending.frozen
+    return [(start + place, one.depth) for place, one in enumerate(request.decided[:count])]
 
 
 def _computed_before(

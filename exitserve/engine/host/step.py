@@ -28,11 +28,8 @@ class Candidate:
 
     row: int
     request: Request
-
-    @property
-    def pending(self) -> PendingTokens | None:
-        """Where the token waits if it exits; None in modes in which it freezes."""
-        return self.request.pending
+    above: int = 0
+    """The exit layer up to which it was checked while drafted."""
 
     def thresholds_at(self, layer: int) -> tuple[float, float]:
         """Thresholds after `layer` layers: for any token, and for an end of sequence."""
@@ -43,8 +40,8 @@ class Candidate:
         return self.thresholds_at(layer)[0] == ALWAYS
 
     def may_exit_at(self, layer: int) -> bool:
-        """Whether its policy lets the token exit after `layer` layers."""
-        return self.thresholds_at(layer)[0] < math.inf
+        """Whether its policy lets the token exit after `layer` layers, unless it was asked."""
+        return layer > self.above and self.thresholds_at(layer)[0] < math.inf
 
 
 @dataclass
@@ -67,13 +64,13 @@ class Draft:
 
     @property
     def stands(self) -> bool:
-        """Whether nobody judges its drafts: they are the tokens (mode "defer")."""
-        return self.candidate.request.policy.mode == "defer"
+        """Whether nobody judges its drafts: they are the tokens (not in mode "verify")."""
+        return self.candidate.request.policy.mode != "verify"
 
     def stop(self) -> None:
         """Ends drafting before its last token has run.
 
-        In mode "defer" that token is decided, but what follows it is not: so it is no draft.
+        Where drafts stand, that token is decided, but what follows it is not: so it is no draft.
         """
         if self.stands:
             self.found.pop()
@@ -82,7 +79,7 @@ class Draft:
         """Takes what an exit says of the next token; returns whether another may follow.
 
         In mode "verify" a token that ends the answer is not drafted, since nothing may follow it.
-        In mode "defer" nobody judges a draft: it is the token. So the end is taken too, and one
+        In other modes nobody judges a draft: it is the token. So the end is taken too, and one
         more token than may be drafted.
         """
         request = self.candidate.request
@@ -157,7 +154,7 @@ class Step:
     @property
     def is_plain(self) -> bool:
         """Whether the pass runs its own tokens through all layers, and checks none of them."""
-        if self.known_depth is not None or any(self.pending.values()):
+        if self.known_depth is not None or any(self.pending.values()) or self.waiting_counts():
             return False
         return not any(
             one.may_exit_at(layer) for one in self.candidates for layer in self._exit_layers
@@ -195,12 +192,13 @@ class Step:
         }
 
     def waiting_counts(self) -> dict[int, int]:
-        """By row, how many of the pass's own tokens wait at an exit layer already."""
+        """By row, how many of the pass's own tokens have frozen, or wait at an exit layer."""
         counts = {row: one.count_from(self._first(row)) for row, one in self.pending.items()}
         return {row: count for row, count in counts.items() if count}
 
     def restart_waiting(self) -> None:
-        """Lets the pass's own tokens that wait at an exit layer run all layers again."""
+        """Lets the pass's own tokens that were drafted run again, those that froze as far as they
+        got."""
         for row in self.waiting_counts():
             self.pending[row].clear()
 
@@ -211,6 +209,11 @@ class Step:
         """Tokens that wait at `layer` and go on with their rows, unless these are `gone`."""
         found = {row: one.take(layer) for row, one in self.pending.items() if row not in gone}
         return {row: tokens for row, tokens in found.items() if tokens is not None}
+
+    def take_frozen(self, layer: int, gone: Collection[int]) -> list[Tokens]:
+        """Tokens that froze at `layer` while drafted, of rows that are not `gone`."""
+        found = [one.take_frozen(layer) for row, one in self.pending.items() if row not in gone]
+        return [tokens for tokens in found if tokens is not None]
 
     @staticmethod
     def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
@@ -261,7 +264,7 @@ class Step:
 def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
     """A pass of one more token for each of `rows`, which are in ascending order."""
     by_row = {one.row: one for one in rows}
-    waiting = {one.row: one.candidate.pending for one in rows}
+    waiting = {one.row: one.candidate.request.pending for one in rows}
     every = range(rows[-1].row + 1)
     return Step(
         list(accumulate(int(row in by_row) for row in every)),
