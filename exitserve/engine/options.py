@@ -125,12 +125,9 @@ def make_rules(
     calibration, promised = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
-    num_drafts = _num_drafts(options, exit_layers, loop)
-    modes = LOOPS[loop] + (("verify",) if num_drafts and loop != RAILS else ())
     rules = ExitRules(
-        num_drafts=num_drafts,
         when_slower=WHEN_SLOWER[wanted],
-        modes=modes,
+        modes=LOOPS[loop],
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
@@ -140,6 +137,11 @@ def make_rules(
         calibration=calibration,
         full_trace=loop in WITH_FULL_TRACE,
     )
+    mode = options.get("mode") or _default_policy(rules, options, promised).mode
+    if num_drafts := _num_drafts(options, mode, exit_layers, loop):
+        rules = replace(
+            rules, num_drafts=num_drafts, modes=tuple(dict.fromkeys((*rules.modes, "verify")))
+        )
     rules = replace(rules, default=_default_policy(rules, options, promised))
     return _transferring(rules) if transfers else rules
 
@@ -158,14 +160,15 @@ def _transferring(rules: ExitRules) -> ExitRules:
     )
 
 
-def _num_drafts(options: Mapping[str, Any], exit_layers: tuple[int, ...], loop: str) -> int:
+def _num_drafts(
+    options: Mapping[str, Any], mode: str, exit_layers: tuple[int, ...], loop: str
+) -> int:
     """How many tokens requests may draft at a time: any only on servers that draft."""
     given = options.get("num_drafts")
-    mode = options.get("mode")
     if given is not None and (mode not in BY_CONFIDENCE or loop == "device"):
         raise ExitServeError(
-            "num_drafts belongs to modes 'verify', 'defer' and, on CPUs, 'confidence'; add --mode "
-            "verify or another of these."
+            f"num_drafts belongs to modes 'verify', 'defer' and, on CPUs, 'confidence', not "
+            f"{mode!r}; add --mode verify or another of these."
         )
     if mode != "verify" and given is None and loop != RAILS:
         return 0

@@ -125,10 +125,11 @@ def test_requests_choose_their_mode(ask: Any) -> None:
     assert set(fixed.choices[0].exit_layers[1:]) == {6}
 
 
-def test_drafted_answers_of_mode_defer_are_those_of_a_server_that_drafts_nothing(
-    verifying: LocalServer, ask: Any, complete: Complete
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
+def test_drafted_answers_are_those_of_a_server_that_drafts_nothing(
+    verifying: LocalServer, ask: Any, complete: Complete, mode: str
 ) -> None:
-    policy = {"exit_mode": "defer", "exit_threshold": 0.3}
+    policy = {"exit_mode": mode, "exit_threshold": 0.3}
     expected = [complete(prompt, 32, **policy)["choices"][0] for prompt in PROMPTS]
     before = counter(verifying, "exitserve_tokens_total")
     with ThreadPoolExecutor(len(PROMPTS)) as pool:

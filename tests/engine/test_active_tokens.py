@@ -142,6 +142,37 @@ def test_only_the_very_next_pass_takes_up_drafts() -> None:
     assert not pending
 
 
+def _frozen(since: int) -> PendingTokens:
+    """Three tokens that froze at two exits while drafted, and one that waits, as it did not."""
+    pending = PendingTokens(Bounds(), freezes=True)
+    pending.freeze(2, _tokens([4], 0), since)
+    pending.freeze(4, _tokens([5], 0), since)
+    pending.freeze(2, _tokens([6], 0), since)
+    pending.wait(4, _tokens([7], 0), since)
+    return pending
+
+
+def test_frozen_tokens_are_filled_together_and_count_until_their_pass() -> None:
+    pending = _frozen(since=3)
+    filled = [pending.take_frozen(layer) for layer in (2, 4, 2)]
+    assert [one and one.positions for one in filled] == [[4, 6], [5], None]
+    pending.expect(4, 7, number=4)
+    assert (pending.count_from(4), pending.frozen, len(pending), pending.last_layer) == (4, 3, 1, 4)
+    pending.take(4)
+    pending.expect(8, 8, number=5)
+    assert (pending.count_from(8), pending.frozen) == (0, 0)
+
+
+def test_of_frozen_tokens_some_may_not_be_scheduled_or_all_are_computed_anew() -> None:
+    pending = _frozen(since=3)
+    pending.expect(4, 5, number=4)
+    assert (pending.count_from(4), pending.frozen, len(pending)) == (2, 2, 0)
+    pending = _frozen(since=3)
+    pending.expect(0, 7, number=4)
+    assert (pending.count_from(0), pending.frozen, len(pending)) == (0, 0, 0)
+    assert pending.take_frozen(2) is None
+
+
 def test_own_tokens_join_where_they_wait() -> None:
     """Two rows whose first tokens wait, one of them wholly: the pass's order comes back."""
     parts = _tokens([4, 5, 6], 0), _tokens([8, 9], 1)

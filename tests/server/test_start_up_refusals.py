@@ -53,7 +53,7 @@ FLAGS = [
     ("--port x", "--port", "invalid int value"),
     ("--mode verify", "mode 'verify'", "--exit-threshold T"),
     ("--num-drafts 4", "num_drafts", "--mode verify"),
-    ("--exit-threshold 0.5 --num-drafts 4", "num_drafts", "--mode defer"),
+    ("--mode off --num-drafts 4", "num_drafts", "not 'off'"),
     ("--mode defer --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     (
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
@@ -137,6 +137,7 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks timed",
+        "--exit-threshold 0.5 --num-drafts 4",
     ],
 )
 def test_what_is_not_refused(serve, flags: str) -> None:

@@ -1,10 +1,11 @@
-"""Mode "verify": what vLLM's speculative decoding asks of us.
+"""What vLLM's speculative decoding asks of us, on servers that draft.
 
 vLLM schedules the tokens drafted after a pass with the next one, judges them by rejection
 sampling, and counts them (`vllm/v1/spec_decode/custom_class_proposer.py`,
 `vllm/v1/sample/rejection_sampler.py`). The drafts are ours: tokens that pass an exit check of the
 model itself. There is no second model, and no second cache: drafted tokens write the keys and
-values of the layers they run, and run only the other layers when they are judged.
+values of the layers they run, and run only the other layers in their pass. Where exits decide
+tokens, that gives the sampler logits by which it accepts all of them.
 
 Shapes: B rows.
 """
