@@ -8,8 +8,8 @@ a row that leaves fills nothing: its token waits at the exit layer until the nex
 goes on, which takes it along.
 
 On servers that draft, tokens that pass their check after a pass are followed by their guess at the
-next, again and again (`exitserve.engine.host.drafts`), and wait, each where it stopped, for the next
-pass. In mode "verify" that judges the guesses. In other modes they are the tokens; in mode
+next, again and again (`exitserve.engine.host.drafts`), and wait, each where it stopped, for the
+next pass. In mode "verify" that judges the guesses. In other modes they are the tokens; in mode
 "confidence" only the last one waits, since those that exited are frozen.
 
 Passes whose rows cannot be rearranged run masked instead, every row in its place

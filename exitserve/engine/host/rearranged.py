@@ -4,8 +4,8 @@ After each segment the rows that are due are checked. Those that pass leave: the
 values of all layers above from their frozen state, or wait at the exit (modes "defer" and
 "verify"). The next segment runs the rows that are left, with the tokens that waited for them.
 
-Tokens that freeze while drafted fill nothing at once: their keys and values are wanted when the next
-one goes beyond their exit, and then those of several are one product.
+Tokens that freeze while drafted fill nothing at once: their keys and values are wanted when the
+next one goes beyond their exit, and then those of several are one product.
 
 Shapes: T tokens, A active tokens, B rows, N rows to check, D hidden.
 """
