@@ -189,7 +189,7 @@ def make_settings(
         elif setting.mode in BY_CONFIDENCE and policy_of(setting.fields(1)[0], rules).mode == "off":
             raise ExitServeError(
                 f"threshold {setting.exit_threshold} never exits for this checkpoint; exits off "
-                f"is always measured, so leave it out."
+                f"is always measured, so leave it out, or give one below 1."
             )
     if len(set(settings)) != len(settings):
         raise ExitServeError("a threshold, a layer or a mix is given twice; give each once.")
