@@ -14,7 +14,8 @@ from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 
 ACCEPTANCES = (0.7, 0.8, 0.9)
-"""Of a draft, for which gains are shown. Training for the draft layer decides it."""
+"""Of a draft, for which gains are shown; in mode "confidence", that a token exits. Training for the
+draft layer decides it."""
 ASSUMED = 0.8
 """The one that advice goes by."""
 DEPTHS = (1 / 16, 1 / 8, 1 / 4)
@@ -36,12 +37,13 @@ def drafting_table(
         batch_sizes: B.
         layers: at which to draft.
         vocab_size: rows of the whole head.
-        reruns: see `Drafting`.
+        reruns: see `Drafting`; where the judge does not, exits may decide as well.
     """
+    modes = ("verify", "defer") if reruns else ("verify", "defer", "confidence")
     heads = [vocab_size, *([ROWS] if vocab_size >= WORTH_CUTTING * ROWS else [])]
     table = []
     for mode, batch, layer, drafts, rows, acceptance in product(
-        ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
+        modes, batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
     ):
         way = Drafting(
             exit_layer=layer,
@@ -49,6 +51,7 @@ def drafting_table(
             head_share=rows / vocab_size,
             checks=mode == "defer",
             reruns=reruns,
+            freezes=mode == "confidence",
         )
         gain = drafting_speedup(costs, batch, way, acceptance)
         table.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exitserve.planning.drafts import ASSUMED
 from exitserve.planning.run import gain_of, shown_layers
 from exitserve.report import machine_line, markdown_table
 
@@ -94,7 +95,34 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
     advice = [_advice_line(one) for one in data["advice"]]
-    return lines + [_verdict_line(one, data) for one in data["verdicts"]] + advice
+    return [
+        *lines,
+        *(_verdict_line(one, data) for one in data["verdicts"]),
+        *advice,
+        *_together_lines(data),
+    ]
+
+
+def _together_lines(data: Mapping[str, Any]) -> list[str]:
+    """What mode confidence gives where several tokens may exit in a step (CPUs): one line."""
+    whole = data["shape"]["vocab_size"]
+    best: dict[int, Mapping[str, Any]] = {}
+    for one in data["modes"]:
+        wanted = one["mode"] == "confidence" and one["acceptance"] == ASSUMED
+        if wanted and one["draft_head_rows"] == whole:
+            known = best.get(one["batch_size"], one)
+            best[one["batch_size"]] = max(known, one, key=lambda own: float(own["wall_speedup"]))
+    if not best:
+        return []
+    found = ", ".join(
+        f"{one['wall_speedup']:.2f} at batch {size} (by layer {one['exit_layer']}, "
+        f"{one['drafts']} at a time)"
+        for size, one in best.items()
+    )
+    return [
+        f"Several tokens may exit in one step (--mode confidence --num-drafts N): if {ASSUMED:.0%} "
+        f"of all tokens exit at one layer, wall speedup {found}."
+    ]
 
 
 def _screens(data: Mapping[str, Any]) -> str:
