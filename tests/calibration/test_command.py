@@ -149,7 +149,8 @@ def test_a_calibrated_model_keeps_its_promise(
 
 
 def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpora) -> None:
-    asked = ["--target-agreement", "0.8", "--confidence-level", "0.8"]
+    asked = ["--target-agreement", "0.8", "--confidence-level", "0.8", "--generated-share", "0"]
+    asked += ["--windows", "100"]
     assert calibrate(model, corpora[0], *asked, "--mode", "defer,confidence") == 0
     block = read_multi_exit(model)
     assert block is not None and block.calibration is not None
