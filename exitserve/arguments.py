@@ -119,16 +119,16 @@ def in_modes(
     Args:
         rules: of the model.
         thresholds: see `thresholds_of`.
-        modes: for numbers all of them; for calibrated thresholds those that were calibrated, or
-            else the one in which a server would have them. None: `confidence` for numbers.
+        modes: for numbers all of them, or `confidence` if there are none; for calibrated
+            thresholds those that were calibrated, or else the one in which a server has them.
     """
-    numbers = [one for one in thresholds if not isinstance(one, str)]
-    words = [one for one in thresholds if isinstance(one, str)]
     known = () if rules.calibration is None else rules.calibration.by_mode()
     own: list[Any] = [] if rules.calibrated is None else [rules.calibrated.mode]
     calibrated = [mode for mode in modes if mode in known] or own or modes[:1] or ["confidence"]
-    found = [(mode, number) for mode in modes or ["confidence"] for number in numbers]
-    return found + [(mode, word) for mode in calibrated for word in words]
+    by_kind: list[tuple[Mode, float | str]] = []
+    for kind, chosen in ((float, modes or ["confidence"]), (str, calibrated)):
+        by_kind += [(mode, one) for mode in chosen for one in thresholds if isinstance(one, kind)]
+    return by_kind
 
 
 def threshold_label(mode: str, threshold: float | str | None) -> str:

@@ -133,11 +133,12 @@ class Engines:
                 new = produced[len(tokens[output.request_id]) :]
                 tokens[output.request_id] += new
                 times[output.request_id] += [now] * len(new)
-            lengths = [len(one) for one in times.values()]
-            # The engine is a step ahead of what came from it, at the end as at the start.
-            if counted and (max(lengths) == max_tokens if marks else all(lengths)):
-                marks.append(self.counts(setting))
-                counted = len(marks) < 2
+            if counted:
+                lengths = [len(one) for one in times.values()]
+                # The engine is a step ahead of what came from it, at the end as at the start.
+                if max(lengths) == max_tokens if marks else all(lengths):
+                    marks.append(self.counts(setting))
+                    counted = len(marks) < 2
         return BatchResult(
             tokens=tuple(tuple(tokens[i]) for i in ids),
             times=tuple(tuple(times[i]) for i in ids),
