@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -52,14 +52,9 @@ class Screen:
     """[K]."""
 
     def score(self, normed: Tensor) -> Tensor:
-        """[N] float32 scores of normed states [N, D]: the higher, the more confident.
-
-        Of several screens in one (`stacked`): [E, N], of [E, N, D].
-        """
-        fused = torch.addmm if self.inner.dim() == 2 else torch.baddbmm
-        inner = fused(self.inner_bias.unsqueeze(-2), normed.float(), self.inner.mT)
-        outer = torch.matmul(inner.relu_(), self.outer.unsqueeze(-1)).squeeze(-1)
-        return outer.add_(self.outer_bias)
+        """[N] float32 scores of normed states [N, D]: the higher, the more confident."""
+        inner = torch.addmm(self.inner_bias, normed.float(), self.inner.mT)
+        return torch.mv(inner.relu_(), self.outer).add_(self.outer_bias)
 
     def least_score(self, threshold: float, break_even: float) -> float:
         """The score above which a check at a threshold is worth its price.
@@ -94,12 +89,6 @@ class Screen:
             for values in (self.slope, self.offset)
         )
         return slope, offset
-
-    @classmethod
-    def stacked(cls, screens: Sequence[Screen]) -> Screen:
-        """E screens in one, with which only `score` can be called."""
-        parts = (torch.stack([getattr(one, own.name) for one in screens]) for own in fields(cls))
-        return cls(*parts)
 
     def to(self, device: torch.device) -> Screen:
         """The same screen on a device."""

@@ -32,7 +32,7 @@ from exitserve.engine.rails.draft_head import DraftHead
 from exitserve.engine.rails.loop import RailsLoop
 from exitserve.engine.rails.requests import RailsRequests
 from exitserve.engine.state import EngineState, state_of
-from exitserve.screens import load_screens
+from exitserve.screens import Screens, load_screens
 
 
 class MultiExitMixin(FirstLayers):
@@ -51,14 +51,15 @@ class MultiExitMixin(FirstLayers):
         self.device: DeviceLoop | None = None
         self.rails: RailsLoop | None = None
         if path == RAILS:
-            segments = self._make_segments(vllm_config, masked=False)
+            segments = self._make_segments(vllm_config, screens={}, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)
             self.rails = RailsLoop(self, segments, self._head, draft_head, most)
             return
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
-        self._segments = self._make_segments(vllm_config, masked=on_device)
+        screens = self._head.screens
+        self._segments = self._make_segments(vllm_config, screens=screens, masked=on_device)
         model: Any = self
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
         self.propagation = Propagation(
@@ -87,7 +88,6 @@ class MultiExitMixin(FirstLayers):
             compute_logits,
             ends,
             rules.criterion,
-            rules.exit_layers,
             screens,
             rules.break_even,
         )
@@ -98,7 +98,9 @@ class MultiExitMixin(FirstLayers):
         tokens = load_draft_tokens(config.model, config.revision)
         return DraftHead(model.output_head(), model.logits_processor, tokens)
 
-    def _make_segments(self, vllm_config: Any, *, masked: bool) -> tuple[Segment, ...]:
+    def _make_segments(
+        self, vllm_config: Any, *, screens: Screens, masked: bool
+    ) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits. See `compiled_segment`."""
         model: Any = self
         exit_layers, layers = self._state.rules.exit_layers, model.decoder_layers()
@@ -110,6 +112,7 @@ class MultiExitMixin(FirstLayers):
             layers,
             run_layer=model.run_layer,
             final_norm=model.final_norm,
+            screens=screens,
             masked=masked,
         )
         return tuple(

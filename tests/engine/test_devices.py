@@ -107,15 +107,16 @@ def test_the_check(
     meaning = torch.zeros(len(KNOTS))
     weights = torch.zeros(4, WIDTH), torch.zeros(4), torch.zeros(4), torch.zeros(1)
     screens, ends = {2: Screen(*weights, meaning, meaning)}, torch.tensor([1])
-    head = exit_head.ExitHead(
-        model, lambda normed: normed @ lm_head.weight.T, ends, criterion, (2,), screens, {2: 0.4}
-    )
+    with card:  # as vLLM makes models
+        head = exit_head.ExitHead(
+            model, lambda normed: normed @ lm_head.weight.T, ends, criterion, screens, {2: 0.4}
+        )
     normed = torch.zeros(3, WIDTH, device=card)
     limits = torch.zeros(3, device=card)
     found, logits = head.check(normed, limits, limits)
     assert found.exits.device == found.confidence.device == card
     assert head.logits_of(logits, range(3)).shape == (3, ranks * COLUMNS)
-    assert head.opens(normed, 2, limits).device == card
+    assert head.screens[2].score(normed).device == card
 
 
 @pytest.mark.parametrize("with_all", [True, False])

@@ -64,7 +64,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
 
         processor.org_vocab_size = len(weight)  # type: ignore[attr-defined]
         model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
-        head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", (), {}, {})
+        head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", {}, {})
         return head.check(normed, limits, end_limits)[0]
 
     for rank in range(ranks):

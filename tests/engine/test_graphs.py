@@ -91,7 +91,8 @@ def test_norms_leave_the_stream_as_it_is(is_last: bool) -> None:
         return hidden.copy_(2 * residual)
 
     stream = torch.ones(3), torch.ones(3) * 4
-    normed, *after = ended(norm, is_last=is_last)(stream)
+    normed, scores, *after = ended(norm, is_last=is_last)(stream)
+    assert scores is None
     assert normed.tolist() == [10.0] * 3
     assert (
         after == [None, None]
@@ -109,7 +110,7 @@ def test_drafts_and_their_judge_norm_in_segments() -> None:
 
         def __call__(self, _: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
             own = hidden if residual is None else hidden + residual
-            return own + 100 * self.end, own, own
+            return own + 100 * self.end, None, own, own
 
     class Head:
         def check(self, normed: Tensor, *limits: Tensor) -> Any:

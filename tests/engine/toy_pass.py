@@ -36,18 +36,15 @@ class Layers:
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, None, Tensor, Tensor]:
         self.runs += 1
         total = hidden if residual is None else hidden + residual
         after = hidden.tanh().masked_fill(frozen, 0.0), torch.where(frozen, state, total)
-        return sum(after), *after
+        return sum(after), None, *after
 
 
 class Head:
     """A head whose states are half of the logits."""
-
-    def has_screen(self, layer: int) -> bool:
-        return False
 
     def check(self, normed: Tensor, limits: Tensor, ends: Tensor) -> Any:
         logits = torch.cat([normed, -normed], dim=-1)

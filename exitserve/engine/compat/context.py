@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -21,6 +22,9 @@ from vllm.forward_context import (
     override_forward_context,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+KEPT = 1024
+"""Lengths of rows whose starts are kept as tensors."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def batch_shape() -> BatchShape | None:
 
 
 def can_rearrange(context: ForwardContext) -> bool:
-    """Whether `rearranged_context` knows the attention backend of a pass."""
+    """Whether `PassContexts` knows the attention backend of a pass."""
     metadata: Any = context.attn_metadata
     return all(isinstance(one, CPUAttentionMetadata) for one in _distinct(metadata))
 
@@ -87,60 +91,72 @@ def slots_ahead(
     return [[tuple(group[turn]) for group in found] for turn in range(count)]
 
 
-def rearranged_context(
-    base: ForwardContext,
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    seq_lens: Sequence[int],
-    slots: Sequence[Sequence[int]],
-) -> ForwardContext:
-    """The context of a pass for some of its rows, with other tokens.
+class PassContexts:
+    """Contexts for some rows of a pass, with other tokens."""
 
-    Args:
-        base: the context of the whole pass.
-        rows: [R] the rows that run, ascending.
-        lengths: [R] tokens of each; those of a row are the last of its sequence.
-        seq_lens: [R] length of each row's sequence up to its last token.
-        slots: G times [A] where keys and values of all those tokens go in the cache.
-    """
-    metadata: Any = base.attn_metadata
-    old: Any = base.slot_mapping
-    fresh = _fresh_slots(base, slots)
-    layers: dict[int, list[str]] = {}
-    for name, one in metadata.items():
-        layers.setdefault(id(one), []).append(name)
-    changed = {
-        id(one): _rearranged(
-            one,
-            rows,
-            lengths,
-            seq_lens,
-            fresh[id(old[layers[id(one)][0]])],
-            [base.no_compile_layers[name] for name in layers[id(one)]],
+    def __init__(self, base: ForwardContext) -> None:
+        """Takes the context of the whole pass."""
+        self.base = base
+        metadata: Any = base.attn_metadata
+        slots: Any = base.slot_mapping
+        self._slots, self._slots_of = _numbered(slots)
+        self._metadata, self._metadata_of = _numbered(metadata)
+        self._layers: list[list[str]] = [[] for _ in self._metadata]
+        """By metadata object, the layers that share it."""
+        for name, number in self._metadata_of.items():
+            self._layers[number].append(name)
+
+    def of_rows(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        seq_lens: Sequence[int],
+        slots: Sequence[Sequence[int]],
+    ) -> ForwardContext:
+        """The context of some rows.
+
+        Args:
+            rows: [R] the rows that run, ascending.
+            lengths: [R] tokens of each; those of a row are the last of its sequence.
+            seq_lens: [R] length of each row's sequence up to its last token.
+            slots: G times [A] where keys and values of all those tokens go in the cache.
+        """
+        fresh = self._fresh(slots)
+        changed = [
+            _rearranged(
+                one,
+                rows,
+                lengths,
+                seq_lens,
+                fresh[self._slots_of[names[0]]],
+                [self.base.no_compile_layers[name] for name in names],
+            )
+            for one, names in zip(self._metadata, self._layers, strict=True)
+        ]
+        return replace(
+            self.base,
+            attn_metadata={name: changed[one] for name, one in self._metadata_of.items()},
+            slot_mapping={name: fresh[one] for name, one in self._slots_of.items()},
         )
-        for one in _distinct(metadata)
-    }
-    return replace(
-        base,
-        attn_metadata={name: changed[id(one)] for name, one in metadata.items()},
-        slot_mapping={name: fresh[id(one)] for name, one in old.items()},
-    )
+
+    def with_slots(self, slots: Sequence[Sequence[int]]) -> ForwardContext:
+        """One in which keys and values go to other slots, G times [A]; nothing attends in it."""
+        fresh = self._fresh(slots)
+        return replace(
+            self.base, slot_mapping={name: fresh[one] for name, one in self._slots_of.items()}
+        )
+
+    def _fresh(self, slots: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [
+            torch.tensor(new, dtype=one.dtype) for one, new in zip(self._slots, slots, strict=True)
+        ]
 
 
-def with_slots(base: ForwardContext, slots: Sequence[Sequence[int]]) -> ForwardContext:
-    """A context in which keys and values go to other slots, G times [A]; nothing attends in it."""
-    old: Any = base.slot_mapping
-    fresh = _fresh_slots(base, slots)
-    return replace(base, slot_mapping={name: fresh[id(one)] for name, one in old.items()})
-
-
-def _fresh_slots(base: ForwardContext, slots: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """Slots G times [A] as tensors, each by the identity of the one whose place it takes."""
-    old: Any = base.slot_mapping
-    return {
-        id(one): torch.tensor(new, dtype=one.dtype)
-        for one, new in zip(_distinct(old), slots, strict=True)
-    }
+def _numbered(by_layer: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """The distinct objects, and by layer which of them it has."""
+    objects = _distinct(by_layer)
+    numbers = {id(one): number for number, one in enumerate(objects)}
+    return objects, {name: numbers[id(one)] for name, one in by_layer.items()}
 
 
 def without_reading_for(
@@ -200,7 +216,7 @@ def _rearranged(
     layers: list[Any],
 ) -> Any:
     """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
-    starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
+    table, starts = metadata.block_table, _starts(tuple(lengths))
     sequences = torch.tensor(seq_lens, dtype=torch.int32)
     windows = {layer.impl.sliding_window for layer in layers}
     first = layers[0]
@@ -211,7 +227,7 @@ def _rearranged(
         query_start_loc=starts,
         max_seq_len=max(seq_lens),
         seq_lens=sequences,
-        block_table=metadata.block_table[torch.tensor(rows)],
+        block_table=table if len(rows) == len(table) else table[torch.tensor(rows)],
         slot_mapping=slots,
         scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(rows),
@@ -229,3 +245,9 @@ def _rearranged(
             kv_cache_dtype=first.kv_cache_dtype,
         ),
     )
+
+
+@lru_cache(KEPT)
+def _starts(lengths: tuple[int, ...]) -> Tensor:
+    """[R + 1] where rows of some lengths begin, and the last one ends."""
+    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)

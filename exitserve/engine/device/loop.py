@@ -110,7 +110,7 @@ class DeviceLoop:
         with _fresh_context():
             for segment in self._segments:
                 assert after is not None, "not the last one before"
-                _, after, residual = segment(positions, after, residual, frozen, state)
+                _, _, after, residual = segment(positions, after, residual, frozen, state)
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
         rows.start()

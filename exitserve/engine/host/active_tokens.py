@@ -47,6 +47,8 @@ class ActiveTokens:
         self.stream = stream
         self.normed = stream[0][:0]
         """[A, D] normed states behind the segment that ran last, until rows go or tokens come."""
+        self.scores: Tensor | None = None
+        """[A] of that segment's screen, if it has one."""
         self.slots = [list(group) for group in slots]
         """G times [A]."""
         self.tokens = list(range(len(positions)))
@@ -75,7 +77,7 @@ class ActiveTokens:
 
     def run(self, segment: Segment) -> None:
         """Runs the next layers."""
-        self.normed, hidden, residual = segment(self.positions, *self.stream)
+        self.normed, self.scores, hidden, residual = segment(self.positions, *self.stream)
         self.num_layers = segment.end
         if hidden is not None:  # behind the last layer nothing goes on
             self.stream = hidden, residual

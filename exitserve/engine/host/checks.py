@@ -5,7 +5,7 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,30 +23,28 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
-    def opened(self, normed: Tensor, due: Sequence[Candidate], layer: int, step: Step) -> list[int]:
+    def opened(
+        self, scores: Sequence[float], due: Sequence[Candidate], layer: int, step: Step
+    ) -> list[int]:
         """Indices of the rows whose check after `layer` layers is worth making.
 
         Args:
-            normed: [N, D] normed states of their tokens.
+            scores: [N] of the layer's screen.
             due: [N] the rows.
             layer: the exit layer.
             step: takes note of the others.
         """
-        every = list(range(len(due)))
-        unchecked = all(one.exits_unchecked(layer) for one in due)
-        if unchecked or not self.head.has_screen(layer):
-            return every
-        opens = self.head.opens(normed, layer, self.least_scores(due, layer)).tolist()
-        opened = [index for index in every if opens[index]]
+        least = self.least_scores(due, layer)
+        opened = [index for index in range(len(due)) if scores[index] > least[index]]
         if len(opened) < len(due):
             self._recorder.screened[layer] += len(due) - len(opened)
-            self.note_screened([due[index] for index in every if not opens[index]], layer, step)
+            screened = (due[index] for index in range(len(due)) if index not in opened)
+            self.note_screened(screened, layer, step)
         return opened
 
-    def least_scores(self, due: Sequence[Candidate], layer: int) -> Tensor:
+    def least_scores(self, due: Sequence[Candidate], layer: int) -> list[float]:
         """[N] scores above which rows are checked."""
-        scores = [self.head.least_score(layer, one.thresholds_at(layer)[0]) for one in due]
-        return torch.tensor(scores)
+        return [self.head.least_score(layer, one.thresholds_at(layer)[0]) for one in due]
 
     def check(self, normed: Tensor, due: list[Candidate], layer: int, step: Step) -> list[int]:
         """Checks rows after `layer` layers.
@@ -106,7 +104,7 @@ class Checks:
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
         return passed
 
-    def note_screened(self, screened: Sequence[Candidate], layer: int, step: Step) -> None:
+    def note_screened(self, screened: Iterable[Candidate], layer: int, step: Step) -> None:
         """Notes rows that a screen did not let through to a check."""
         for one in screened:
             step.note(one, CheckNote(layer))
@@ -181,7 +179,9 @@ class HostMaskedRows:
     def least_scores(self, layer: int) -> Tensor:
         """Those of the rows that are due; 0 for all others."""
         found = torch.zeros(len(self.places))
-        found[[one.row for one in self._due]] = self._checks.least_scores(self._due, layer)
+        found[[one.row for one in self._due]] = torch.tensor(
+            self._checks.least_scores(self._due, layer)
+        )
         return found
 
     def count_screened(self, layer: int, rows: Tensor) -> None:

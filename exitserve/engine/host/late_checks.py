@@ -32,8 +32,8 @@ class _Wanted:
 
     names: list[str]
     """[C] the requests."""
-    least_scores: Tensor
-    """[E, C] scores above which a screen lets rows through to a check."""
+    least_scores: list[list[float]]
+    """[E][C] scores above which a screen lets rows through to a check."""
     thresholds: Tensor
     """[E x C, 2] for any token, for ends of sequence."""
     may_exit: list[list[bool]]
@@ -62,18 +62,25 @@ class LateChecks:
         self._exit_layers = recorder.exit_layers
         self._last: _Wanted | None = None
 
-    def settle(self, step: Step, at_exits: Sequence[Tensor], normed: Tensor) -> None:
+    def settle(
+        self,
+        step: Step,
+        at_exits: Sequence[Tensor],
+        scores: Sequence[Tensor | None],
+        normed: Tensor,
+    ) -> None:
         """Decides at which exit each row would have left.
 
         Args:
             step: takes depths and logits.
             at_exits: E times [C, D] normed states of the rows that may exit.
-            normed: [C, D] those behind the last layer.
+            scores: E times [C] of the exits' screens.
+            normed: [C, D] states behind the last layer.
         """
         rows, last = step.candidates, self._recorder.num_layers
         wanted = self._wanted(rows)
         states = torch.cat([*at_exits, normed])
-        opened = self._opened(wanted, states[: -len(rows)])
+        opened = _opened(wanted, scores)
         asked = [place for place, opens in enumerate(opened) if opens]
         read = self._read(wanted, asked, states) if asked else None
         self._settle(step, wanted, opened, read)
@@ -101,21 +108,11 @@ class LateChecks:
             pairs = [one.thresholds_at(layer) for layer in layers for one in rows]
             self._last = _Wanted(
                 names,
-                torch.stack([self._checks.least_scores(rows, layer) for layer in layers]),
+                [self._checks.least_scores(rows, layer) for layer in layers],
                 torch.tensor(pairs),
                 [[one.may_exit_at(layer) for one in rows] for layer in layers],
             )
         return self._last
-
-    def _opened(self, wanted: _Wanted, states: Tensor) -> list[bool]:
-        """[E x C] which checks are worth making, where a row may exit at all."""
-        by_exit = states.view(len(self._exit_layers), -1, states.shape[-1])
-        opened = self._checks.head.opens_at_all(by_exit, wanted.least_scores).tolist()
-        return [
-            opens and may_exit
-            for own, allowed in zip(opened, wanted.may_exit, strict=True)
-            for opens, may_exit in zip(own, allowed, strict=True)
-        ]
 
     def _settle(
         self, step: Step, wanted: _Wanted, opened: Sequence[bool], read: _Read | None
@@ -150,3 +147,15 @@ class LateChecks:
         # In the rows' order, so that the sampler's logits need no other.
         rows = [one.row for one in step.candidates]
         step.keep_logits(rows, self._checks.head.logits_of(read.logits, kept))
+
+
+def _opened(wanted: _Wanted, scores: Sequence[Tensor | None]) -> list[bool]:
+    """[E x C] which checks are worth making, where a row may exit at all."""
+    opened = list[bool]()
+    for own, least, may_exit in zip(scores, wanted.least_scores, wanted.may_exit, strict=True):
+        if own is None:
+            opened += may_exit
+            continue
+        found = zip(own.tolist(), least, may_exit, strict=True)
+        opened += [score > lowest and allowed for score, lowest, allowed in found]
+    return opened

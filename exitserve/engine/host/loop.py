@@ -144,14 +144,14 @@ class HostLoop:
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """All rows through all layers, frozen ones with their state restored after each."""
-        layers = self._model.decoder_layers()
+        layers, screens = self._model.decoder_layers(), self.checks.head.screens
         bounds = pairwise([0, *self._rules.exit_layers, len(layers)])
         segments = [
             MaskedLayers(
                 tuple(layers[start:end]),
                 end,
                 self._model.run_layer,
-                ended(self._model.final_norm, is_last=end == len(layers)),
+                ended(self._model.final_norm, screens.get(end), is_last=end == len(layers)),
             )
             for start, end in bounds
         ]
@@ -170,12 +170,14 @@ class HostLoop:
         """All rows through all layers, and checked behind the last."""
         rows = [step.row_ends[one.row] - 1 for one in step.candidates]
         places = None if len(rows) == len(hidden) else torch.tensor(rows)
-        normed, states, stream = hidden, list[Tensor](), (hidden, None)
+        normed, stream = hidden, (hidden, None)
+        states, scores = list[Tensor](), list[Tensor | None]()
         for segment in self._segments:
-            normed, *stream = segment(positions, *stream)
+            normed, score, *stream = segment(positions, *stream)
             states.append(normed if places is None else normed[places])
+            scores.append(score if places is None or score is None else score[places])
         self._recorder.count_layers(self._rules.num_layers)
-        self._late.settle(step, states[:-1], states[-1])
+        self._late.settle(step, states[:-1], scores[:-1], states[-1])
         return normed
 
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
@@ -196,7 +198,7 @@ class HostLoop:
             stream: Stream = (hidden, None)
             for segment in self._segments:
                 self._rearranged.is_pair = stream[1] is not None
-                _, *stream = segment(positions, *stream)
+                _, _, *stream = segment(positions, *stream)
 
     def _catch_up(self, hidden: Tensor, step: Step) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""

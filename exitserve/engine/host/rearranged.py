@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from exitserve.engine.compat.context import rearranged_context, with_slots
+from exitserve.engine.compat.context import PassContexts
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.requests import HostRequests
@@ -38,6 +38,7 @@ class Rearranged:
         self._rules, self._recorder = requests.rules, requests.recorder
         self.is_pair = False
         """Whether layers carry the stream as a pair."""
+        self._contexts: PassContexts | None = None
 
     def run(
         self,
@@ -58,16 +59,15 @@ class Rearranged:
             left: [T, D], takes the normed states of rows that leave, if somebody wants them.
             least: the pass stops at an exit at which fewer rows are left.
         """
-        base = get_forward_context()
-        gone = set[int]()
-        with ExitStack() as contexts:
+        contexts, gone = self._contexts_of_pass(), set[int]()
+        with ExitStack() as entered:
 
             def arrange() -> None:
                 if active.rows:
-                    context = rearranged_context(
-                        base, active.rows, active.lengths, active.ends(), active.slots
+                    context = contexts.of_rows(
+                        active.rows, active.lengths, active.ends(), active.slots
                     )
-                    contexts.enter_context(override_forward_context(context))
+                    entered.enter_context(override_forward_context(context))
 
             if waiting := step.waiting_counts():
                 active.put_off(waiting)
@@ -80,7 +80,7 @@ class Rearranged:
                 if (not stays and not step.has_more(gone)) or stays < least:
                     active.change(leaving, {})
                     break
-                self._fill(segment.end, step.take_frozen(segment.end, gone))
+                self._fill(contexts, segment.end, step.take_frozen(segment.end, gone))
                 taken = step.take_pending(segment.end, gone)
                 if leaving or taken:
                     active.change(leaving, taken)
@@ -88,16 +88,26 @@ class Rearranged:
 
     def fill_frozen(self, rows: Sequence[Draft]) -> None:
         """Propagates keys and values of all tokens that froze while rows drafted."""
-        pending = [one.candidate.request.pending for one in rows]
+        contexts, pending = (
+            self._contexts_of_pass(),
+            [one.candidate.request.pending for one in rows],
+        )
         for layer in self._rules.exit_layers:
             found = [one.take_frozen(layer) for one in pending if one is not None]
-            self._fill(layer, [tokens for tokens in found if tokens is not None])
+            self._fill(contexts, layer, [tokens for tokens in found if tokens is not None])
 
-    def _fill(self, layer: int, parts: Sequence[Tokens]) -> None:
+    def _contexts_of_pass(self) -> PassContexts:
+        """For the current context, which is that of a pass; the same one for all of its drafts."""
+        base = get_forward_context()
+        if self._contexts is None or self._contexts.base is not base:
+            self._contexts = PassContexts(base)
+        return self._contexts
+
+    def _fill(self, contexts: PassContexts, layer: int, parts: Sequence[Tokens]) -> None:
         """Propagates keys and values of tokens that froze at `layer`, all at once."""
         if parts:
             tokens = joined(parts)
-            with override_forward_context(with_slots(get_forward_context(), tokens.slots)):
+            with override_forward_context(contexts.with_slots(tokens.slots)):
                 self._propagation.fill(tokens.state, torch.tensor(tokens.positions), layer)
 
     def _run_segment(
@@ -131,15 +141,16 @@ class Rearranged:
         due = step.due(layer)
         if not due:
             return set()
+        if active.scores is not None:
+            scores = active.scores.tolist()
+            own = [scores[place] for place in active.last_tokens([one.row for one in due])]
+            opened = self._checks.opened(own, due, layer, step)
+            if not opened:
+                return set()
+            due = [due[index] for index in opened]
         places, normed = active.last_tokens([one.row for one in due]), active.normed
         if len(places) < len(normed):
             normed = normed[places]
-        opened = self._checks.opened(normed, due, layer, step)
-        if len(opened) < len(due):
-            if not opened:
-                return set()
-            due, places = [due[one] for one in opened], [places[one] for one in opened]
-            normed = normed[opened]
         passed = self._checks.check(normed, due, layer, step)
         if not passed:
             return set()

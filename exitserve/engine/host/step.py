@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,6 +21,9 @@ from exitserve.engine.pending_tokens import PendingTokens, Tokens
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.requests import Exited, Request
 from exitserve.policy import ALWAYS, ExitRules, Mode
+
+KEPT = 1024
+"""Rows of thresholds whose tensors are kept."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +222,7 @@ class Step:
     @staticmethod
     def thresholds(checked: Sequence[Candidate], layer: int) -> tuple[Tensor, Tensor]:
         """[N] for any token, [N] for ends of sequence, of rows checked after `layer` layers."""
-        pairs = torch.tensor([one.thresholds_at(layer) for one in checked]).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1]
+        return _columns(tuple(one.thresholds_at(layer) for one in checked))
 
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
         """Keeps the logits [N, V] of a check that `rows` [N] passed, for the sampler."""
@@ -259,6 +262,13 @@ class Step:
         """The others, ascending."""
         kept = set(self.with_logits())
         return [one for one in range(self.num_samples) if one not in kept]
+
+
+@lru_cache(KEPT)
+def _columns(pairs: tuple[tuple[float, float], ...]) -> tuple[Tensor, Tensor]:
+    """Thresholds [N, 2] as tensors [N], [N]; kept, as policies outlast many passes."""
+    found = torch.tensor(pairs).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:

@@ -29,7 +29,7 @@ from vllm.distributed import (
 )
 
 from exitserve.engine.compat.weights import readable_head
-from exitserve.screens import Screen, Screens
+from exitserve.screens import Screens
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
@@ -55,7 +55,6 @@ class ExitHead:
         compute_logits: Callable[[Tensor], Tensor | None],
         eos_token_ids: Tensor,
         criterion: str,
-        exit_layers: Sequence[int],
         screens: Screens,
         break_even: Mapping[int, float],
     ) -> None:
@@ -66,15 +65,13 @@ class ExitHead:
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
             criterion: what confidence is, one of `exitserve.calibration_record.CRITERIA`.
-            exit_layers: those of the model.
-            screens: by exit layer; where there is none, every check is made.
+            screens: by exit layer, what decides which rows are worth a check; where there is none,
+                every check is made.
             break_even: by exit layer, the chance to pass from which a check pays.
         """
-        self._screens = {layer: one for layer, one in screens.items() if layer in break_even}
+        device = torch.get_default_device()  # where vLLM makes the model
+        self.screens = {k: one.to(device) for k, one in screens.items() if k in break_even}
         self._break_even = break_even
-        own = [self._screens[layer] for layer in exit_layers if layer in self._screens]
-        self._all_screens = Screen.stacked(own) if own and len(own) == len(exit_layers) else None
-        self._exit_layers = exit_layers
         self.least_score = lru_cache(LEAST_SCORES)(self._least_score)
         """The score above which a check after so many layers is made, for a threshold."""
         self._criterion: Criterion = criterion_of(criterion)
@@ -98,33 +95,9 @@ class ExitHead:
         self._prepared = False
         self._readable: Head | None = None
 
-    def has_screen(self, layer: int) -> bool:
-        """Whether a screen decides which rows are worth a check after `layer` layers."""
-        return layer in self._screens
-
     def _least_score(self, layer: int, threshold: float) -> float:
-        screen = self._screens.get(layer)
+        screen = self.screens.get(layer)
         return -inf if screen is None else screen.least_score(threshold, self._break_even[layer])
-
-    def opens(self, normed: Tensor, layer: int, least_scores: Tensor) -> Tensor:
-        """[N] bool: normed states [N, D] whose check is made, given `least_score` of each [N]."""
-        screen = self._screen(layer, normed.device)
-        return screen.score(normed) > least_scores.to(normed.device)
-
-    def opens_at_all(self, normed: Tensor, least_scores: Tensor) -> Tensor:
-        """[E, N] bool: as `opens`, of all E exit layers at once: of [E, N, D] and [E, N]."""
-        if self._all_screens is not None:
-            return self._all_screens.score(normed) > least_scores
-        opened = torch.ones_like(least_scores, dtype=torch.bool)
-        for number, layer in enumerate(self._exit_layers):
-            if layer in self._screens:
-                opened[number] = self.opens(normed[number], layer, least_scores[number])
-        return opened
-
-    def _screen(self, layer: int, device: torch.device) -> Screen:
-        if self._screens[layer].inner.device != device:
-            self._screens[layer] = self._screens[layer].to(device)
-        return self._screens[layer]
 
     def check(
         self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor

@@ -113,6 +113,7 @@ class Room:
         self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
         self.state, self.normed = torch.zeros_like(like), torch.empty_like(like)
         self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)
+        self.scores = like.new_empty(len(like), dtype=torch.float32)
 
 
 @dataclass
@@ -159,9 +160,8 @@ class MaskedLoop:
         if rows.known_depth is not None:
             newly |= (rows.known_depth == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
-        if self.head.has_screen(layer):
-            normed = held.normed[rows.places]
-            opened = self.head.opens(normed, layer, rows.least_scores(layer))
+        if held.is_screened:
+            opened = held.scores[rows.places] > rows.least_scores(layer).to(due.device)
             rows.count_screened(layer, due & ~opened)
             due = due & opened
 
@@ -185,6 +185,9 @@ class _Held:
         self.state, self.normed = room.state[:tokens], room.normed[:tokens]
         """States of frozen tokens; and of all, normed, where they are."""
         self.frozen = room.frozen[:tokens]
+        self.scores = room.scores[:tokens]
+        """Of the last segment's screen, if it `is_screened`."""
+        self.is_screened = False
         self._is_pair = False
         self.hidden.copy_(hidden)
         self.state.zero_()
@@ -198,9 +201,18 @@ class _Held:
         """The stream [T, D], as layers carry it."""
         return self.hidden, self._residual if self._is_pair else None
 
-    def take(self, normed: Tensor, hidden: Tensor | None, residual: Tensor | None) -> None:
+    def take(
+        self,
+        normed: Tensor,
+        scores: Tensor | None,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+    ) -> None:
         """Keeps a segment's result."""
         self.normed.copy_(normed)
+        self.is_screened = scores is not None
+        if scores is not None:
+            self.scores.copy_(scores)
         if hidden is not None:
             self._keep(hidden, residual)
 

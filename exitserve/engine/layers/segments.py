@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 
+from exitserve.screens import Screen, Screens
+
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream [T, D]: alone, or as a pair whose sum it is (the next norm adds them)."""
 
-Ended = tuple[Tensor, Tensor | None, Tensor | None]
-"""Normed states [T, D] and the stream behind some layers; None for it behind the last ones."""
+Ended = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Behind some layers: normed states [T, D]; their screen's scores [T], None where there is none;
+and the stream, None behind the last layers."""
 
 RunLayer = Callable[[Any, Tensor, Stream], Stream]
 """Runs one decoder layer: (layer, positions [T], stream) to stream."""
@@ -31,19 +34,24 @@ def total_of(stream: Stream) -> Tensor:
 
 
 def ended(
-    final_norm: Callable[[Tensor, Tensor | None], Tensor], *, is_last: bool
+    final_norm: Callable[[Tensor, Tensor | None], Tensor],
+    screen: Screen | None = None,
+    *,
+    is_last: bool,
 ) -> Callable[[Stream], Ended]:
-    """The model's final norm, behind the layers before an exit or behind the last ones.
+    """The model's final norm, behind the layers before an exit or behind the last ones; and the
+    exit's screen, if it has one.
 
-    Compiled with them it is fused into what they end with; by itself vLLM runs it as half a dozen
-    operations. Behind the last layers it is called as vLLM does, to the bit; vLLM's form for pairs
-    may write into what it is given, so it gets a sum of its own where the stream goes on.
+    Compiled with them both are fused into what they end with; by itself vLLM runs the norm as half
+    a dozen operations. Behind the last layers it is called as vLLM does, to the bit; vLLM's form
+    for pairs may write into what it is given, so it gets a sum of its own where the stream goes on.
     """
 
     def end_with(stream: Stream) -> Ended:
         if is_last:
-            return final_norm(*stream), None, None
-        return final_norm(total_of(stream), None), *stream
+            return final_norm(*stream), None, None, None
+        normed = final_norm(total_of(stream), None)
+        return normed, None if screen is None else screen.score(normed), *stream
 
     return end_with
 
@@ -107,9 +115,10 @@ def compiled_segment(
     run_layer: RunLayer,
     *,
     final_norm: Callable[[Tensor, Tensor | None], Tensor],
+    screens: Screens,
     masked: bool = False,
 ) -> Segment:
-    """A segment that is compiled as one unit where vLLM compiles.
+    """A segment that is compiled as one unit where vLLM compiles, with the screen at its end.
 
     With `masked` it takes two more arguments and gives frozen tokens their state back after each
     layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
@@ -118,8 +127,11 @@ def compiled_segment(
     (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
     of its own: with a common one, a segment could be handed another's code.
     """
+    screen = screens.get(end)
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
-    end_with = ended(final_norm, is_last=end == len(layers))
+    if screen is not None:
+        name += f"_screen_{len(screen.inner)}"
+    end_with = ended(final_norm, screen, is_last=end == len(layers))
 
     def forward(self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Ended:
         for layer in self.layers:

@@ -60,7 +60,7 @@ class RailsLoop:
 
     def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
-        states, *stream = self._first(positions, hidden, None)
+        states, _, *stream = self._first(positions, hidden, None)
         if self._states is None:
             self._states = hidden.new_empty(self._most_tokens, hidden.shape[1])
         self._states[: len(hidden)].copy_(states)
