@@ -178,16 +178,15 @@ def decided_by_logits(
     """
     chances = logits.softmax(dim=-1, dtype=torch.float32)
     vocab_size = logits.shape[1]
-    if criterion == "margin" and vocab_size > 1:
-        top, second = chances.topk(2, dim=-1).values.unbind(dim=-1)
-        confidence = top - second
-    elif criterion == "entropy" and vocab_size > 1:
-        top = chances.amax(dim=-1)
-        confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
+    if criterion == "max_prob" or vocab_size == 1:
+        confidence = chances.amax(dim=-1)
+    elif criterion == "margin":
+        best = chances.topk(2, dim=-1).values
+        confidence = best[:, 0] - best[:, 1]
     else:
-        confidence = top = chances.amax(dim=-1)
+        confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
     if end_thresholds is not None and ends is not None and len(ends):
-        at_end = chances.index_select(1, ends).amax(dim=-1) == top
+        at_end = logits[:, ends].amax(dim=-1) == logits.amax(dim=-1)
         thresholds = torch.where(at_end, end_thresholds, thresholds)
     return confidence, confidence > thresholds
 
