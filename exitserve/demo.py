@@ -62,7 +62,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=2.0,
+        default=1.5,
         metavar="S",
         help="of each timed pass, at least (default %(default)g)",
     )
