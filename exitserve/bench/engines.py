@@ -236,7 +236,7 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
         # Before ours: requests are checked by the rules of the engine that started last.
         rivals = {name: started_one(_rival(name, job, arguments)) for name in job.rivals}
         drafts = job.drafts or (runs_on_v2() and job.has_mode("defer"))
-        others = {one.mode for one in job.settings} - {"plain", "rival", "off", *drafting_modes()}
+        others = {one.mode for one in job.settings if one.exits} - {*drafting_modes()}
         exits = None if drafts and not others else ours(drafting=False)
         yield Engines(plain, exits, ours(drafting=True) if drafts else None, rivals)
     finally:

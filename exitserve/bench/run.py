@@ -104,10 +104,8 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
 
 def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
     """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
-    # First a pass that is traced; before it one more where passes find out what pays.
-    first = -2 if job.exit_checks == "timed" else -1
-    total = len(job.batch_sizes) * len(job.settings) * (job.repeats - first)
-    done = 0
+    rounds = _rounds(job)
+    total, done = len(job.batch_sizes) * sum(map(len, rounds.values())), 0
     measurements = []
     for batch_size in job.batch_sizes:
         requests = job.requests_in_pass(batch_size)
@@ -115,8 +113,8 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
             setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
             for setting in job.settings
         }
-        for repeat in range(first, job.repeats):
-            for setting in rotated(job.settings, max(repeat, 0)):
+        for repeat, settings in rounds.items():
+            for setting in settings:
                 phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {job.repeats}"
                 progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
                 batches = _batches(job, setting, batch_size)
@@ -130,6 +128,16 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                 done += 1
         measurements += list(by_setting.values())
     return measurements
+
+
+def _rounds(job: BenchJob) -> dict[int, Sequence[Setting]]:
+    """The settings of each repeat, in their order; -1 is traced, and before it, -2 lets engines
+    find out what pays where they go by the clock."""
+    rounds: dict[int, Sequence[Setting]] = {}
+    if job.exit_checks == "timed":
+        rounds[-2] = [one for one in job.settings if one.exits]
+    rounds[-1] = job.settings
+    return rounds | {repeat: rotated(job.settings, repeat) for repeat in range(job.repeats)}
 
 
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:

@@ -41,6 +41,11 @@ class Setting:
     """Plain vLLM with drafts of another kind, or fewer layers (`exitserve.bench.rivals`)."""
 
     @property
+    def exits(self) -> bool:
+        """Whether its tokens may stop early."""
+        return self.mode not in ("plain", "off", "rival")
+
+    @property
     def label(self) -> str:
         """For tables and plots."""
         if self.mode == "rival":
