@@ -205,7 +205,8 @@ def check_same_config(vllm_args: Any, revision: str | None) -> None:
 
 
 def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
-    """Raises `ExitServeError` for a checkpoint with an untested kind of quantisation."""
+    """Raises `ExitServeError` for a checkpoint whose quantisation is untested, or cannot run
+    on this CPU."""
     quantised = config.get("quantization_config")
     if not quantised:
         return
@@ -215,6 +216,14 @@ def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
             f"weights quantised by {method!r} (in the checkpoint's config.json) are not supported: "
             f"exits were tested with {', '.join(QUANTISED)} only. "
             f"To go on, use the unquantised checkpoint, or {PLAIN}."
+        )
+    from exitserve.engine.compat.config import lacks_kernel
+
+    if lacks_kernel(method):
+        raise ExitServeError(
+            f"weights quantised by {method!r} (in the checkpoint's config.json) cannot be served "
+            f"here: vLLM has no kernel for 4 bits on a CPU without AVX-512. "
+            f"To go on, use the unquantised checkpoint, or a machine with AVX-512."
         )
     if has_fixed_activation_scales(quantised):
         raise ExitServeError(

@@ -215,6 +215,12 @@ def test_a_quantised_checkpoint(serve, checkpoint) -> None:
     assert code == 2 and "scales that were fixed beforehand" in error and "dynamic" in error
 
 
+def test_four_bits_on_a_cpu_without_the_kernel(serve, checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr("exitserve.engine.compat.config.lacks_kernel", lambda method: True)
+    code, _, error = serve(model=checkpoint(quantization_config={"quant_method": "gptq"}))
+    assert code == 2 and "AVX-512" in error and len(error.splitlines()) == 1
+
+
 def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> None:
     plain = checkpoint(multi_exit=None)
     for flags, feature, _ in FLAGS:

@@ -52,6 +52,17 @@ def cached_block(vllm_config: Any) -> int | None:
     return int(cache.prefix_match_unit or cache.block_size)
 
 
+FOUR_BITS = ("gptq", "auto_gptq", "awq", "auto_awq")
+
+
+def lacks_kernel(method: str) -> bool:
+    """Whether vLLM cannot multiply weights of this kind here: 4 bits need AVX-512 on a CPU."""
+    if method not in FOUR_BITS or not current_platform.is_cpu():
+        return False
+    current_platform.import_kernels()
+    return not hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+
 def _graphs(vllm_config: Any) -> str | None:
     mode = vllm_config.compilation_config.cudagraph_mode
     return None if mode is None else str(mode.name)
@@ -95,6 +106,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
             and _graphs(vllm_config) not in (None, "NONE")
         ),
     }
+    if lacks_kernel(scheme):
+        raise ValueError(
+            f"vLLM has no kernel for {scheme} weights on a CPU without AVX-512; "
+            f"serve the unquantised checkpoint here."
+        )
     for feature, asked in refusals.items():
         if asked:
             raise ValueError(
