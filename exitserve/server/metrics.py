@@ -151,7 +151,10 @@ DEFERRED_TOKENS = WorkerMetric(
 )
 DEFERRED_LAYERS = WorkerMetric(
     name="exitserve_deferred_layers_total",
-    help="Layers run for tokens after they were emitted (mode defer), or for rejected drafts.",
+    help=(
+        "Layers run for tokens beyond their exit: after they were emitted (mode defer), because "
+        "leaving was slower, or for rejected drafts."
+    ),
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=_field("deferred_layers"),
 )
@@ -175,8 +178,7 @@ STEPPED_ASIDE = WorkerMetric(
     name="exitserve_stepped_aside_total",
     help=(
         "Times a request drafted nothing (mode verify), or a token ran all layers where its policy "
-        "looks for an exit (defer; with --exit-checks timed also confidence), because that was "
-        "faster."
+        "looks for an exit (defer, confidence), because that was faster."
     ),
     promql="sum(rate(exitserve_stepped_aside_total[5m]))",
     read=_field("stepped_aside"),

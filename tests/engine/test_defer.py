@@ -63,11 +63,12 @@ def test_engine_is_the_oracle(start, model, jobs, expected, path: str) -> None:
         assert counted["deferred_layers"] > 0
 
 
+@pytest.mark.parametrize("modes", [["defer"], ["confidence"], ["defer", "confidence"]])
 @pytest.mark.parametrize("leaving", ["never", "now and then", "always"])
 def test_rows_that_do_not_leave_get_the_same(
-    start, model, jobs, job, expect, expect_notes, oracle, leaving: str, monkeypatch
+    start, model, jobs, job, expect, expect_notes, oracle, leaving: str, modes, monkeypatch
 ) -> None:
-    """The clock decides whether rows leave; here the test does. Among those that defer are a
+    """The clock decides whether rows leave; here the test does. Among those that may leave are a
     request at full depth and one that drafts."""
     drawn = random.Random(5)
     ways: list[bool] = []
@@ -78,7 +79,10 @@ def test_rows_that_do_not_leave_get_the_same(
 
     monkeypatch.setattr(PassTiming, "choose", choose)
     others = ({"exit_threshold": 1.0}, {"exit_threshold": 0.06, "exit_mode": "verify"})
-    asked = [one for one in jobs if is_deferred(one)]
+    asked = [
+        job(one.prompt, {**one.fields, "exit_mode": modes[index % len(modes)]}, one.max_tokens)
+        for index, one in enumerate(filter(is_deferred, jobs))
+    ]
     asked += [job(asked[0].prompt[:9], fields, max_tokens=40) for fields in others]
     outcomes = [expect(oracle(model), one) for one in asked]
     verifying = {"mode": "verify", "exit_threshold": 0.06, "num_drafts": 3}
@@ -215,8 +219,9 @@ def test_preempted_requests(start, model, jobs, expected, expect_notes, oracle, 
     assert harness.counter("vllm:num_preemptions") > before
 
 
-def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks) -> None:
+def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks, monkeypatch) -> None:
     """Not of requests either that were aborted while they were preempted."""
+    monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)  # else none may have left
     harness = start(model, max_num_batched_tokens=32, **few_blocks)
     core = harness.engine.llm_engine
     left = 0

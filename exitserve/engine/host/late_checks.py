@@ -1,4 +1,4 @@
-"""Mode "defer" where leaving does not pay: rows run all layers, and are checked behind the last.
+"""Where leaving does not pay: rows run all layers, and are checked behind the last.
 
 Rows that leave save what their layers would compute. But weights are read as long as one row needs
 them, each check reads the head, and a batch is rearranged at every exit; with several rows that
@@ -6,8 +6,10 @@ may cost more than it saves (`exitserve.engine.host.timing` finds out). Then no 
 normed states at the exits are kept, and one read of the head behind the last layer checks all of
 them and gives the last layer's logits as well.
 
-A token is the same either way: in this mode exits are decided by states whose keys and values are
-those of full depth, and a screen or check sees nothing but the state.
+A token is the same either way: a screen or check sees nothing but the state at its exit, and that
+is the same, since a row's later layers change nothing below them. In mode "defer" they leave the
+right keys and values too. In mode "confidence" those of the frozen state are written over theirs
+before another token reads them (`exitserve.engine.host.loop`).
 
 Shapes: C rows that may exit, E exits, M states whose logits are read, D hidden, V vocabulary.
 """

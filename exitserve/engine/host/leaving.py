@@ -1,8 +1,8 @@
 """Whether rows leave a pass at their exits, or stay because that is faster.
 
-Where leaving is slower, rows of mode "defer" are checked behind the last layer, with the same
-tokens and depths; or, as `ExitRules.when_slower` says, run at full depth, unchecked, and those of
-mode "confidence" too. `exitserve.engine.host.timing` finds out what is slower.
+Where leaving is slower, rows are checked behind the last layer, with the same tokens and depths;
+or, as `ExitRules.when_slower` says, run at full depth, unchecked. `exitserve.engine.host.timing`
+finds out what is slower.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from exitserve.engine.host.timing import PassTiming
 from exitserve.engine.requests import Request
 from exitserve.policy import ExitRules, Mode
 
+MAY_STAY: tuple[Mode, ...] = ("defer", "confidence")
+"""Modes whose rows leave by their checks, so that they need not. (With a fixed exit layer nothing
+is checked, and nothing gained by staying.)"""
+
 
 class Leaving:
     """Decides it, pass by pass."""
@@ -28,8 +32,6 @@ class Leaving:
         self._timing = pass_timing(requests.rules)
         self._last = 0
         """The last pass that was timed."""
-        late = requests.rules.when_slower == "check_late"
-        self._may_stay: tuple[Mode, ...] = ("defer",) if late else ("defer", "confidence")
 
     def of_decoding(self, decoding: Sequence[Request]) -> bool | None:
         """Whether any row leaves in a pass in which all decode; None where a step has to tell.
@@ -44,13 +46,13 @@ class Leaving:
             return False
         if self._rules.when_slower != "full_depth":
             return None
-        if any(one.policy.mode not in self._may_stay for one in may_exit):
+        if any(one.policy.mode not in MAY_STAY for one in may_exit):
             return None
         return self._pays(may_exit)
 
     def of_step(self, step: Step) -> bool:
         """Whether the rows of a step leave as its checks say; else none leaves."""
-        if not step.may_stay(self._may_stay):
+        if not step.may_stay(MAY_STAY):
             return True
         return self._pays([one.request for one in step.candidates])
 

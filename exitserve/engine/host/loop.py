@@ -22,7 +22,7 @@ Shapes: T tokens, A active tokens, B rows, N rows to check, S samples, D hidden,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -47,7 +47,7 @@ from exitserve.engine.host.step import Draft, Step, merge_logits
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Segment, Stream, ended
+from exitserve.engine.layers.segments import Segment, Stream, ended, total_of
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
 
@@ -170,15 +170,38 @@ class HostLoop:
         """All rows through all layers, and checked behind the last."""
         rows = [step.row_ends[one.row] - 1 for one in step.candidates]
         places = None if len(rows) == len(hidden) else torch.tensor(rows)
+        freezing = [row for row, one in zip(rows, step.candidates, strict=True) if one.freezes]
         normed, stream = hidden, (hidden, None)
         states, scores = list[Tensor](), list[Tensor | None]()
+        totals = dict[int, Tensor]()
         for segment in self._segments:
             normed, score, *stream = segment(positions, *stream)
             states.append(normed if places is None else normed[places])
             scores.append(score if places is None or score is None else score[places])
+            if freezing and segment.end < self._rules.num_layers:
+                totals[segment.end] = total_of(stream)[freezing]
         self._recorder.count_layers(self._rules.num_layers)
         self._late.settle(step, states[:-1], scores[:-1], states[-1])
+        self._fill_late(step, positions[freezing], torch.tensor(freezing), totals)
         return normed
+
+    def _fill_late(
+        self, step: Step, positions: Tensor, tokens: Tensor, totals: Mapping[int, Tensor]
+    ) -> None:
+        """Propagates keys and values of rows that froze, over those that the layers above wrote.
+
+        Args:
+            step: knows at which exits.
+            positions: [F] of the rows that may freeze.
+            tokens: [F] their indices in the pass.
+            totals: by exit layer, their states [F, D] there.
+        """
+        rows = [one.row for one in step.candidates if one.freezes]
+        for layer, total in totals.items():
+            own = [number for number, row in enumerate(rows) if step.depth.get(row) == layer]
+            if own:
+                self._recorder.count_frozen(len(own))
+                self._propagation.fill(total[own], positions[own], layer, tokens[own])
 
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
