@@ -62,7 +62,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=1.5,
+        default=1.0,
         metavar="S",
         help="of each timed pass, at least (default %(default)g)",
     )
@@ -105,7 +105,9 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
 
     console = Console()
     # Eager, because for a few short completions compiling would take longer than it saves.
-    server = LocalServer(args.model, "--enforce-eager", log=args.out / "server.log")
+    # It starts by running as many tokens as a pass may have.
+    small = ("--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "512")
+    server = LocalServer(args.model, *small, log=args.out / "server.log")
     try:
         with console.status(f"starting the server (log: {server.log}) ..."):
             server.start()
@@ -115,7 +117,8 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
     bench = ["bench", str(args.model), *compared(args.model)]
-    bench += ["--max-tokens", str(args.max_tokens), "--seconds", f"{args.seconds:g}"]
+    bench += ["--requests", str(len(PROMPTS)), "--max-tokens", str(args.max_tokens)]
+    bench += ["--seconds", f"{args.seconds:g}"]
     bench += ["--overwrite", "--out", str(report)]
     bench += ["--enforce-eager"] if args.enforce_eager else []
     console.print(f"exitserve {' '.join(bench)}", style="dim", soft_wrap=True)

@@ -37,6 +37,9 @@ SETTLE_SECONDS = 1.2
 """vLLM's worker polls its queue without sleeping for one second after its last message, so the
 engine used last must rest for longer than that before another one is timed."""
 
+LEAST_PASS, LARGEST_PASS = 512, 4096
+"""Bounds of the tokens that a pass may have; the larger one is vLLM's default."""
+
 _serial = itertools.count()
 
 
@@ -272,6 +275,11 @@ def _arguments(job: BenchJob) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "seed": 0,
     }
+    if not runs_on_v2():
+        # On a CPU a start runs as many tokens as a pass may have, several times: half a minute of
+        # vLLM's default for small models. The prompts of a batch need no more than this.
+        most = max(job.batch_sizes) * max(map(len, job.prompts))
+        arguments["max_num_batched_tokens"] = min(max(most, LEAST_PASS), LARGEST_PASS)
     if job.max_model_len is not None:
         arguments["max_model_len"] = job.max_model_len
     if job.synthetic:
