@@ -46,7 +46,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
         help="serve the bundled model, show every token's depth, compare with plain vLLM",
         description="Starts a server on loopback, completes code with and without exits, "
         "prints each token in the colour of its depth, then runs a small benchmark against "
-        "plain vLLM. Takes about five minutes on two cores, and twice that on slow ones.",
+        "plain vLLM. Takes five to twelve minutes on two cores.",
     )
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="another checkpoint")
     parser.add_argument(

@@ -276,8 +276,8 @@ def _arguments(job: BenchJob) -> dict[str, Any]:
         "seed": 0,
     }
     if not runs_on_v2():
-        # On a CPU a start runs as many tokens as a pass may have, several times: half a minute of
-        # vLLM's default for small models. The prompts of a batch need no more than this.
+        # On a CPU a start runs as many tokens as a pass may have, several times, which takes long
+        # with vLLM's default. The prompts of a batch need no more than this.
         most = max(job.batch_sizes) * max(map(len, job.prompts))
         arguments["max_num_batched_tokens"] = min(max(most, LEAST_PASS), LARGEST_PASS)
     if job.max_model_len is not None:

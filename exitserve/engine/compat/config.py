@@ -53,6 +53,7 @@ def cached_block(vllm_config: Any) -> int | None:
 
 
 FOUR_BITS = ("gptq", "auto_gptq", "awq", "auto_awq")
+"""Quantisation methods whose weights vLLM multiplies by a kernel for 4 bits."""
 
 
 def lacks_kernel(method: str) -> bool:

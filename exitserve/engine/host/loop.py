@@ -170,7 +170,8 @@ class HostLoop:
         """All rows through all layers, and checked behind the last."""
         rows = [step.row_ends[one.row] - 1 for one in step.candidates]
         places = None if len(rows) == len(hidden) else torch.tensor(rows)
-        freezing = [row for row, one in zip(rows, step.candidates, strict=True) if one.freezes]
+        frozen = [one.request.freezes for one in step.candidates]
+        freezing = torch.tensor(rows)[frozen] if any(frozen) else None
         normed, stream = hidden, (hidden, None)
         states, scores = list[Tensor](), list[Tensor | None]()
         totals = dict[int, Tensor]()
@@ -178,11 +179,12 @@ class HostLoop:
             normed, score, *stream = segment(positions, *stream)
             states.append(normed if places is None else normed[places])
             scores.append(score if places is None or score is None else score[places])
-            if freezing and segment.end < self._rules.num_layers:
+            if freezing is not None and segment.end < self._rules.num_layers:
                 totals[segment.end] = total_of(stream)[freezing]
         self._recorder.count_layers(self._rules.num_layers)
         self._late.settle(step, states[:-1], scores[:-1], states[-1])
-        self._fill_late(step, positions[freezing], torch.tensor(freezing), totals)
+        if freezing is not None:
+            self._fill_late(step, positions[freezing], freezing, totals)
         return normed
 
     def _fill_late(
@@ -196,7 +198,7 @@ class HostLoop:
             tokens: [F] their indices in the pass.
             totals: by exit layer, their states [F, D] there.
         """
-        rows = [one.row for one in step.candidates if one.freezes]
+        rows = [one.row for one in step.candidates if one.request.freezes]
         for layer, total in totals.items():
             own = [number for number, row in enumerate(rows) if step.depth.get(row) == layer]
             if own:

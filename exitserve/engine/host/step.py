@@ -35,11 +35,6 @@ class Candidate:
     above: int = 0
     """The exit layer up to which it was checked while drafted."""
 
-    @property
-    def freezes(self) -> bool:
-        """Whether keys and values of skipped layers come from the state at its exit."""
-        return self.request.freezes
-
     def thresholds_at(self, layer: int) -> tuple[float, float]:
         """Thresholds after `layer` layers: for any token, and for an end of sequence."""
         return self.request.policy.thresholds_at(layer)
