@@ -1,4 +1,4 @@
-"""`exitserve demo`: serve the bundled model, show each token's depth, compare with plain vLLM."""
+"""`exitserve demo`: complete code with the bundled model, show depths, compare with plain vLLM."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     """
     parser = subparsers.add_parser(
         "demo",
-        help="serve the bundled model, show every token's depth, compare with plain vLLM",
-        description="Starts a server on loopback, completes code with and without exits, "
-        "prints each token in the colour of its depth, then runs a small benchmark against "
-        "plain vLLM. Takes five to twelve minutes on two cores.",
+        help="complete code with the bundled model, show every token's depth, compare with "
+        "plain vLLM",
+        description="Completes code with and without exits and prints each token in the colour "
+        "of its depth (by the oracle in PyTorch: the tokens that a server gives in float32), "
+        "then runs a small benchmark of the engine against plain vLLM. Takes five to ten minutes "
+        "on two cores, most of them for compiling.",
     )
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="another checkpoint")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for log and report"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the report")
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -88,7 +88,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
         run_command: see `add_demo`.
 
     Raises:
-        ExitServeError: there is no model to show, or the server did not start.
+        ExitServeError: there is no model to show.
     """
     from rich.console import Console
 
@@ -101,19 +101,8 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
         own = ["--host", "127.0.0.1", "--port", str(args.port), "--playground"]
         own += ["--enforce-eager"] if args.enforce_eager else []
         return run_command(["serve", str(args.model), *own])
-    from exitserve.server.local_server import LocalServer
-
     console = Console()
-    # Eager, because for a few short completions compiling would take longer than it saves.
-    # It starts by running as many tokens as a pass may have.
-    small = ("--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "512")
-    server = LocalServer(args.model, *small, log=args.out / "server.log")
-    try:
-        with console.status(f"starting the server (log: {server.log}) ..."):
-            server.start()
-        _show_completions(console, server.url, args.model)
-    finally:
-        server.stop()
+    _show_completions(console, args.model)
     console.rule("side by side with plain vLLM")
     report = args.out / "bench"
     bench = ["bench", str(args.model), *compared(args.model)]
@@ -198,36 +187,36 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _show_completions(console: Any, url: str, model: Path) -> None:
-    """Completes each prompt in each way and prints the tokens by depth."""
-    import httpx
-    from openai import OpenAI
+def _show_completions(console: Any, model: Path) -> None:
+    """Completes each prompt in each way, by the oracle, and prints the tokens by depth."""
+    from transformers import AutoTokenizer
 
-    served = httpx.get(f"{url}/exitserve/stats").json()
-    depths = [*served["exit_layers"], served["num_layers"]]
+    from exitserve.engine.launch import check_rules
+    from exitserve.reference import load_reference
+    from exitserve.tracing.format import TokenTexts
+
+    rules = check_rules(model, {})
+    depths = [*rules.exit_layers, rules.num_layers]
     styles = {
         depth: PALETTE[rank * len(PALETTE) // len(depths)] for rank, depth in enumerate(depths)
     }
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    with console.status("loading the model ..."):
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        oracle = load_reference(str(model))
     for prompt in PROMPTS:
+        prompt_ids = tokenizer.encode(prompt)
         for title, fields in shown(model).items():
-            answer = client.completions.create(
-                model=str(model),
-                prompt=prompt,
-                max_tokens=MAX_TOKENS,
-                temperature=0,
-                logprobs=1,
-                extra_body={"vllm_xargs": {**fields, "exit_trace": True}},
-            )
-            found = answer.model_dump()
-            choice, metrics = found["choices"][0], found["exit_metrics"]
+            answer = oracle.decode(prompt_ids, MAX_TOKENS, rules.policy_for(fields))
+            mean = sum(answer.exit_layers) / len(answer.exit_layers)
+            speedup = rules.num_layers / mean
             console.rule(
-                f"{title}: mean depth {metrics['mean_depth']:.2f}, "
-                f"depth speedup {metrics['depth_speedup']:.2f}",
-                align="left",
+                f"{title}: mean depth {mean:.2f}, depth speedup {speedup:.2f}", align="left"
             )
-            tokens = choice["logprobs"]["tokens"]
-            console.print(_coloured(prompt, tokens, choice["exit_layers"], styles))
+            texts = TokenTexts(
+                lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), prompt_ids
+            )
+            tokens = [texts.add(token_id) for token_id in answer.token_ids]
+            console.print(_coloured(prompt, tokens, answer.exit_layers, styles))
 
 
 def _coloured(prompt: str, tokens: list[str], depths: list[int], styles: dict[int, str]) -> Any:

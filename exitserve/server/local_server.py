@@ -1,4 +1,4 @@
-"""A server on loopback as a child process: for `demo`, `eval` and tests."""
+"""A server on loopback as a child process: for `eval` and tests."""
 
 from __future__ import annotations
 
