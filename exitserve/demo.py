@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,6 @@ def _show_completions(console: Any, model: Path) -> None:
 
     from exitserve.engine.launch import check_rules
     from exitserve.reference import load_reference
-    from exitserve.tracing.format import TokenTexts
 
     rules = check_rules(model, {})
     depths = [*rules.exit_layers, rules.num_layers]
@@ -212,10 +212,10 @@ def _show_completions(console: Any, model: Path) -> None:
             console.rule(
                 f"{title}: mean depth {mean:.2f}, depth speedup {speedup:.2f}", align="left"
             )
-            texts = TokenTexts(
-                lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), prompt_ids
-            )
-            tokens = [texts.add(token_id) for token_id in answer.token_ids]
+            # What each token adds: alone, it might lose the blank before it.
+            ids = answer.token_ids
+            texts = [tokenizer.decode([*prompt_ids, *ids[:end]]) for end in range(len(ids) + 1)]
+            tokens = [longer[len(text) :] for text, longer in pairwise(texts)]
             console.print(_coloured(prompt, tokens, answer.exit_layers, styles))
 
 

@@ -37,7 +37,7 @@ class _Wanted:
     least_scores: list[list[float]]
     """[E][C] scores above which a screen lets rows through to a check."""
     thresholds: Tensor
-    """[E x C, 2] for any token, for ends of sequence."""
+    """[2, E x C] for any token, for ends of sequence."""
     may_exit: list[list[bool]]
     """[E][C]."""
 
@@ -94,10 +94,9 @@ class LateChecks:
     def _read(self, wanted: _Wanted, asked: Sequence[int], states: Tensor) -> _Read:
         """Reads the head for some of the states [(E + 1) x C, D], and for those behind the last."""
         finals = range(len(states) - len(wanted.names), len(states))
-        thresholds = wanted.thresholds[asked]
-        found, logits = self._checks.head.check(
-            states[[*asked, *finals]], thresholds[:, 0], thresholds[:, 1]
-        )
+        places = torch.tensor([*asked, *finals])
+        thresholds = wanted.thresholds.index_select(1, places[: len(asked)])
+        found, logits = self._checks.head.check(states.index_select(0, places), *thresholds)
         # The last layer's logits, which are among these, are needed anyway.
         self._recorder.final_heads += 1
         numbers = {place: number for number, place in enumerate(asked)}
@@ -111,7 +110,7 @@ class LateChecks:
             self._last = _Wanted(
                 names,
                 [self._checks.least_scores(rows, layer) for layer in layers],
-                torch.tensor(pairs),
+                torch.tensor(pairs).T.contiguous(),
                 [[one.may_exit_at(layer) for one in rows] for layer in layers],
             )
         return self._last

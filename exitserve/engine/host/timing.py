@@ -28,7 +28,7 @@ MEMORY = 48
 """Passes of each way that count."""
 PATIENCE = 3.0
 """A trial ends early when it has lost as much time as so many passes of the other way take."""
-SHARE = 0.02
+SHARE = 0.01
 """What trials of the loser may cost, as a share of all time; half as much each time that it loses
 again ..."""
 SHORTEST_REST, LONGEST_REST = 128, 8192

@@ -177,16 +177,17 @@ def decided_by_logits(
     which exp() by itself is not.
     """
     chances = logits.softmax(dim=-1, dtype=torch.float32)
-    vocab_size = logits.shape[1]
+    vocab_size, greatest = logits.shape[1], chances.amax(dim=-1)
     if criterion == "max_prob" or vocab_size == 1:
-        confidence = chances.amax(dim=-1)
+        confidence = greatest
     elif criterion == "margin":
         best = chances.topk(2, dim=-1).values
         confidence = best[:, 0] - best[:, 1]
     else:
         confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
     if end_thresholds is not None and ends is not None and len(ends):
-        at_end = logits[:, ends].amax(dim=-1) == logits.amax(dim=-1)
+        # Of chances, since the greatest of bfloat16 logits takes as long as their softmax.
+        at_end = chances[:, ends].amax(dim=-1) == greatest
         thresholds = torch.where(at_end, end_thresholds, thresholds)
     return confidence, confidence > thresholds
 
