@@ -214,7 +214,8 @@ def _show_completions(console: Any, model: Path) -> None:
             )
             # What each token adds: alone, it might lose the blank before it.
             ids = answer.token_ids
-            texts = [tokenizer.decode([*prompt_ids, *ids[:end]]) for end in range(len(ids) + 1)]
+            spans = (ids[:end] for end in range(len(ids) + 1))
+            texts = [str(tokenizer.decode([*prompt_ids, *span])) for span in spans]
             tokens = [longer[len(text) :] for text, longer in pairwise(texts)]
             console.print(_coloured(prompt, tokens, answer.exit_layers, styles))
 
