@@ -17,7 +17,6 @@ from exitserve.engine.compat.runner import (
 )
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
-from exitserve.engine.frames import with_room
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.recorder import TokenNotes
 from exitserve.engine.state import EngineState
@@ -59,7 +58,6 @@ class ExitWorkerExtension:
                 RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
             )
 
-    @with_room
     def exit_step(self, scheduler_output: Any) -> tuple[Any, Any]:
         """One step in one call (`exitserve.engine.hooks.executor`).
 
