@@ -48,8 +48,8 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
         "plain vLLM",
         description="Completes code with and without exits and prints each token in the colour "
         "of its depth (by the oracle in PyTorch: the tokens that a server gives in float32), "
-        "then runs a small benchmark of the engine against plain vLLM. Takes five to ten minutes "
-        "on two cores, most of them for compiling.",
+        "then runs a small benchmark of the engine against plain vLLM. Takes about five minutes "
+        "on two cores with AVX-512, and longer without.",
     )
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="another checkpoint")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the report")
