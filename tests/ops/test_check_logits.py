@@ -89,7 +89,9 @@ def test_an_end_of_sequence_in_first_place_uses_the_other_threshold(
         end_tokens=torch.tensor([eos]),
         end_thresholds=torch.tensor([math.inf]),
     )
-    assert found.exits.tolist() == [max(row) != row[eos]]
+    # By chances: those of logits that hardly differ may be the same number.
+    chances = torch.tensor(row).softmax(dim=-1)
+    assert found.exits.tolist() == [bool(chances[eos] < chances.max())]
 
 
 def test_masked_words_do_not_spoil_the_confidence() -> None:

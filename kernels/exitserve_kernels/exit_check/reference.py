@@ -186,7 +186,7 @@ def decided_by_logits(
     else:
         confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
     if end_thresholds is not None and ends is not None and len(ends):
-        # Of chances, since the greatest of bfloat16 logits takes as long as their softmax.
+        # By chances, since the greatest of bfloat16 logits takes as long as their softmax.
         at_end = chances[:, ends].amax(dim=-1) == greatest
         thresholds = torch.where(at_end, end_thresholds, thresholds)
     return confidence, confidence > thresholds
