@@ -86,9 +86,9 @@ class CacheWriter:
         self._together, self._offsets = _one_cache(self._attentions)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `KVStore`; no slot is negative."""
+        """See `KVStore`; vLLM writes nothing at a negative slot either."""
         keys = keys.to(values.dtype)  # computed in float32
-        if self._together is None or slots.dim() > 1:
+        if self._together is None:
             for index, attention in enumerate(self._attentions):
                 attention.impl.do_kv_cache_update(
                     attention,
@@ -98,13 +98,15 @@ class CacheWriter:
                     slots if slots.dim() == 1 else slots[index],
                 )
             return
+        own = slots[:, None] if slots.dim() == 1 else slots.T
+        places = (own + self._offsets).masked_fill_(own < 0, -1)
         attention = self._attentions[0]
         attention.impl.do_kv_cache_update(
             attention,
             keys.flatten(0, 1),
             values.flatten(0, 1),
             self._together,
-            (slots[:, None] + self._offsets).flatten(),
+            places.flatten(),
         )
 
 

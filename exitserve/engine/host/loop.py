@@ -199,11 +199,19 @@ class HostLoop:
             totals: by exit layer, their states [F, D] there.
         """
         rows = [one.row for one in step.candidates if one.request.freezes]
-        for layer, total in totals.items():
-            own = [number for number, row in enumerate(rows) if step.depth.get(row) == layer]
-            if own:
-                self._recorder.count_frozen(len(own))
-                self._propagation.fill(total[own], positions[own], layer, tokens[own])
+        depths = [step.depth.get(row, self._rules.num_layers) for row in rows]
+        frozen = {layer: own for layer in totals if (own := _places(depths, layer))}
+        if not frozen:
+            return
+        every = [number for own in frozen.values() for number in own]
+        self._recorder.count_frozen(len(every))
+        self._propagation.fill(
+            torch.cat([totals[layer][own] for layer, own in frozen.items()]),
+            positions[every],
+            min(frozen),
+            tokens[every],
+            None if len(frozen) == 1 else torch.tensor([depths[number] for number in every]),
+        )
 
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
@@ -215,15 +223,17 @@ class HostLoop:
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
         """Loads what propagation needs, and compiles the segments.
 
-        vLLM's own forward pass follows; passes count their mixture-of-experts layers in the
-        forward context, so this one has a context of its own.
+        Each runs twice more, with other numbers of tokens, so that it can be called directly from
+        then on (`exitserve.engine.compat.compiled`). vLLM's own forward pass follows; passes count
+        their mixture-of-experts layers in the forward context, so these have contexts of their own.
         """
         self._propagation.load(hidden)
-        with override_forward_context(replace(get_forward_context())):
-            stream: Stream = (hidden, None)
-            for segment in self._segments:
-                self._rearranged.is_pair = stream[1] is not None
-                _, _, *stream = segment(positions, *stream)
+        for count in (len(hidden), 2, 1):
+            with override_forward_context(replace(get_forward_context())):
+                stream: Stream = (hidden[:count], None)
+                for segment in self._segments:
+                    self._rearranged.is_pair = stream[1] is not None
+                    _, _, *stream = segment(positions[..., :count], *stream)
 
     def _catch_up(self, hidden: Tensor, step: Step) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""
@@ -304,3 +314,8 @@ class HostLoop:
     def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
         """The logits [S, V] that are sampled from; benchmarks of random weights override this."""
         return logits
+
+
+def _places(depths: Sequence[int], layer: int) -> list[int]:
+    """Where in `depths` a layer is."""
+    return [number for number, depth in enumerate(depths) if depth == layer]

@@ -61,18 +61,24 @@ class Propagation(nn.Module):
         }
         for depth in self._exit_layers:
             own = [tables[id(layer.rotary)] for layer in layers[depth:]]
-            self._above[str(depth)] = _Above(layers[depth:], own)
+            self._above[str(depth)] = _Above(layers[depth:], depth, own)
 
     def fill(
-        self, state: Tensor, positions: Tensor, depth: int, tokens: Tensor | None = None
+        self,
+        state: Tensor,
+        positions: Tensor,
+        depth: int,
+        tokens: Tensor | None = None,
+        depths: Tensor | None = None,
     ) -> None:
         """Writes keys and values of every layer above `depth`.
 
         Args:
             state: [N, D] frozen residual-stream states.
             positions: [N].
-            depth: the exit layer at which they froze.
+            depth: the exit layer at which they froze; the lowest, where those differ.
             tokens: [N] indices of these rows in the forward pass; None for all of it.
+            depths: [N] the exit layer of each, where those differ.
         """
         self.load(state)
         norm = self._input_norm
@@ -81,7 +87,7 @@ class Propagation(nn.Module):
         parts = [project(state) for start, project in self._spans.items() if start >= depth]
         projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         above: Any = self._above[str(depth)]
-        above.fill(projected, positions, tokens)
+        above.fill(projected, positions, tokens, depths)
 
 
 def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -99,8 +105,12 @@ class _Above(nn.Module):
     `vllm/v1/worker/utils.py`), so that nothing of ours holds the memory either.
     """
 
-    def __init__(self, layers: Sequence[LayerKV], tables: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, layers: Sequence[LayerKV], depth: int, tables: Sequence[Tensor | None]
+    ) -> None:
         super().__init__()
+        self._below = torch.arange(depth, depth + len(layers))[:, None]
+        """[S, 1] layers below each."""
         self._attentions = [layer.attention for layer in layers]
         self._addresses: list[int] = []
         self.kv_cache: KVStore | list[Any] = []
@@ -111,13 +121,22 @@ class _Above(nn.Module):
             self._key_norm = KeyNorm(torch.stack([one.gain for one in norms]), norms[0].epsilon)
         self._rotary = _rotary(layers, tables)
 
-    def fill(self, projected: Tensor, positions: Tensor, tokens: Tensor | None) -> None:
+    def fill(
+        self,
+        projected: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None,
+        depths: Tensor | None,
+    ) -> None:
         """Writes `projected` [N, S * 2 * H * P] into the cache; see `Propagation.fill`."""
         caches = self._bound_caches()
+        slots = layer_slots(self._attentions, tokens)
+        if depths is not None:
+            slots = slots.expand(caches.layers, -1).masked_fill(self._below < depths, -1)
         fill(
             projected.view(projected.shape[0], caches.layers, 2, -1),
             positions,
-            layer_slots(self._attentions, tokens),
+            slots,
             caches,
             key_norm=self._key_norm,
             rotary=self._rotary,

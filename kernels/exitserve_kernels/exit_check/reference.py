@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+BLOCK, FEW = 64, 16384
+"""Columns of a block, and values of which one call finds the greatest two as fast."""
+
 
 class Fields(NamedTuple):
     """The fields of a summary [B, 6] of each row's logits x, all [B] float32."""
@@ -177,19 +180,33 @@ def decided_by_logits(
     which exp() by itself is not.
     """
     chances = logits.softmax(dim=-1, dtype=torch.float32)
-    vocab_size, greatest = logits.shape[1], chances.amax(dim=-1)
-    if criterion == "max_prob" or vocab_size == 1:
-        confidence = greatest
-    elif criterion == "margin":
-        best = chances.topk(2, dim=-1).values
-        confidence = best[:, 0] - best[:, 1]
+    vocab_size = logits.shape[1]
+    if criterion == "margin" and vocab_size > 1:
+        greatest, second = _two_best(chances)
+        confidence = greatest - second
     else:
+        confidence = greatest = chances.amax(dim=-1)
+    if criterion == "entropy" and vocab_size > 1:
         confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
     if end_thresholds is not None and ends is not None and len(ends):
         # By chances, since the greatest of bfloat16 logits takes as long as their softmax.
         at_end = chances[:, ends].amax(dim=-1) == greatest
         thresholds = torch.where(at_end, end_thresholds, thresholds)
     return confidence, confidence > thresholds
+
+
+def _two_best(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The two greatest of each row [B, V]: among those of the two blocks with the best maximum.
+
+    On a CPU a maximum is vectorised, and topk is not.
+    """
+    width = values.shape[1]
+    if width > BLOCK and width % BLOCK == 0 and values.numel() > FEW:
+        blocks = values.view(len(values), -1, BLOCK)
+        best = blocks.amax(dim=-1).topk(2, dim=-1).indices
+        values = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    greatest, second = values.topk(2, dim=-1).values.unbind(dim=-1)
+    return greatest, second
 
 
 def stacked(fields: Fields) -> Tensor:
