@@ -111,7 +111,8 @@ class PendingTokens:
         return sum(len(some) for kept in self._waiting.values() for some in kept)
 
     @property
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
+        """Whether no token waits, and none has frozen ahead of its pass."""
         return not self._waiting and not self._frozen
 
     @property
@@ -131,14 +132,14 @@ class PendingTokens:
 
     def wait(self, layer: int, tokens: Tokens, since: int = 0) -> None:
         """Leaves a request's last tokens at an exit layer, during or after pass number `since`."""
-        if self._is_empty:
+        if self.is_empty:
             self._first = tokens.positions[0]
         self._waiting.setdefault(layer, []).append(tokens)
         self._next, self._since = tokens.positions[-1] + 1, since
 
     def freeze(self, layer: int, tokens: Tokens, since: int) -> None:
         """Leaves a request's last tokens, which freeze at an exit layer, to `take_frozen`."""
-        if self._is_empty:
+        if self.is_empty:
             self._first = tokens.positions[0]
         self._to_fill.setdefault(layer, []).append(tokens)
         self._frozen += len(tokens)
@@ -161,7 +162,7 @@ class PendingTokens:
         themselves, as far as vLLM scheduled them. Else the request was preempted: it computes them
         anew, through all layers.
         """
-        if self._is_empty or first == self._next:
+        if self.is_empty or first == self._next:
             self._frozen = 0
             return
         if not self._first <= first < self._next or number != self._since + 1:
@@ -178,7 +179,7 @@ class PendingTokens:
     def count_from(self, position: int) -> int:
         """How many wait, or are frozen, at or after a position; between passes, their positions
         have no gaps."""
-        return 0 if self._is_empty else max(0, self._next - max(position, self._first))
+        return 0 if self.is_empty else max(0, self._next - max(position, self._first))
 
     def clear(self) -> None:
         """Forgets all: they run through all layers again."""

@@ -76,7 +76,7 @@ class Request:
     @property
     def is_caught_up(self) -> bool:
         """Whether nothing of what exits decided waits: the next pass begins with a new token."""
-        return not (self.drafts or self.decided or self.pending)
+        return not (self.drafts or self.decided) and (self.pending is None or self.pending.is_empty)
 
     @property
     def prompt_length(self) -> int:

@@ -94,6 +94,24 @@ def test_an_end_of_sequence_in_first_place_uses_the_other_threshold(
     assert found.exits.tolist() == [bool(chances[eos] < chances.max())]
 
 
+@given(st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 3), st.sampled_from([1, 70]))
+def test_of_the_margin_too(rows: list[list[float]], eos: int, copies: int) -> None:
+    """Few rows go another way than many. Ties have no margin, so they never exit."""
+    width = min(map(len, rows))
+    logits = torch.tensor([row[:width] for row in rows] * copies)
+    found = check_logits(
+        logits,
+        torch.zeros(len(logits)),
+        criterion="margin",
+        end_tokens=torch.tensor([eos]),
+        end_thresholds=torch.full((len(logits),), math.inf),
+    )
+    chances = logits.softmax(dim=-1)
+    best, second = chances.topk(2).values.unbind(dim=-1)
+    assert torch.equal(found.confidence, best - second)
+    assert torch.equal(found.exits, (best > second) & (chances[:, eos] < best))
+
+
 def test_masked_words_do_not_spoil_the_confidence() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     for criterion in CRITERIA:

@@ -48,8 +48,13 @@ class _Call:
 
 def call_directly(modules: Iterable[nn.Module]) -> list[DirectCalls]:
     """Lets those of `modules` that vLLM compiles be called directly."""
-    compiled = (one for one in modules if isinstance(one, TorchCompileWithNoGuardsWrapper))
-    return [DirectCalls(one) for one in compiled if not getattr(one, "do_not_compile", True)]
+    return [
+        DirectCalls(one)
+        for one in modules
+        if isinstance(one, TorchCompileWithNoGuardsWrapper)
+        and not getattr(one, "do_not_compile", True)
+        and not one.layerwise_nvtx_tracing_enabled
+    ]
 
 
 class DirectCalls:
@@ -60,7 +65,8 @@ class DirectCalls:
         self._module, self._parent = module, type(module)
         self._seen: _Call | None = None
         self._plan: _Plan | None = None
-        self._watches = not module.layerwise_nvtx_tracing_enabled
+        self._watches = True
+        """Until it is known how to call the graph, or that it cannot be told."""
         methods = {"__call__": lambda _, *given, **named: self._call(given, named)}
         module.__class__ = type(self._parent.__name__, (self._parent,), methods)
 

@@ -40,6 +40,8 @@ class _Wanted:
     """[2, E x C] for any token, for ends of sequence."""
     may_exit: list[list[bool]]
     """[E][C]."""
+    are_noted: bool
+    """Whether one of the rows' requests asks for a full trace."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class LateChecks:
                 [self._checks.least_scores(rows, layer) for layer in layers],
                 torch.tensor(pairs).T.contiguous(),
                 [[one.may_exit_at(layer) for one in rows] for layer in layers],
+                any(one.request.note_keys for one in rows),
             )
         return self._last
 
@@ -127,14 +130,16 @@ class LateChecks:
                 for index, may_exit in enumerate(wanted.may_exit[exit_number])
                 if may_exit and rows[index].row not in step.depth
             ]
-            left_out = [rows[index] for index in due if not opened[first + index]]
-            self._recorder.screened[layer] += len(left_out)
-            self._checks.note_screened(left_out, layer, step)
             made = [index for index in due if opened[first + index]]
+            self._recorder.screened[layer] += len(due) - len(made)
+            if wanted.are_noted:
+                left_out = (rows[index] for index in due if not opened[first + index])
+                self._checks.note_screened(left_out, layer, step)
             if read is None or not made:
                 continue
             numbers = {read.numbers[first + index]: rows[index] for index in made}
-            self._checks.note_checks(numbers, layer, step, read.found, read.logits)
+            if wanted.are_noted:
+                self._checks.note_checks(numbers, layer, step, read.found, read.logits)
             confident = [read.exits[number] for number in numbers]
             self._checks.settle(step, layer, list(numbers.values()), confident, head_passes=0)
 

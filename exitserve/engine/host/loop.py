@@ -118,7 +118,11 @@ class HostLoop:
             self._step = None
             self.requests.count_plain(len(decoding))
             return self._run_plain(plain)
-        step = self._step = self.requests.next_step(shape, positions)
+        if decoding:
+            step = self.requests.decoding_step(decoding, positions)
+        else:
+            step = self.requests.next_step(shape, positions)
+        self._step = step
         if step.is_plain:
             # Where no row may exit, the pass is vLLM's own, bit for bit.
             normed = self._run_plain(plain)

@@ -73,6 +73,23 @@ class HostRequests:
         self.only_decodes = True
         self.recorder.tokens_by_depth[self.rules.num_layers] += count
 
+    def decoding_step(self, requests: Sequence[Request], positions: Tensor) -> Step:
+        """The step of a pass over `positions` [B] that `decoding` told all about."""
+        last: list[int] = positions[: len(requests)].tolist()
+        begun = [
+            (row, one)
+            for row, one in enumerate(requests)
+            if one.policy.mode != "off" and last[row] >= one.prompt_length
+        ]
+        self.only_decodes = True
+        return Step(
+            range(1, len(last) + 1),
+            last,
+            self.rules,
+            [Candidate(row, one) for row, one in begun if one.policy.mode != "verify"],
+            pending={row: one.pending for row, one in begun if one.pending is not None},
+        )
+
     def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
         """The step of one forward pass over `positions` [T]."""
         ends: list[int] = shape.row_ends.tolist()
