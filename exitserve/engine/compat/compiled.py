@@ -2,9 +2,9 @@
 
 TorchDynamo turns a forward into a call of one graph, which takes all weights as arguments. What it
 generates looks each of them up in the module, and names each layer, at every call; for 24 layers
-that takes 0.2 ms on a CPU, as long as the layers themselves take for one token. But nothing of it
-changes between passes except the module's own arguments. So two calls are watched, and after them
-the graph is called directly.
+that takes 0.2 ms on a CPU, of 3 in a step of a small model. But nothing of it changes between
+passes except the module's own arguments. So two calls are watched, and after them the graph is
+called directly.
 
 Read from `vllm/compilation/wrapper.py`. (On a GPU there is nothing to gain: CUDA graphs replay
 kernels without any of this.)

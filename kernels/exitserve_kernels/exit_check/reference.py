@@ -202,9 +202,9 @@ def _decided_by_two(
 ) -> tuple[Tensor, Tensor]:
     """As `decided_by_logits`, for the margin of few rows of chances [B, V] on a CPU.
 
-    In a decode step each operation comes as a surprise to the processor, and takes 5 to 20 us
-    whatever its size; so nothing but the search for the two best is one. (Where these tie, their
-    margin is 0, and no threshold is below that: it does not matter which of them ends.)
+    In a decode step the code of each operation is cold, so each takes 5 to 10 us whatever its size:
+    nothing but the search for the two best is one. (Where these tie, their margin is 0, and no
+    threshold is below that: it does not matter which of them ends.)
     """
     best = chances.topk(2, dim=-1)
     margins = [first - second for first, second in best.values.tolist()]
