@@ -77,9 +77,14 @@ class DirectCalls:
     def _call(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._plan is not None and not named and self._plan.fits(given):
             return self._plan.run(given)
-        if named or not self._watches or self._module._compiled_bytecode is None:
+        if named or not self._watches or self._bytecode is None:
             return self._compiled(*given, **named)
         return self._watched(given)
+
+    @property
+    def _bytecode(self) -> Any:
+        """What TorchDynamo made of the forward; None until it did, or where vLLM keeps none."""
+        return getattr(self._module, "_compiled_bytecode", None)
 
     def _compiled(self, *given: Any, **named: Any) -> Any:
         """Calls the module as vLLM does."""
@@ -87,7 +92,7 @@ class DirectCalls:
 
     def _watched(self, given: Sequence[Any]) -> Any:
         """Calls the module, and looks at what it does with its arguments."""
-        names = [n for n in self._module._compiled_bytecode.co_names if n.startswith(GRAPH)]
+        names = [n for n in self._bytecode.co_names if n.startswith(GRAPH)]
         variables: dict[str, Any] = self._parent.forward.__globals__
         if len(names) != 1 or names[0] not in variables:
             self._watches = False
