@@ -155,26 +155,43 @@ class PendingTokens:
         kept = self._waiting.pop(layer, None)
         return None if kept is None else joined(kept)
 
-    def expect(self, first: int, last: int, number: int) -> None:
+    def expect(self, first: int, last: int, number: int, drafts: int = 0) -> None:
         """Tells which positions of the request pass `number` computes.
 
-        Either those after the pending tokens, or, in the very next pass, the last of those
-        themselves, as far as vLLM scheduled them. Else the request was preempted: it computes them
-        anew, through all layers.
+        Either those after the pending tokens, or the last of those themselves, as far as vLLM
+        scheduled them: in the very next pass, or later if there was no room. Else the request was
+        preempted, and computes them anew, through all layers; then vLLM has dropped its drafts.
+
+        Args:
+            first: position of the first.
+            last: position of the last.
+            number: of the pass.
+            drafts: how many of the last ones are drafts.
         """
         if self.is_empty or first == self._next:
             self._frozen = 0
             return
-        if not self._first <= first < self._next or number != self._since + 1:
+        anew = first == self._first and number != self._since + 1 and not drafts
+        if anew or not self._first <= first < self._next:
             self.clear()
         elif last < self._next - 1:
-            for layer, kept in list(self._waiting.items()):
-                cut = [some for some in (one.up_to(last) for one in kept) if len(some)]
-                self._waiting[layer] = cut
-                if not cut:
-                    del self._waiting[layer]
-            self._next = last + 1
+            self._cut(last)
             self._frozen = min(self._frozen, self._next - self._first)
+
+    def restart(self, first: int) -> None:
+        """Forgets the tokens at position `first` and behind it, which run anew."""
+        self._cut(first - 1)
+        self._to_fill.clear()
+        self._frozen = 0
+
+    def _cut(self, last: int) -> None:
+        """Forgets what waits behind position `last`."""
+        for layer, kept in list(self._waiting.items()):
+            cut = [some for some in (one.up_to(last) for one in kept) if len(some)]
+            self._waiting[layer] = cut
+            if not cut:
+                del self._waiting[layer]
+        self._next = last + 1
 
     def count_from(self, position: int) -> int:
         """How many wait, or are frozen, at or after a position; between passes, their positions

@@ -204,7 +204,7 @@ class Step:
         """Lets the pass's own tokens that were drafted run again, those that froze as far as they
         got."""
         for row in self.waiting_counts():
-            self.pending[row].clear()
+            self.pending[row].restart(self._first(row))
 
     def _first(self, row: int) -> int:
         return self.last_positions[row] - self.lengths[row] + 1
