@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from exitserve import synthetic_shapes
-from exitserve.planning.predict import expected_seconds, forced_seconds
 from exitserve.report import machine, markdown_table, versions, write_json
 from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.skipping import expected_seconds, forced_seconds
 from exitserve.step_costs.sources import CostSource, step_costs
 
 LAYERS = (6, 12)

@@ -173,7 +173,7 @@ def profile(args: argparse.Namespace, model_dir: Path) -> Stopwatch:
     on_model = [probe for probe in PROBES if probe.owner.startswith("model.")]
     # Before the engine keeps bound methods of its own.
     missing = install(watch, [probe for probe in PROBES if probe not in on_model])
-    options: dict[str, Any] = dict(args.server)
+    options: dict[str, Any] = {"exit_checks": "screened", **args.server}
     if args.exit_layer is not None:
         options["exit_layers"] = [args.exit_layer]
     llm = start_engine(

@@ -346,7 +346,14 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         (
             "stats",
             fields(
-                "Stats", "Default", "LayerThresholds", "Offers", "Promise", "Period", "LayerChecks"
+                "Stats",
+                "Default",
+                "LayerThresholds",
+                "Offers",
+                "Promise",
+                "Period",
+                "LayerChecks",
+                "SwitchedExits",
             ),
         ),
     ),

@@ -23,9 +23,6 @@ TRANSFERABLE: tuple[Mode, ...] = ("off", "verify")
 """Modes in which what vLLM counts as computed is full depth's in all layers, as KV connectors take
 it to be: some name blocks by their tokens, not by policy, and none comes back for a layer."""
 
-WhenSlower = Literal["leave", "check_late", "full_depth"]
-"""Draft and leave all the same; draft nothing, and in mode "defer" run all layers and be checked
-behind the last, with the same tokens; or, in mode "confidence" too, run at full depth unchecked."""
 
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
@@ -142,6 +139,13 @@ class ExitPolicy:
             return ALWAYS, ALWAYS
         return NEVER, NEVER
 
+    def up_to(self, layers: tuple[int, ...]) -> ExitPolicy:
+        """This policy by confidence at some exit layers only; without any, full depth."""
+        if not layers:
+            return ExitPolicy.off()
+        own = tuple((layer, *self.thresholds_at(layer)) for layer in layers)
+        return replace(self, by_layer=own)
+
     def cache_salt(self) -> str | None:
         """A salt for prefix-cache hashes; None where keys and values are exact.
 
@@ -169,8 +173,10 @@ class ExitRules:
     """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
-    when_slower: WhenSlower = "check_late"
-    """What rows do where a measurement says that drafting or leaving slows passes down."""
+    always_leaves: bool = False
+    """Whether requests draft, and rows leave at their exits, also where that is slower."""
+    switches_exits: bool = False
+    """Whether exits are off where they do not pay (`exitserve.engine.exit_switch`)."""
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"

@@ -31,9 +31,8 @@ from exitserve.arguments import (
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
 from exitserve.bench.settings import BenchJob, Setting, make_settings
-from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.engine.launch import check_rules, served_architecture
-from exitserve.engine.options import WHEN_SLOWER
+from exitserve.engine.options import PAYING, SCREENED, SERVED_CHECKS
 from exitserve.errors import ExitServeError
 from exitserve.hub import local_checkpoint
 
@@ -82,9 +81,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_threshold_flags(exits, default=None)
     exits.add_argument(
         "--exit-checks",
-        choices=tuple(WHEN_SLOWER),
-        default=EXIT_CHECKS[0],
-        help="as in `exitserve serve` (default %(default)s)",
+        choices=SERVED_CHECKS,
+        help="as in `exitserve serve` (default: paying; with --synthetic screened, since random "
+        "weights never pass)",
     )
     exits.add_argument(
         "--num-drafts",
@@ -242,7 +241,8 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
     modes = modes_of(args.modes)
-    options: dict[str, Any] = {"exit_checks": args.exit_checks}
+    checks = args.exit_checks or (SCREENED if is_synthetic else PAYING)
+    options: dict[str, Any] = {"exit_checks": checks}
     options |= {} if layers is None else {"exit_layers": layers}
     if "verify" in modes or (args.num_drafts is not None and not args.rivals):
         options |= verify_options(args.num_drafts)
@@ -272,7 +272,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
-        exit_checks=args.exit_checks,
+        exit_checks=checks,
         num_drafts=args.num_drafts,
         rivals=rivals,
         forced=_forced(args),

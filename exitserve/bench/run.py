@@ -31,6 +31,7 @@ from exitserve.bench.rivals import cut_of, extra_memory
 from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
 from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
+from exitserve.engine.options import PAYING
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.progress import ShareProgress
@@ -132,9 +133,9 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
 
 def _rounds(job: BenchJob) -> dict[int, Sequence[Setting]]:
     """The settings of each repeat, in their order; -1 is traced, and before it, -2 lets engines
-    find out what pays where they go by the clock."""
+    find out which exits pay, and whether drafts do."""
     rounds: dict[int, Sequence[Setting]] = {}
-    if job.exit_checks == "timed":
+    if job.exit_checks == PAYING:
         rounds[-2] = [one for one in job.settings if one.exits]
     rounds[-1] = job.settings
     return rounds | {repeat: rotated(job.settings, repeat) for repeat in range(job.repeats)}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from exitserve import policy
 from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
 from exitserve.bench.rivals import cut_of
-from exitserve.calibration_record import EXIT_CHECKS
+from exitserve.engine.options import PAYING
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
@@ -123,7 +123,7 @@ class BenchJob:
     dtype: str
     enforce_eager: bool
     max_model_len: int | None
-    exit_checks: str = EXIT_CHECKS[0]
+    exit_checks: str = PAYING
     """As in `exitserve serve`."""
     num_drafts: int | None = None
     """Tokens that requests may draft at a time; None: those of mode "verify", by the default."""

@@ -26,7 +26,6 @@ from exitserve.policy import (
     ExitPolicy,
     ExitRules,
     Mode,
-    WhenSlower,
     check_threshold,
 )
 
@@ -59,12 +58,9 @@ LOOPS: dict[str, tuple[Mode, ...]] = {
 """How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
 "masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
 "rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
-WHEN_SLOWER: dict[str, WhenSlower] = {
-    EXIT_CHECKS[0]: "check_late",
-    EXIT_CHECKS[1]: "leave",
-    "timed": "full_depth",
-}
-"""The option `exit_checks`, and what it says of rows that lose time."""
+PAYING, SCREENED, ALL = SERVED_CHECKS = EXIT_CHECKS[0], "screened", EXIT_CHECKS[1]
+"""The option `exit_checks`: where exits pay, those that a screen lets through; the latter always;
+or all of them."""
 WITH_FULL_TRACE = ("host", "masked")
 """Those that can tell what each check found."""
 RAILS_DRAFTS = 4
@@ -112,21 +108,18 @@ def make_rules(
     loop = choose(options, "exit_path", tuple(LOOPS))
     if loop == RAILS:
         exit_layers = exit_layers[:1]
-    wanted = choose(options, "exit_checks", tuple(WHEN_SLOWER))
-    if wanted == "timed" and loop != "host":
-        raise ExitServeError(
-            "exit_checks 'timed' is for CPUs, where rows leave a batch one by one; leave it out."
-        )
+    wanted = choose(options, "exit_checks", SERVED_CHECKS)
     # Where the first layers draft, all tokens are checked in one read of the head.
-    screens = None if loop == RAILS or wanted == "all" else block.screens_file
-    checks = "all" if screens is None else "paying"
+    screens = None if loop == RAILS or wanted == ALL else block.screens_file
+    checks = ALL if screens is None else PAYING
     found = block.calibration
     other_checks = found is not None and found.exit_checks != checks
     calibration, promised = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     rules = ExitRules(
-        when_slower=WHEN_SLOWER[wanted],
+        always_leaves=wanted == ALL,
+        switches_exits=wanted == PAYING and loop == "host",
         modes=LOOPS[loop],
         num_layers=num_layers,
         exit_layers=exit_layers,

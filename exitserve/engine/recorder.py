@@ -57,6 +57,8 @@ class Recorder:
         self.passed = dict.fromkeys(exit_layers, 0)
         self.screened = dict.fromkeys(exit_layers, 0)
         """Tokens that a screen did not let through to a check."""
+        self.without_exit = dict.fromkeys(exit_layers, 0)
+        """Requests that began, or came back, while an exit layer of their policy was off."""
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
@@ -176,6 +178,7 @@ class Recorder:
             "checks": dict(self.checks),
             "passed": dict(self.passed),
             "screened": dict(self.screened),
+            "without_exit": dict(self.without_exit),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "deferred_tokens": self.deferred_tokens,

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
+from exitserve.engine.exit_switch import Evidence, ExitSwitch
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.engine.recorder import CheckNote
 from exitserve.policy import EXACT, FULL_TRACE, ExitPolicy, ExitRules
@@ -37,6 +38,7 @@ class Request:
     """One request: what it asked for, and what it did so far."""
 
     policy: ExitPolicy
+    """What it asked for, with the exits that were on when it began."""
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     """vLLM's own list of generated tokens, of which only the length is read (runner V1)."""
@@ -59,6 +61,10 @@ class Request:
     may_draft: bool = False
     """Whether its tokens may be drafted: where exits decide them, those that are the likeliest
     ones, of which nobody wants log-probabilities."""
+    none_on: bool = False
+    """Whether it asked for exits, and none was on when it began."""
+    evidence: Evidence | None = None
+    """What counts its tokens, to tell whether exits pay."""
     met: dict[int, list[CheckNote]] = field(default_factory=dict)
     """What its next tokens met, by index, until it is known which of them stand: for a full trace
     of drafts."""
@@ -67,6 +73,16 @@ class Request:
     def freezes(self) -> bool:
         """Whether its tokens freeze where they exit."""
         return self.policy.mode not in EXACT
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asked for exits."""
+        return self.policy.mode != "off" or self.none_on
+
+    @property
+    def may_exit(self) -> bool:
+        """Whether its tokens may exit, other than as drafts."""
+        return self.policy.mode not in ("off", "verify")
 
     @property
     def note_keys(self) -> tuple[str, ...]:
@@ -113,6 +129,7 @@ def read_request(
     eos_ids: Sequence[int] = (),
     bounds: Bounds | None = None,
     name: str = "",
+    switch: ExitSwitch | None = None,
 ) -> Request:
     """The record of a new request.
 
@@ -124,10 +141,16 @@ def read_request(
         eos_ids: the model's ends of sequence.
         bounds: when tokens that wait at exit layers have to run (mode "defer").
         name: vLLM's internal id, where it is known.
+        switch: knows which exits are on; None: all are.
     """
     policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
-    keys = (params.extra_args or {}).get("exit_trace")
-    pending = None
+    asks = policy.mode != "off"
+    given = (params.extra_args or {}).get("exit_trace")
+    keys = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
+    may_draft, evidence, pending = _may_draft(params, policy), None, None
+    # Who asks what checks find wants them made.
+    if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
+        policy, evidence = switch.begin(policy, drafts=may_draft and rules.num_drafts > 0)
     if policy.mode == "verify":  # bounded by the number of drafts, and judged in the next pass
         pending = PendingTokens(Bounds(most=rules.num_drafts + 1))
     elif policy.mode == "defer":
@@ -135,18 +158,19 @@ def read_request(
     elif policy.mode == "confidence" and rules.num_drafts:
         pending = PendingTokens(Bounds(), freezes=True)
     ends = [] if params.ignore_eos else eos_ids
-    request = Request(
+    return Request(
         policy=policy,
         prompt_ids=() if prompt_ids is None else prompt_ids,
         output_ids=output_ids,
-        trace_keys=tuple(map(str, keys)) if isinstance(keys, list | tuple) else (),
+        trace_keys=keys,
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
         pending=pending,
+        may_draft=may_draft and policy.mode != "off",
+        none_on=asks and policy.mode == "off",
+        evidence=evidence,
     )
-    request.may_draft = _may_draft(params, policy)
-    return request
 
 
 def _may_draft(params: Any, policy: ExitPolicy) -> bool:
@@ -242,15 +266,19 @@ class RequestSlots:
 class Batch:
     """Runner V1's batch: requests by row."""
 
-    def __init__(self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds) -> None:
+    def __init__(
+        self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds, switch: ExitSwitch
+    ) -> None:
         """Starts empty.
 
         Args:
             rules: the model's.
             eos_ids: the model's ends of sequence.
             bounds: see `read_request`.
+            switch: knows which exits are on.
         """
         self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
+        self._switch = switch
         self.rows: dict[int, Request] = {}
         self.is_traced = False
         """Whether somebody asks for the depths of one of them."""
@@ -265,6 +293,8 @@ class Batch:
             self._remove(index)
         for index, params, prompt_ids, output_ids in changes.added:
             self._remove(index)
+            # One that has begun is back, and has a record (`named`).
+            switch = None if output_ids else self._switch
             self.rows[index] = read_request(
                 params,
                 prompt_ids,
@@ -272,6 +302,7 @@ class Batch:
                 output_ids=output_ids,
                 eos_ids=self._eos_ids,
                 bounds=self._bounds,
+                switch=switch,
             )
         for source, target, direction in changes.moved:
             moved = self.rows.pop(source, None)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exitserve.engine.options import PAYING, SCREENED
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
@@ -132,7 +133,9 @@ def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
     if tasks.endpoint is not None:
         yield find_endpoint(tasks.endpoint, job.model, job.rules)
         return
-    options = [*tasks.server_options, "--exit-checks", job.exit_checks]
+    # Quality is that of the exits, whether they pay on this machine or not.
+    checks = SCREENED if job.exit_checks == PAYING else job.exit_checks
+    options = [*tasks.server_options, "--exit-checks", checks]
     if any(setting.policy.mode == "verify" for setting in job.settings):
         # The threshold is only its default; every request sends its own.
         options += ["--mode", "verify", "--exit-threshold", "0.5"]

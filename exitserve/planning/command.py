@@ -125,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
-    from exitserve.planning.run import PRECISION, make_plan
+    from exitserve.planning.run import make_plan
     from exitserve.report import prepare_out_dir
+    from exitserve.step_costs.curves import PRECISION
     from exitserve.step_costs.sources import step_costs
 
     out = None if args.out is None else prepare_out_dir(args.out, overwrite=args.overwrite)

@@ -8,7 +8,6 @@ from typing import Any
 
 from exitserve.costs import DecoderShape
 from exitserve.planning.drafts import ASSUMED, draft_layers, drafting_table
-from exitserve.planning.predict import break_even_share, speedup
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
@@ -21,14 +20,12 @@ from exitserve.planning.recommend import (
     verdict,
 )
 from exitserve.report import machine, versions
-from exitserve.step_costs.curves import StepCosts
+from exitserve.step_costs.curves import PRECISION, StepCosts
+from exitserve.step_costs.skipping import break_even_share, speedup
 from exitserve.step_costs.sources import CostSource
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
-PRECISION = 0.5
-"""Of the tokens that the screens of a model of 12 layers let through to a check at threshold 0.6,
-0.42 pass at a quarter of the depth, 0.54 at half, 0.66 at three quarters."""
 WAYS = {"compacted": True, "masked": False}
 
 

@@ -129,6 +129,9 @@ class LayerChecks(_Exact):
     checks: int = Field(description="tokens checked")
     checks_passed: int = Field(description="tokens that stopped there, or were drafted")
     checks_screened: int = Field(description="tokens that a screen let go on unchecked")
+    requests_without: int = Field(
+        description="requests that began while the layer was off, because it did not pay"
+    )
     break_even: float | None = Field(
         description="the share of its checks that must pass for the layer to pay, by bytes; null "
         "where drafts are judged (GPUs, modes verify and defer)"
@@ -167,6 +170,20 @@ class Period(_Exact):
     exits: dict[int, LayerChecks] = Field(description="by exit layer")
 
 
+class SwitchedExits(_Exact):
+    """Each of `exit_switch`: where requests of one policy may exit that begin now."""
+
+    engine: int = Field(description="data-parallel rank")
+    mode: Literal["confidence", "defer"] = Field(description="of the policy")
+    thresholds: dict[int, float] = Field(description="of the policy, by exit layer")
+    drafts: bool = Field(description="whether the requests' tokens may be drafted")
+    on: list[int] = Field(description="the exit layers that are on; the others do not pay")
+    expected_wall_speedup: float | None = Field(
+        description="of these, or of the best ones if none is on: computed from counts and from "
+        "what the parts of a step cost; null while too few tokens were counted"
+    )
+
+
 class Stats(_Exact):
     """What `GET /exitserve/stats` answers."""
 
@@ -176,6 +193,9 @@ class Stats(_Exact):
     offers: Offers = Field(description="what requests may ask for")
     since_start: Period = Field(description="figures since the server's start")
     last_minute: Period = Field(description="figures of about the last minute")
+    exit_switch: list[SwitchedExits] = Field(
+        description="by policy, which exit layers are on (--exit-checks paying, on CPUs)"
+    )
     age_seconds: float = Field(
         description="how old these counts are: while the engine is busy with a long step, or has "
         "failed, the last ones are shown after half a second"

@@ -15,7 +15,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY, RAILS, WHEN_SLOWER
+from exitserve.engine.options import KEY, RAILS, SERVED_CHECKS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.first_layers import doubt
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -123,11 +123,11 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exit-checks",
-        choices=tuple(WHEN_SLOWER),
-        help="paying: screens of a calibrated checkpoint leave out checks that will hardly pay "
-        "(default); all: every token is checked at every exit layer; timed: as paying, and where "
-        "exits slow a batch down, which is measured, its tokens run at full depth, so that what "
-        "exits depends on the load",
+        choices=SERVED_CHECKS,
+        help="paying: exit layers are off for requests that begin while exits cost more than they "
+        "save, as with many requests at a time, and screens of a calibrated checkpoint leave out "
+        "checks that will hardly pass (default); screened: the latter only, so that what exits "
+        "does not depend on the load; all: every token is checked at every exit layer",
     )
 
 

@@ -133,6 +133,13 @@ CHECKS_SCREENED = WorkerMetric(
     by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["screened"]),
 )
+WITHOUT_EXIT = WorkerMetric(
+    name="exitserve_requests_without_exit_total",
+    help="Requests that began while an exit layer of their policy was off, because it did not pay.",
+    promql="sum by (exit_layer) (rate(exitserve_requests_without_exit_total[5m]))",
+    by=("exit_layer",),
+    read=lambda snapshot: _by_layer(snapshot["without_exit"]),
+)
 FROZEN_ROW_TOKENS = WorkerMetric(
     name="exitserve_frozen_row_tokens_total",
     help="Tokens whose row was frozen and whose remaining K/V was propagated.",
@@ -241,6 +248,7 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     CHECKS,
     CHECKS_PASSED,
     CHECKS_SCREENED,
+    WITHOUT_EXIT,
     FROZEN_ROW_TOKENS,
     DEFERRED_TOKENS,
     DEFERRED_LAYERS,

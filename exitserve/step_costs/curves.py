@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from exitserve.costs import TokenCosts
 
+PRECISION = 0.5
+"""Of the tokens that the screens of a model of 12 layers let through to a check at threshold 0.6,
+0.42 pass at a quarter of the depth, 0.54 at half, 0.66 at three quarters."""
+
 
 @dataclass(frozen=True)
 class Curve:

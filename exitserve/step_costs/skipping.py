@@ -37,7 +37,7 @@ BISECTIONS = 40
 
 
 @cache
-def _binomial(rows: int, probability: float) -> tuple[float, ...]:
+def binomial(rows: int, probability: float) -> tuple[float, ...]:
     """Probabilities of 0..rows successes."""
     miss = 1.0 - probability
     return tuple(
@@ -47,7 +47,7 @@ def _binomial(rows: int, probability: float) -> tuple[float, ...]:
 
 def _expected(cost: Callable[[int], float], rows: int, probability: float) -> float:
     """Mean of `cost` over the number of rows that take part, each with `probability`."""
-    weights = _binomial(rows, probability)
+    weights = binomial(rows, probability)
     return sum(weight * cost(hits) for hits, weight in enumerate(weights) if weight)
 
 

@@ -49,10 +49,10 @@ UNSTEADY = 1.25
 """From this ratio of median to least time, the machine was too busy to trust the result."""
 
 ENGINE_SECONDS = 1.4e-3, 0.06e-3
-EXITS_SECONDS = 0.6e-3, 0.05e-3
+EXITS_SECONDS = 0.25e-3, 0.05e-3
 """Seconds for one row and for each further one: what vLLM 0.32 does around the model in a step on a
-CPU, and what exits add (planning, norms, small copies, recording). From "Where a step goes" in
-benchmarks/2026-11-21-cpu.md and -epyc.md."""
+CPU, and what exits add (calls, norms, small copies, recording). From "Where a step goes" in
+benchmarks/2026-11-21-cpu.md and -epyc.md, and from benchmarks/2026-11-25-direct-calls.md."""
 
 Work = Callable[[], object]
 

@@ -99,47 +99,6 @@ def test_rows_that_do_not_leave_get_the_same(
     assert deferring.notes(asked[:-1])[:2] == noted
 
 
-@pytest.mark.parametrize("mode", ["defer", "confidence"])
-@pytest.mark.parametrize("leaving", ["never", "now and then", "always"])
-def test_timed_rows_exit_or_run_at_full_depth(
-    start, model, jobs, job, expect, oracle, mode: str, leaving: str, monkeypatch
-) -> None:
-    """Each token is what its request's policy says, or full depth's, and tells which."""
-    drawn = random.Random(7)
-    ways = {"never": 0.0, "now and then": 0.5, "always": 1.0}
-
-    def choose(self, requests, tokens, **more) -> bool:
-        return drawn.random() < ways[leaving]
-
-    monkeypatch.setattr(PassTiming, "choose", choose)
-    asked = [
-        job(one.prompt, {**one.fields, "exit_mode": mode}, 40) for one in jobs if is_deferred(one)
-    ]
-    full = [job(one.prompt, {}, 40) for one in asked]
-    harness = start(model, exits={"exit_checks": "timed"}, enable_prefix_caching=False)
-    found, reference = harness.run(asked), oracle(model)
-    assert (harness.stats()["stepped_aside"] > 50) == (leaving != "always")
-    if leaving != "now and then":
-        assert found == [expect(reference, one) for one in (full if leaving == "never" else asked)]
-    elif mode == "defer":  # keys and values are exact, so each token can be judged by itself
-        depths = [of_either(reference, *each) for each in zip(asked, full, found, strict=True)]
-        assert any({2, 6} <= one for one in depths) and any(4 in one for one in depths)
-
-
-def of_either(reference, early, full, outcome) -> set[int]:
-    """The depths of an answer, each of whose tokens has to be the policy's or full depth's."""
-    said, depths = outcome
-    text = [*early.prompt, *said]
-    start = len(early.prompt)
-    ways = []
-    for one in (early, full):
-        trace = reference.trace(text[:-1], start, one.policy)
-        ways.append([*zip(trace.token.tolist(), trace.depth.tolist(), strict=True)][start - 1 :])
-    for token, depth, *allowed in zip(said, depths, *ways, strict=True):
-        assert (token, depth) in allowed
-    return set(depths[1:])
-
-
 DRAFTING = {"mode": "defer", "exit_threshold": 0.08}
 
 
@@ -206,6 +165,35 @@ def test_preempted_while_drafting(start, model, drafting_jobs, expect, oracle, f
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
     assert harness.counter("vllm:num_preemptions") > 0
+
+
+@pytest.mark.parametrize("mode", ["defer", "confidence", "verify"])
+@pytest.mark.parametrize("scarce", ["blocks", "tokens"])
+def test_drafting_where_room_is_scarce(
+    start,
+    model,
+    job,
+    expect,
+    oracle,
+    few_blocks,
+    mode: str,
+    scarce: str,
+    monkeypatch,
+) -> None:
+    """Requests are preempted, or wait for a pass that has room for their drafts, while tokens from
+    before these wait too: turns end where few requests take part, so some are asked in a pass."""
+    monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)
+    room = {
+        "blocks": few_blocks | {"max_num_batched_tokens": 128},
+        "tokens": {"max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 10},
+    }
+    verifying = {"mode": "verify", "exit_threshold": 0.06, "num_drafts": 3}
+    harness = start(model, exits=verifying, **{"enable_prefix_caching": False, **room[scarce]})
+    fields = {"exit_threshold": 0.06, "exit_mode": mode}
+    asked = [job([5, 9, 4, one % 20 + 2], fields, 90) for one in range(24)]
+    reference = oracle(model)
+    said = [job(one.prompt, {} if mode == "verify" else fields, 90) for one in asked]
+    assert harness.run(asked, every=2) == [expect(reference, one) for one in said]
 
 
 def test_preempted_requests(start, model, jobs, expected, expect_notes, oracle, few_blocks) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.planning.predict import expected_seconds, speedup
 from exitserve.planning.recommend import (
     MOST_LAYERS,
     WORTH,
@@ -20,6 +19,7 @@ from exitserve.planning.recommend import (
     verdict,
 )
 from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.skipping import expected_seconds, speedup
 
 
 def flat(seconds: float, more: float = 0.0) -> Curve:

@@ -136,7 +136,7 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--shadow-rate 0.01",
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
-        "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks timed",
+        "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks screened",
         "--exit-threshold 0.5 --num-drafts 4",
     ],
 )

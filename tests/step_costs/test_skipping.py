@@ -19,14 +19,14 @@ from exitserve.costs import (
     shape_of,
     step_bytes,
 )
-from exitserve.planning.predict import (
+from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.devices import Device, roofline
+from exitserve.step_costs.skipping import (
     break_even_share,
     expected_seconds,
     forced_seconds,
     speedup,
 )
-from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.devices import Device, roofline
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "GPT-2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},

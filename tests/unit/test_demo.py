@@ -48,7 +48,7 @@ def test_promises_are_shown_where_there_are_any(promising: Path) -> None:
     }
     options = compared(promising)
     assert options == [
-        *("--thresholds", "auto,auto:0.95,0.5", "--modes", "verify", "--exit-checks", "timed"),
+        *("--thresholds", "auto,auto:0.95,0.5", "--modes", "verify"),
         *("--rivals", "cut:6"),
     ]
     assert check_rivals(options[-1], promising) == ("cut:6",)

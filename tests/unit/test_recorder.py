@@ -29,6 +29,7 @@ def test_counts() -> None:
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
         "screened": {2: 0, 4: 0},
+        "without_exit": {2: 0, 4: 0},
         "head_passes": 2,
         "frozen_tokens": 2,
         "deferred_tokens": 1,

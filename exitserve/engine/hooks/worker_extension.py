@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
@@ -51,12 +53,27 @@ class ExitWorkerExtension:
         state.batch.request_ids = request_ids(self.model_runner)
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
+        if state.rules.switches_exits and state.rules.exit_layers:
+            self._time_parts(state)
         if state.rules.num_drafts:
             plain_without_drafts(self.model_runner)
             watch_rows(
                 self.model_runner,
                 RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
             )
+
+    def _time_parts(self, state: EngineState) -> None:
+        """Lets the exit switch know what the parts of a step cost here, the same on all ranks."""
+        if (
+            self.vllm_config.model_config.is_moe
+            and self.vllm_config.parallel_config.data_parallel_size > 1
+        ):
+            return  # experts of several engines run together only
+        with set_forward_context(None, self.vllm_config):
+            self.model_runner.get_model().host.time_parts()
+        ranks = get_tp_group()
+        if ranks.world_size > 1:
+            state.switch.costs = ranks.broadcast_object(state.switch.costs)
 
     def exit_step(self, scheduler_output: Any) -> tuple[Any, Any]:
         """One step in one call (`exitserve.engine.hooks.executor`).
@@ -71,8 +88,9 @@ class ExitWorkerExtension:
         return output, drafts if drafts is not None and any(drafts.draft_token_ids) else None
 
     def exit_stats(self) -> dict[str, Any]:
-        """Counts since start, and the tokens that wait now."""
-        return self._counted().recorder.snapshot()
+        """Counts since start, the tokens that wait now, and which exits are on."""
+        state = self._counted()
+        return state.recorder.snapshot() | {"exit_switch": state.switch.table()}
 
     def exit_kernels(self) -> dict[str, str]:
         """The form, triton or torch, in which each operation runs; see `dispatch.chosen`."""

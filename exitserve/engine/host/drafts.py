@@ -43,7 +43,7 @@ class Drafting:
         """Takes a model's parts."""
         self._requests, self._model = requests, model
         self._segments, self._rearranged = segments[:-1], rearranged
-        self._share = 0.0 if requests.rules.when_slower == "leave" else SHARE
+        self._share = 0.0 if requests.rules.always_leaves else SHARE
 
     def run(self, rows: Sequence[Draft]) -> None:
         """Drafts the next tokens of rows, as far as they are confident.

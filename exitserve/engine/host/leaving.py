@@ -1,8 +1,7 @@
 """Whether rows leave a pass at their exits, or stay because that is faster.
 
-Where leaving is slower, rows are checked behind the last layer, with the same tokens and depths;
-or, as `ExitRules.when_slower` says, run at full depth, unchecked. `exitserve.engine.host.timing`
-finds out what is slower.
+Where leaving is slower, rows are checked behind the last layer, with the same tokens and depths.
+`exitserve.engine.host.timing` finds out what is slower.
 """
 
 from __future__ import annotations
@@ -33,39 +32,19 @@ class Leaving:
         self._last = 0
         """The last pass that was timed."""
 
-    def of_decoding(self, decoding: Sequence[Request]) -> bool | None:
-        """Whether any row leaves in a pass in which all decode; None where a step has to tell.
-
-        A pass that none leaves needs no step: it is vLLM's own.
-
-        Args:
-            decoding: the requests, by row.
-        """
-        may_exit = [one for one in decoding if one.policy.mode not in ("off", "verify")]
-        if not may_exit:
-            return False
-        if self._rules.when_slower != "full_depth":
-            return None
-        if any(one.policy.mode not in MAY_STAY for one in may_exit):
-            return None
-        return self._pays(may_exit)
-
     def of_step(self, step: Step) -> bool:
-        """Whether the rows of a step leave as its checks say; else none leaves."""
+        """Whether the rows of a step leave as its checks say; else none leaves, which counts."""
         if not step.may_stay(MAY_STAY):
             return True
-        return self._pays([one.request for one in step.candidates])
-
-    def interrupt(self) -> None:
-        """Tells that the pass does more than it was asked about: its time does not count."""
-        self._last = 0
-
-    def _pays(self, may_exit: Sequence[Request]) -> bool:
-        """Whether leaving is faster for these; counts them if they stay."""
+        may_exit = [one.request for one in step.candidates]
         leave = self._timing is None or self._is_faster(self._timing, may_exit)
         if not leave:
             self._requests.recorder.stepped_aside += len(may_exit)
         return leave
+
+    def interrupt(self) -> None:
+        """Tells that the pass does more than it was asked about: its time does not count."""
+        self._last = 0
 
     def _is_faster(self, timing: PassTiming, may_exit: Sequence[Request]) -> bool:
         if self._rules.num_drafts and all(one.may_draft for one in may_exit):
@@ -82,7 +61,7 @@ class Leaving:
 
 def pass_timing(rules: ExitRules) -> PassTiming | None:
     """What tells whether drafting or leaving pays just now; None where it is always done."""
-    return None if rules.when_slower == "leave" else PassTiming(agree=_as_first_rank)
+    return None if rules.always_leaves else PassTiming(agree=_as_first_rank)
 
 
 def _as_first_rank(chosen: bool) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,7 @@ from exitserve.engine.host.checks import Checks, HostMaskedRows
 from exitserve.engine.host.drafts import Drafting
 from exitserve.engine.host.late_checks import LateChecks
 from exitserve.engine.host.leaving import Leaving
+from exitserve.engine.host.own_costs import ROWS, own_costs
 from exitserve.engine.host.rearranged import Rearranged
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, merge_logits
@@ -76,7 +78,7 @@ class HostLoop:
             masked: whether all passes with exits run masked.
         """
         self.requests = HostRequests(state)
-        self._rules, self._recorder = state.rules, state.recorder
+        self._rules, self._recorder, self._switch = state.rules, state.recorder, state.switch
         self._model, self._segments = model, segments
         self._propagation, self._masked = propagation, masked
         self.checks = self.make_checks(head)
@@ -113,9 +115,8 @@ class HostLoop:
         self._context = get_forward_context() if self._rules.num_drafts else None
         self.requests.start_pass()
         decoding = self.requests.decoding(shape, positions)
-        leave = self._leaving.of_decoding(decoding) if decoding else None
-        if decoding and leave is False:
-            self._step = None
+        if decoding and not any(one.may_exit for one in decoding):
+            self._step = None  # a pass that none leaves needs no step: it is vLLM's own
             self.requests.count_plain(len(decoding))
             return self._run_plain(plain)
         if decoding:
@@ -132,10 +133,9 @@ class HostLoop:
             hidden = embed()
             self._catch_up(hidden, step)
             normed = self._run_masked(positions, hidden, step)
-        elif leave is None and not self._leaving.of_step(step):
+        elif not self._leaving.of_step(step):
             self._stay(embed, step)
-            late = self._rules.when_slower == "check_late"
-            normed = self._run_late(positions, embed(), step) if late else self._run_plain(plain)
+            normed = self._run_late(positions, embed(), step)
         else:
             normed = self._run_rearranged(positions, embed(), step)
         self.requests.record(step)
@@ -228,16 +228,32 @@ class HostLoop:
         """Loads what propagation needs, and compiles the segments.
 
         Each runs twice more, with other numbers of tokens, so that it can be called directly from
-        then on (`exitserve.engine.compat.compiled`). vLLM's own forward pass follows; passes count
-        their mixture-of-experts layers in the forward context, so these have contexts of their own.
+        then on (`exitserve.engine.compat.compiled`). vLLM's own forward pass follows.
         """
         self._propagation.load(hidden)
         for count in (len(hidden), 2, 1):
-            with override_forward_context(replace(get_forward_context())):
-                stream: Stream = (hidden[:count], None)
-                for segment in self._segments:
-                    self._rearranged.is_pair = stream[1] is not None
-                    _, _, *stream = segment(positions[..., :count], *stream)
+            self._run_alone(positions, hidden, count)
+
+    @torch.inference_mode()
+    def time_parts(self) -> None:
+        """Times the parts of a decode step, in a forward context without a batch."""
+        positions = torch.arange(max(ROWS))
+        hidden = self._model.embed(torch.zeros_like(positions), positions, None)
+        layers = partial(self._run_alone, positions, hidden)
+        self._switch.costs = own_costs(layers, self._rules.num_layers, self.checks.head)
+
+    def _run_alone(self, positions: Tensor, hidden: Tensor, count: int) -> Tensor:
+        """Runs the first of some tokens [T, D], which are in no batch, through all segments.
+
+        Passes count their mixture-of-experts layers in the forward context, so each has its own.
+        """
+        with override_forward_context(replace(get_forward_context())):
+            normed = hidden
+            stream: Stream = (hidden[:count], None)
+            for segment in self._segments:
+                self._rearranged.is_pair = stream[1] is not None
+                normed, _, *stream = segment(positions[..., :count], *stream)
+        return normed
 
     def _catch_up(self, hidden: Tensor, step: Step) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""

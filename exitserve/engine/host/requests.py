@@ -31,8 +31,7 @@ class HostRequests:
         """Whether that had no other tokens than those it samples after."""
         self.after_decodes = False
         """Whether the pass before had none."""
-        self._skips_checks = state.rules.when_slower == "full_depth"
-        """Whether a token that was drafted, and not asked at all exits, is left to full depth."""
+        self._switch = state.switch
         self._exited: Mapping[int, int] = {}
         """By row, where tokens exited in that pass."""
         state.requests = self
@@ -63,7 +62,9 @@ class HostRequests:
             request = self.rows.get(row)
             if request is None or request.length > last + 1:  # a prompt's chunk of one token
                 return None
-            if request.policy.mode != "off" and not (request.name and request.is_caught_up):
+            if request.asks and not request.name:
+                return None
+            if request.policy.mode != "off" and not request.is_caught_up:
                 return None
             found.append(request)
         return found
@@ -71,6 +72,7 @@ class HostRequests:
     def count_plain(self, count: int) -> None:
         """Counts a pass of so many rows that decoded at full depth, without a step."""
         self.only_decodes = True
+        self._switch.note_pass(count)
         self.recorder.tokens_by_depth[self.rules.num_layers] += count
 
     def decoding_step(self, requests: Sequence[Request], positions: Tensor) -> Step:
@@ -109,12 +111,15 @@ class HostRequests:
             # Index of the generated token that the row's last position leads to.
             generated = last[index] + 1 - request.prompt_length
             drafts[index] = max(0, generated - len(request.output_ids))
-            if request.policy.mode == "off" or generated < 1:
+            if not request.asks or generated < 1:
                 continue
             request = self._batch.named(index)
+            if request.policy.mode == "off":  # its exits were off when it began
+                continue
             # A grammar, the end of the context or a preemption may have taken drafts away.
             del request.drafts[drafts[index] :]
-            drafted = self._drafted_before(request, last[index] - length + 1, last[index])
+            first = last[index] - length + 1
+            drafted = self._drafted_before(request, first, last[index], drafts[index])
             if request.pending is not None:
                 waiting[index] = request.pending
             if request.freezes:
@@ -154,9 +159,9 @@ class HostRequests:
             return [Candidate(index, request)]
         above = request.pending.last_layer
         left = any(layer > above for layer in self.rules.exit_layers)
-        return [Candidate(index, request, above)] if left and not self._skips_checks else []
+        return [Candidate(index, request, above)] if left else []
 
-    def _drafted_before(self, request: Request, first: int, last: int) -> int:
+    def _drafted_before(self, request: Request, first: int, last: int, drafts: int) -> int:
         """How many tokens of a pass over positions `first` to `last` were drafted after the last.
 
         Those of a request that was preempted since are computed anew; where they had frozen, what
@@ -164,7 +169,7 @@ class HostRequests:
         """
         if request.pending is None:
             return 0
-        request.pending.expect(first, last, self.pass_number)
+        request.pending.expect(first, last, self.pass_number, drafts)
         drafted = request.pending.count_from(first)
         if request.freezes and not drafted:
             request.decided = []
@@ -173,6 +178,8 @@ class HostRequests:
     def record(self, step: Step) -> None:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
         self._exited = step.depth
+        if self.only_decodes:
+            self._switch.note_pass(len(step.row_ends))
         for index, position in enumerate(step.last_positions):
             request = self.rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
@@ -204,6 +211,8 @@ class HostRequests:
         """Counts and traces a row's token, and keeps its depth for a preemption."""
         request = self.rows[index]
         self.recorder.count_token(depth)
+        if request.evidence is not None:
+            request.evidence.note_token(depth)
         if request.policy.mode != "off":
             request.note_depth(generated, depth, self.rules.num_layers)
         self._trace(index, range(generated, generated + 1), depth)

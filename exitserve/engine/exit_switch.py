@@ -1,0 +1,237 @@
+"""Which exit layers are on: those that pay with the requests that a server has.
+
+Exits cost more than they save where checks are dear or seldom pass, or where many requests decode
+together, since a layer's weights are read as long as one of them needs them. Then they are off: a
+request that begins runs at full depth, in passes that are vLLM's own, or has the first exit layers
+only. It keeps the exits with which it began, so that what it gets does not depend on who joins it.
+
+What is decided on is counted, not timed: how many requests decode together, and at which depths
+the tokens of a policy stop. With what the parts of a step cost on this machine, measured at start
+(`exitserve.step_costs.timing`), the wall speedup follows as in `exitserve plan`
+(`exitserve.step_costs.skipping`); of requests that draft, as in
+`exitserve.step_costs.turns`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+from exitserve.engine.recorder import Recorder
+from exitserve.policy import EXACT, NEVER, ExitPolicy, ExitRules, Mode
+from exitserve.step_costs.curves import PRECISION, StepCosts
+from exitserve.step_costs.skipping import speedup
+from exitserve.step_costs.turns import turns_speedup
+
+logger = logging.getLogger(__name__)
+
+SWITCHED: tuple[Mode, ...] = ("confidence", "defer")
+"""Modes whose exits may be off: in "verify" nothing is lost, and a fixed layer is not checked."""
+ALONE, TOGETHER = 1.05, 1.25
+"""Expected wall speedup from which exits go on, for requests that decode alone and for several.
+Those are not alike, as is assumed: some exit nearly always, and wait for others that never do."""
+HOLD = 0.03
+"""By so much less it has to be for them to go off."""
+ENOUGH = 96
+"""Tokens from which a policy can be judged; until then its exits are on."""
+MEMORY = 2048
+"""Tokens that count: beyond it, older ones count half."""
+ROUGHLY = 0.02
+"""Finer differences between shares do not matter, and need no new computation."""
+PASSES = 64
+"""Passes between two judgements of a policy."""
+SMOOTH = 1 / 32
+"""Weight of the last pass in the mean number of requests that decode together."""
+RETRY = 256
+"""Requests that begin with exits off until their policy is tried anew, since texts change."""
+KINDS = 64
+"""Policies that are remembered, those that were seen last."""
+MOST_ROWS = 64
+"""Requests together, from which costs no longer change the verdict."""
+
+
+@dataclass
+class Evidence:
+    """What was counted of requests of one policy that had all of its exits."""
+
+    depths: Counter[int] = field(default_factory=Counter)
+    """Tokens by the depth at which they stopped."""
+
+    def note_token(self, depth: int) -> None:
+        """Notes a token that stopped at a depth."""
+        self.depths[depth] += 1
+        if self.depths.total() > MEMORY:
+            for one in self.depths:
+                self.depths[one] //= 2
+
+    def shares(self, layers: tuple[int, ...]) -> dict[int, float]:
+        """Share of all tokens that stop at each of these layers, in steps of `ROUGHLY`."""
+        total = self.depths.total()
+        return {one: round(self.depths[one] / total / ROUGHLY) * ROUGHLY for one in layers}
+
+
+@dataclass
+class _Kind:
+    """The requests of one policy, those that may draft apart from the others."""
+
+    policy: ExitPolicy
+    layers: tuple[int, ...]
+    """Where they may exit."""
+    drafts: bool
+    on: tuple[int, ...]
+    """Of these layers: where requests that begin now may exit."""
+    expected: float | None = None
+    """Wall speedup with these; None where it is not computed."""
+    evidence: Evidence = field(default_factory=Evidence)
+    judged: int = 0
+    """The pass of the last judgement."""
+    left_out: int = 0
+    """Requests that began with fewer exits since all were on."""
+
+
+class ExitSwitch:
+    """Turns the exit layers of one engine on and off."""
+
+    def __init__(self, rules: ExitRules, recorder: Recorder) -> None:
+        """All exits are on until `costs` are known.
+
+        Args:
+            rules: the engine's.
+            recorder: counts the requests that begin without an exit layer.
+        """
+        self._rules, self._recorder = rules, recorder
+        self.costs: StepCosts | None = None
+        """What the parts of a step cost here; the same on all ranks."""
+        self._rows = 1.0
+        """That decode together, the mean of the last passes."""
+        self._passes = 0
+        self._kinds: OrderedDict[tuple[ExitPolicy, bool], _Kind] = OrderedDict()
+
+    def begin(self, policy: ExitPolicy, *, drafts: bool) -> tuple[ExitPolicy, Evidence | None]:
+        """The policy that a request gets which begins now.
+
+        Args:
+            policy: what it asks for.
+            drafts: whether its tokens may be drafted.
+
+        Returns:
+            The policy with the exits that are on, and what counts its tokens; None if some are off.
+        """
+        if self.costs is None or policy.mode not in SWITCHED:
+            return policy, None
+        kind = self._kind(policy, drafts)
+        if self._passes - kind.judged >= PASSES:
+            self._judge(kind)
+        if kind.on == kind.layers:
+            return policy, kind.evidence
+        kind.left_out += 1
+        if kind.left_out >= RETRY:
+            kind.evidence, kind.left_out = Evidence(), 0
+        for layer in kind.layers[len(kind.on) :]:
+            self._recorder.without_exit[layer] += 1
+        return policy.up_to(kind.on), None
+
+    def note_pass(self, rows: int) -> None:
+        """Notes a pass in which so many requests decoded."""
+        self._passes += 1
+        self._rows += SMOOTH * (rows - self._rows)
+
+    def table(self) -> list[dict[str, Any]]:
+        """What is on for each policy, for people."""
+        return [
+            {
+                "mode": kind.policy.mode,
+                "thresholds": {layer: kind.policy.thresholds_at(layer)[0] for layer in kind.layers},
+                "drafts": kind.drafts,
+                "on": list(kind.on),
+                "expected_wall_speedup": kind.expected,
+            }
+            for kind in self._kinds.values()
+        ]
+
+    def _kind(self, policy: ExitPolicy, drafts: bool) -> _Kind:
+        key = policy, drafts
+        if key not in self._kinds:
+            layers = self._rules.exit_layers
+            own = tuple(one for one in layers if policy.thresholds_at(one)[0] < NEVER)
+            self._kinds[key] = _Kind(policy, own, drafts, own, judged=self._passes)
+            if len(self._kinds) > KINDS:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(key)
+        return self._kinds[key]
+
+    def _judge(self, kind: _Kind) -> None:
+        kind.judged = self._passes
+        before, rows = kind.on, min(round(self._rows), MOST_ROWS)
+        if kind.evidence.depths.total() < ENOUGH:
+            kind.on, kind.expected = kind.layers, None
+        else:
+            kind.on, kind.expected = self._best(kind, rows)
+        if kind.on == kind.layers:
+            kind.left_out = 0
+        if kind.on != before:
+            _tell(kind, rows)
+
+    def _best(self, kind: _Kind, rows: int) -> tuple[tuple[int, ...], float]:
+        """The exits that pay most with so many requests, and the wall speedup expected of them."""
+        assert self.costs is not None
+        screens = self._rules.screens_file is not None
+        costs = replace(self.costs, precision=PRECISION if screens else None)
+        shares = kind.evidence.shares(kind.layers)
+        drafts = self._rules.num_drafts if kind.drafts else 0
+        freezes = kind.policy.mode not in EXACT
+        gains = {
+            some: _expected(
+                costs, rows, tuple((one, shares[one]) for one in some), drafts, freezes=freezes
+            )
+            for some in _choices(kind)
+        }
+        best = max(gains, key=lambda some: (round(gains[some], 2), len(some)))
+        needed = (ALONE if rows == 1 else TOGETHER) - (HOLD if kind.on else 0.0)
+        return (best if gains[best] >= needed else ()), gains[best]
+
+
+@lru_cache(maxsize=4 * KINDS)
+def _expected(
+    costs: StepCosts,
+    rows: int,
+    shares: tuple[tuple[int, float], ...],
+    drafts: int,
+    *,
+    freezes: bool,
+) -> float:
+    """The wall speedup of exits at which such shares of all tokens stop."""
+    if drafts:
+        return turns_speedup(costs, rows, dict(shares), drafts, freezes=freezes)
+    return speedup(costs, rows, dict(shares), compacts=True)
+
+
+def _choices(kind: _Kind) -> list[tuple[int, ...]]:
+    """Exits that may be on by themselves: the first ones.
+
+    Calibrated thresholds promise something of all exits together. Without the deepest ones the
+    promise holds where keys and values are exact (`exitserve.engine.options`).
+    """
+    if kind.policy.by_layer and kind.policy.mode not in EXACT:
+        return [kind.layers]
+    return list(accumulate((layer,) for layer in kind.layers))
+
+
+def _tell(kind: _Kind, rows: int) -> None:
+    """Logs that exits went on or off."""
+    thresholds = sorted({kind.policy.thresholds_at(layer)[0] for layer in kind.layers})
+    what = f"mode {kind.policy.mode}, threshold {' to '.join(f'{t:g}' for t in thresholds)}"
+    on = ", ".join(map(str, kind.on)) or "none"
+    why = "" if kind.expected is None else f" (wall speedup {kind.expected:.2f} expected)"
+    logger.info(
+        "exit layers that are on for %s, with %d requests at a time: %s%s. "
+        "(--exit-checks screened keeps all of them on.)",
+        what,
+        rows,
+        on,
+        why,
+    )
