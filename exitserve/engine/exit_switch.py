@@ -224,14 +224,13 @@ def _choices(kind: _Kind) -> list[tuple[int, ...]]:
 def _tell(kind: _Kind, rows: int) -> None:
     """Logs that exits went on or off."""
     thresholds = sorted({kind.policy.thresholds_at(layer)[0] for layer in kind.layers})
-    what = f"mode {kind.policy.mode}, threshold {' to '.join(f'{t:g}' for t in thresholds)}"
-    on = ", ".join(map(str, kind.on)) or "none"
-    why = "" if kind.expected is None else f" (wall speedup {kind.expected:.2f} expected)"
+    policy = f"mode {kind.policy.mode}, threshold {' to '.join(f'{t:g}' for t in thresholds)}"
+    expected = "not known yet" if kind.expected is None else f"{kind.expected:.2f}"
     logger.info(
-        "exit layers that are on for %s, with %d requests at a time: %s%s. "
-        "(--exit-checks screened keeps all of them on.)",
-        what,
+        "Exit layers on for %s: %s. Requests at a time: %d; wall speedup expected: %s. "
+        "--exit-checks screened keeps all of them on.",
+        policy,
+        ", ".join(map(str, kind.on)) or "none",
         rows,
-        on,
-        why,
+        expected,
     )

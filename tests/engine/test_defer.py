@@ -114,7 +114,7 @@ def drafting_jobs(request, jobs, job):
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 5, 8])
-@pytest.mark.parametrize("checks", ["all", "paying"])
+@pytest.mark.parametrize("checks", ["all", "screened"])
 def test_on_a_server_that_drafts(
     start, model, drafting_jobs, expect, oracle, drafts: int, checks: str
 ) -> None:

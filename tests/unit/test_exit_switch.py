@@ -146,7 +146,7 @@ def test_requests_without_an_exit_are_counted_and_told(caplog: Any, monkeypatch:
         serve(switch, DEFER, SELDOM, 1, drafts=False)
     assert recorder.snapshot()["without_exit"][18] > 0
     (line,) = dict.fromkeys(caplog.messages)
-    assert "mode defer, threshold 0.7, with 1 requests at a time: none" in line
+    assert "on for mode defer, threshold 0.7: none. Requests at a time: 1; wall speedup" in line
     assert "--exit-checks screened" in line
 
 
