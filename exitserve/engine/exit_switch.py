@@ -40,8 +40,8 @@ ENOUGH = 96
 """Tokens from which a policy can be judged; until then its exits are on."""
 MEMORY = 2048
 """Tokens that count: beyond it, older ones count half."""
-ROUGHLY = 0.02
-"""Finer differences between shares do not matter, and need no new computation."""
+STEPS = 50
+"""In which shares are counted: finer differences do not matter, and need no new computation."""
 PASSES = 64
 """Passes between two judgements of a policy."""
 SMOOTH = 1 / 32
@@ -69,9 +69,9 @@ class Evidence:
                 self.depths[one] //= 2
 
     def shares(self, layers: tuple[int, ...]) -> dict[int, float]:
-        """Share of all tokens that stop at each of these layers, in steps of `ROUGHLY`."""
+        """Share of all tokens that stop at each of these layers, rounded down to 1 / `STEPS`."""
         total = self.depths.total()
-        return {one: round(self.depths[one] / total / ROUGHLY) * ROUGHLY for one in layers}
+        return {one: self.depths[one] * STEPS // total / STEPS for one in layers}
 
 
 @dataclass
