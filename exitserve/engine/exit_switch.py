@@ -6,10 +6,9 @@ request that begins runs at full depth, in passes that are vLLM's own, or has th
 only. It keeps the exits with which it began, so that what it gets does not depend on who joins it.
 
 What is decided on is counted, not timed: how many requests decode together, and at which depths
-the tokens of a policy stop. With what the parts of a step cost on this machine, measured at start
-(`exitserve.step_costs.timing`), the wall speedup follows as in `exitserve plan`
-(`exitserve.step_costs.skipping`); of requests that draft, as in
-`exitserve.step_costs.turns`.
+the tokens of a policy stop. With what the parts of a step cost on this machine, timed at start
+(`exitserve.engine.host.own_costs`), the wall speedup follows as in `exitserve plan`
+(`exitserve.step_costs.skipping`); of requests that draft, as in `exitserve.step_costs.turns`.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class _Kind:
 
     policy: ExitPolicy
     layers: tuple[int, ...]
-    """Where they may exit."""
+    """Where they may exit; none where their thresholds are of layers that are not served."""
     drafts: bool
     on: tuple[int, ...]
     """Of these layers: where requests that begin now may exit."""
@@ -124,7 +123,7 @@ class ExitSwitch:
         if self.costs is None or policy.mode not in SWITCHED:
             return policy, None
         kind = self._kind(policy, drafts)
-        if self._passes - kind.judged >= PASSES:
+        if kind.layers and self._passes - kind.judged >= PASSES:
             self._judge(kind)
         if kind.on == kind.layers:
             return policy, kind.evidence

@@ -125,6 +125,12 @@ def test_a_promise_in_mode_confidence_is_of_all_exits_together() -> None:
     assert serve(make_switch(), exact, shares, 1, drafts=False).by_layer == exact.by_layer[:1]
 
 
+def test_thresholds_of_layers_that_are_not_served() -> None:
+    """As of a promise that needs the deepest exit, on a server with `--exit-layers` without it."""
+    elsewhere = ExitPolicy(mode="defer", by_layer=((20, 0.7, 0.85),))
+    assert serve(make_switch(), elsewhere, {}, 1, drafts=False) == elsewhere
+
+
 def test_what_does_not_pay_is_tried_again() -> None:
     switch = make_switch()
     assert serve(switch, DEFER, SELDOM, 1, drafts=False).mode == "off"
