@@ -46,10 +46,39 @@ def test_own_times_add_up_to_the_whole(script: ModuleType, clock: list[float]) -
     watch.timed("outer", outer_work)()
     assert dict(watch.seconds) == {"inner": 6.0, "outer": 1.0}
     assert dict(watch.calls) == {"inner": 2, "outer": 1}
-    lines = script.table(watch, ["outer", "inner", "outer", "never called"], steps=2)
-    assert lines[1].split() == ["outer", "500.000", "14.3%", "0.5"]
-    assert lines[2].split() == ["inner", "3000.000", "85.7%", "1.0"]
-    assert lines[3].split() == ["total", "3500.000", "100.0%"]
+    rounds = watch.taken(tokens=2)
+    watch.clear()
+    inner(3.0)
+    full = watch.taken(tokens=2)
+    inner(9.0)
+    lines = script.table(rounds, full, ["outer", "inner", "outer", "never called"], steps=2)
+    assert lines[1].split() == ["outer", "500.000", "14.3%", "0.5", "0.000"]
+    assert lines[2].split() == ["inner", "3000.000", "85.7%", "1.0", "1500.000"]
+    assert lines[3].split() == ["total", "3500.000", "100.0%", "1500.000"]
+
+
+def test_a_drafted_token_costs_what_is_beside_the_layers(script: ModuleType) -> None:
+    drafts, full = script.Stopwatch(), script.Stopwatch()
+    drafts.tokens, full.tokens = 30, 10
+    drafts.seconds.update({script.LAYERS: 0.05, script.CHECK: 0.03})
+    full.seconds.update({script.PLAIN: 0.04, "rest": 0.01})
+    _, line = script.comparison([drafts], [full], steps=10)
+    assert line == "beside layers 1.000 (1.000 to 1.000) ms for each of 2.00 drafted tokens"
+
+
+def test_a_check_costs_what_its_steps_take_more(script: ModuleType) -> None:
+    """Of each pair of rounds, since both drift with the machine."""
+
+    def taken(seconds: float, checks: int) -> object:
+        watch = script.Stopwatch()
+        watch.seconds["layers"], watch.calls[script.CHECK] = seconds, checks
+        return watch
+
+    rounds = [taken(0.05, 30), taken(0.09, 30), taken(0.06, 30)]
+    full = [taken(0.02, 0), taken(0.07, 0), taken(0.02, 0)]
+    first, second = script.comparison(rounds, full, steps=10)
+    assert first.endswith("3.000 (2.000 to 4.000) ms more")
+    assert second == "1.000 (0.667 to 1.333) ms for each of 3.0 checks"
 
 
 def test_an_error_in_a_part_leaves_the_stopwatch_whole(

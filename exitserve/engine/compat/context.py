@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from vllm.forward_context import (
     override_forward_context,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+_Given = TypeVar("_Given")
 
 KEPT = 1024
 """Lengths of rows whose starts are kept as tensors."""
@@ -80,15 +82,26 @@ def slots_ahead(
     context = get_forward_context()
     metadata: Any = context.attn_metadata
     slots: Any = context.slot_mapping
-    wanted = torch.tensor(positions)[:, None] + torch.arange(count)  # [N, count]
-    chosen, found = torch.tensor(rows)[:, None], []
+    ahead = [
+        (row, first + turn)
+        for turn in range(count)
+        for row, first in zip(rows, positions, strict=True)
+    ]
+    found = []
     for group in _distinct(slots):
         name = next(name for name, one in slots.items() if one is group)
         size, table = context.no_compile_layers[name].kv_cache.shape[2], metadata[name].block_table
         # Behind the end of the context nothing comes.
-        blocks = table[chosen, (wanted // size).clamp(max=table.shape[1] - 1)].long()
-        found.append((blocks * size + wanted % size).T.tolist())
-    return [[tuple(group[turn]) for group in found] for turn in range(count)]
+        last = table.shape[1] - 1
+        wanted = torch.tensor([(row, min(position // size, last)) for row, position in ahead])
+        blocks: list[int] = table[wanted[:, 0], wanted[:, 1]].tolist()
+        found.append(
+            [block * size + at % size for block, (_, at) in zip(blocks, ahead, strict=True)]
+        )
+    step = len(rows)
+    return [
+        [tuple(group[turn * step : (turn + 1) * step]) for group in found] for turn in range(count)
+    ]
 
 
 class PassContexts:
@@ -101,10 +114,19 @@ class PassContexts:
         slots: Any = base.slot_mapping
         self._slots, self._slots_of = _numbered(slots)
         self._metadata, self._metadata_of = _numbered(metadata)
-        self._layers: list[list[str]] = [[] for _ in self._metadata]
-        """By metadata object, the layers that share it."""
-        for name, number in self._metadata_of.items():
-            self._layers[number].append(name)
+        self._attention: list[Any] = []
+        """By metadata object, the first of the layers that share it."""
+        self._windows: list[int] = []
+        """By metadata object, these layers' sliding window, -1 where they differ."""
+        self._slots_by: list[int] = []
+        """By metadata object, the number of their slots."""
+        for number in range(len(self._metadata)):
+            names = [name for name, one in self._metadata_of.items() if one == number]
+            layers = [base.no_compile_layers[name] for name in names]
+            windows = {layer.impl.sliding_window for layer in layers}
+            self._attention.append(layers[0])
+            self._windows.append(windows.pop() if len(windows) == 1 else -1)
+            self._slots_by.append(self._slots_of[names[0]])
 
     def of_rows(
         self,
@@ -123,17 +145,12 @@ class PassContexts:
         """
         fresh = self._fresh(slots)
         changed = [
-            _rearranged(
-                one,
-                rows,
-                lengths,
-                seq_lens,
-                fresh[self._slots_of[names[0]]],
-                [self.base.no_compile_layers[name] for name in names],
+            _rearranged(one, rows, lengths, seq_lens, fresh[number], attention, window)
+            for one, number, attention, window in zip(
+                self._metadata, self._slots_by, self._attention, self._windows, strict=True
             )
-            for one, names in zip(self._metadata, self._layers, strict=True)
         ]
-        return replace(
+        return _changed(
             self.base,
             attn_metadata={name: changed[one] for name, one in self._metadata_of.items()},
             slot_mapping={name: fresh[one] for name, one in self._slots_of.items()},
@@ -142,7 +159,7 @@ class PassContexts:
     def with_slots(self, slots: Sequence[Sequence[int]]) -> ForwardContext:
         """One in which keys and values go to other slots, G times [A]; nothing attends in it."""
         fresh = self._fresh(slots)
-        return replace(
+        return _changed(
             self.base, slot_mapping={name: fresh[one] for name, one in self._slots_of.items()}
         )
 
@@ -213,14 +230,13 @@ def _rearranged(
     lengths: Sequence[int],
     seq_lens: Sequence[int],
     slots: Tensor,
-    layers: list[Any],
+    attention: Any,
+    window: int,
 ) -> Any:
     """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
     table, starts = metadata.block_table, _starts(tuple(lengths))
     sequences = torch.tensor(seq_lens, dtype=torch.int32)
-    windows = {layer.impl.sliding_window for layer in layers}
-    first = layers[0]
-    return replace(
+    return _changed(
         metadata,
         num_actual_tokens=slots.shape[0],
         max_query_len=max(lengths),
@@ -231,20 +247,27 @@ def _rearranged(
         slot_mapping=slots,
         scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(rows),
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_size,
             seq_lens=sequences,
-            dtype=first.kv_cache_torch_dtype,
+            dtype=attention.kv_cache_torch_dtype,
             query_start_loc=starts,
             causal=metadata.causal,
-            sliding_window_size=windows.pop() if len(windows) == 1 else -1,
-            isa=first.isa,
+            sliding_window_size=window,
+            isa=attention.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             dynamic_causal=None,
-            kv_cache_dtype=first.kv_cache_dtype,
+            kv_cache_dtype=attention.kv_cache_dtype,
         ),
     )
+
+
+def _changed(one: _Given, **fields: Any) -> _Given:
+    """As `dataclasses.replace`, which runs `__init__`: that takes 5 us, for every turn."""
+    found = object.__new__(type(one))
+    found.__dict__.update(one.__dict__, **fields)
+    return found
 
 
 @lru_cache(KEPT)

@@ -24,6 +24,7 @@ class ActiveTokens:
         positions: Sequence[int],
         stream: Stream,
         slots: Sequence[Sequence[int]],
+        at: Tensor | None = None,
     ) -> None:
         """Starts with the tokens of the pass.
 
@@ -35,6 +36,7 @@ class ActiveTokens:
             positions: [T].
             stream: [T, D].
             slots: G times [T], where keys and values go in the cache.
+            at: [T] the positions as a tensor, if there is one.
         """
         self._places = _places({row: length for row, length in enumerate(lengths) if length})
         self._starts = list(accumulate(lengths, initial=0))
@@ -42,7 +44,7 @@ class ActiveTokens:
         self._lengths = list(lengths)
         self._all_positions = positions
         self._positions = list(positions)
-        self.positions = torch.tensor(self._positions, dtype=torch.long)
+        self.positions = torch.tensor(self._positions, dtype=torch.long) if at is None else at
         """[A], as layers take them."""
         self.stream = stream
         self.normed = stream[0][:0]
@@ -94,7 +96,9 @@ class ActiveTokens:
         """A row's tokens, with their state cut from `total` [A, D]."""
         place = slice(self._places[row].start, self._places[row].stop)
         slots = tuple(group[place] for group in self.slots)
-        return Tokens(total[place].clone(), self._positions[place], slots)
+        # A copy, so that the others' states do not stay with it.
+        state = total if len(self._places) == 1 else total[place].clone()
+        return Tokens(state, self._positions[place], slots)
 
     def put_off(self, counts: Mapping[int, int]) -> None:
         """Drops the first tokens of some rows, as many as `counts` says: they come later."""
@@ -105,6 +109,9 @@ class ActiveTokens:
     def change(self, gone: Collection[int], taken: Mapping[int, Tokens]) -> None:
         """Lets rows go, and puts tokens before those of the rows that take them along."""
         rows = sorted({*self._places, *taken} - set(gone))
+        if not rows:
+            self._places = {}
+            return
         behind = _places({row: len(taken[row]) for row in sorted(taken)}, len(self._positions))
         nothing = range(0)
         order = [

@@ -5,7 +5,7 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,14 +63,15 @@ class Checks:
         if not asked:
             return self.settle(step, layer, due, [], head_passes=0)
         some = normed if len(asked) == len(due) else normed[asked]
-        thresholds = step.thresholds([due[index] for index in asked], layer)
-        found, logits = self.head.check(some, *thresholds)
-        checked = {place: due[index] for place, index in enumerate(asked)}
-        self.note_checks(checked, layer, step, found, logits)
-        passed = self.settle(step, layer, due, found.exits.tolist())
+        rows = [due[index] for index in asked]
+        found, logits = self.head.decide(some, [one.thresholds_at(layer) for one in rows])
+        self.note_checks(rows, layer, step, found.tokens, found.confidence)
+        passed = self.settle(step, layer, due, found.exits)
         exits = [number for number, index in enumerate(asked) if index in passed]
-        if exits:
-            gone = [due[asked[number]].row for number in exits]
+        if step.is_draft:  # nothing is sampled: the next token is the most likely
+            step.guesses.update((rows[number].row, found.tokens[number]) for number in exits)
+        elif exits:
+            gone = [rows[number].row for number in exits]
             step.keep_logits(gone, self.head.logits_of(logits, exits))
         return passed
 
@@ -111,30 +112,25 @@ class Checks:
 
     def note_checks(
         self,
-        checked: Mapping[int, Candidate],
+        checked: Sequence[Candidate],
         layer: int,
         step: Step,
-        found: Decision,
-        logits: Tensor,
+        tokens: Sequence[int],
+        confidence: Sequence[float],
     ) -> None:
         """Notes what a check found, for the rows whose requests ask for that.
 
         Args:
-            checked: the rows, by their place in `found` and `logits`.
+            checked: [N] the rows.
             layer: the exit layer.
             step: takes the notes.
-            found: the outcome.
-            logits: as `ExitHead.check` returned them.
+            tokens: [N] the most likely.
+            confidence: [N].
         """
-        noted = {place: one for place, one in checked.items() if one.request.note_keys}
-        if not noted:
-            return
-        # Every rank comes here: with slices of the vocabulary, this gathers them.
-        whole = self.head.logits_of(logits, sorted(noted))
-        for place, token in zip(sorted(noted), whole.argmax(dim=-1).tolist(), strict=True):
-            one, confidence = noted[place], float(found.confidence[place])
-            threshold = one.thresholds_at(layer)[token in self.head.end_ids]
-            step.note(one, CheckNote(layer, token, confidence, threshold))
+        for one, token, found in zip(checked, tokens, confidence, strict=True):
+            if one.request.note_keys:
+                threshold = one.thresholds_at(layer)[token in self.head.end_ids]
+                step.note(one, CheckNote(layer, token, found, threshold))
 
     def outcome(
         self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
@@ -194,10 +190,17 @@ class HostMaskedRows:
     def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
         """Notes them, where a request asks for that."""
         is_due = due.tolist()
-        checked = {
-            one.row: one for one in self._due if is_due[one.row] and not one.exits_unchecked(layer)
+        rows = {
+            one.row: one
+            for one in self._due
+            if is_due[one.row] and not one.exits_unchecked(layer) and one.request.note_keys
         }
-        self._checks.note_checks(checked, layer, self._step, found, logits)
+        if not rows:
+            return
+        # Every rank comes here: with slices of the vocabulary, this gathers them.
+        tokens = self._checks.head.logits_of(logits, list(rows)).argmax(dim=-1).tolist()
+        confidence = found.confidence[list(rows)].tolist()
+        self._checks.note_checks(list(rows.values()), layer, self._step, tokens, confidence)
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""

@@ -80,15 +80,16 @@ class Drafting:
         """
         step = draft_step(rows, self._requests.rules)
         positions = [one.position for one in rows]
-        tokens = torch.tensor([one.token for one in rows])
-        hidden = self._model.embed(tokens, torch.tensor(positions), None)
+        tokens, at = torch.tensor([[one.token for one in rows], positions])
+        hidden = self._model.embed(tokens, at, None)
         own = [[group[one.row] for one in rows] for group in slots]
-        active = ActiveTokens(step.lengths, positions, (hidden, None), own)
+        active = ActiveTokens(step.lengths, positions, (hidden, None), own, at)
         self._rearranged.run(active, step, self._segments, least=least)
-        total, number = active.total(), self._requests.pass_number
-        for row in active.rows:
-            step.pending[row].wait(active.num_layers, active.tokens_of(row, total), number)
-        guesses = step.guesses()
+        if active.rows:
+            total, number = active.total(), self._requests.pass_number
+            for row in active.rows:
+                step.pending[row].wait(active.num_layers, active.tokens_of(row, total), number)
+        guesses = step.guesses
         self._requests.note_drafting(step, rows)
         return [
             one

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.step import Candidate, Step
+from exitserve.engine.layers.exit_head import HostDecision, Limits
 from exitserve.engine.recorder import Recorder
-from exitserve_kernels.exit_check import Decision
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class _Wanted:
     """[C] the requests."""
     least_scores: list[list[float]]
     """[E][C] scores above which a screen lets rows through to a check."""
-    thresholds: Tensor
-    """[2, E x C] for any token, for ends of sequence."""
+    limits: list[Limits]
+    """[E x C]."""
     may_exit: list[list[bool]]
     """[E][C]."""
     are_noted: bool
@@ -50,8 +50,7 @@ class _Read:
 
     numbers: dict[int, int]
     """By exit and row (as E x C), which of the checks it is."""
-    found: Decision
-    exits: list[bool]
+    found: HostDecision
     """Of the checks."""
     logits: Tensor
     """[M, ...], as `ExitHead.check` gives them."""
@@ -97,22 +96,21 @@ class LateChecks:
         """Reads the head for some of the states [(E + 1) x C, D], and for those behind the last."""
         finals = range(len(states) - len(wanted.names), len(states))
         places = torch.tensor([*asked, *finals])
-        thresholds = wanted.thresholds.index_select(1, places[: len(asked)])
-        found, logits = self._checks.head.check(states.index_select(0, places), *thresholds)
+        limits = [wanted.limits[place] for place in asked]
+        found, logits = self._checks.head.decide(states.index_select(0, places), limits)
         # The last layer's logits, which are among these, are needed anyway.
         self._recorder.final_heads += 1
         numbers = {place: number for number, place in enumerate(asked)}
-        return _Read(numbers, found, found.exits.tolist(), logits)
+        return _Read(numbers, found, logits)
 
     def _wanted(self, rows: Sequence[Candidate]) -> _Wanted:
         names = [one.request.name for one in rows]
         if self._last is None or self._last.names != names:
             layers = self._exit_layers
-            pairs = [one.thresholds_at(layer) for layer in layers for one in rows]
             self._last = _Wanted(
                 names,
                 [self._checks.least_scores(rows, layer) for layer in layers],
-                torch.tensor(pairs).T.contiguous(),
+                [one.thresholds_at(layer) for layer in layers for one in rows],
                 [[one.may_exit_at(layer) for one in rows] for layer in layers],
                 any(one.request.note_keys for one in rows),
             )
@@ -137,11 +135,14 @@ class LateChecks:
                 self._checks.note_screened(left_out, layer, step)
             if read is None or not made:
                 continue
-            numbers = {read.numbers[first + index]: rows[index] for index in made}
+            checked = [rows[index] for index in made]
+            numbers = [read.numbers[first + index] for index in made]
             if wanted.are_noted:
-                self._checks.note_checks(numbers, layer, step, read.found, read.logits)
-            confident = [read.exits[number] for number in numbers]
-            self._checks.settle(step, layer, list(numbers.values()), confident, head_passes=0)
+                tokens = [read.found.tokens[number] for number in numbers]
+                confidence = [read.found.confidence[number] for number in numbers]
+                self._checks.note_checks(checked, layer, step, tokens, confidence)
+            confident = [read.found.exits[number] for number in numbers]
+            self._checks.settle(step, layer, checked, confident, head_passes=0)
 
     def _keep_logits(self, step: Step, read: _Read, depths: Sequence[int]) -> None:
         """Keeps those of each row's depth [C]."""
@@ -149,7 +150,7 @@ class LateChecks:
         kept = []
         for index, depth in enumerate(depths):
             place = exits[depth] * len(depths) + index if depth in exits else None
-            kept.append(len(read.exits) + index if place is None else read.numbers[place])
+            kept.append(len(read.numbers) + index if place is None else read.numbers[place])
         # In the rows' order, so that the sampler's logits need no other.
         rows = [one.row for one in step.candidates]
         step.keep_logits(rows, self._checks.head.logits_of(read.logits, kept))

@@ -219,7 +219,9 @@ class HostLoop:
 
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
-        active = ActiveTokens(step.lengths, positions.tolist(), (hidden, None), cache_slots())
+        active = ActiveTokens(
+            step.lengths, positions.tolist(), (hidden, None), cache_slots(), positions
+        )
         left = torch.zeros_like(hidden)
         self._rearranged.run(active, step, self._segments, left=left)
         return active.hand_over(left) if active.rows else left

@@ -9,11 +9,11 @@ Shapes: N rows, D hidden.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from exitserve.engine.layers.exit_head import ExitHead
@@ -57,7 +57,7 @@ def _least(
     layers: Callable[[int], Tensor], head: ExitHead, count: int
 ) -> tuple[float, float, float]:
     """Least seconds of all layers, of the head, and of a check, for so many rows."""
-    never = torch.full((count,), torch.inf)
+    never = [(math.inf, math.inf)] * count
     found = []
     for _ in range(ROUNDS):
         times = [time.perf_counter()]
@@ -65,7 +65,7 @@ def _least(
         times.append(time.perf_counter())
         head.own_logits(normed)
         times.append(time.perf_counter())
-        head.check(normed, never, never)
+        head.decide(normed, never)
         times.append(time.perf_counter())
         found.append([after - before for before, after in pairwise(times)])
     run, read, check = (min(one) for one in zip(*found, strict=True))

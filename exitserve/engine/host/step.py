@@ -141,6 +141,8 @@ class Step:
         """Rows of such requests that sample, and the index of the first token they generate."""
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]."""
+        self.guesses: dict[int, int] = {}
+        """By row, the most likely token of the check that it passed, if the pass drafts."""
         self._exit_layers = rules.exit_layers
         self.candidates = list(candidates)
         """The rows whose token may exit."""
@@ -186,14 +188,6 @@ class Step:
         nothing = [0] * len(self.row_ends)
         rules = ExitRules(num_layers=0, exit_layers=self._exit_layers)
         return Step(nothing, self.last_positions, rules, pending=self.pending)
-
-    def guesses(self) -> dict[int, int]:
-        """By row, the greedy token of the check that it passed."""
-        return {
-            row: token
-            for rows, logits in self.logits
-            for row, token in zip(rows, logits.argmax(dim=-1).tolist(), strict=True)
-        }
 
     def waiting_counts(self) -> dict[int, int]:
         """By row, how many of the pass's own tokens have frozen, or wait at an exit layer."""

@@ -15,6 +15,7 @@ Shapes: N rows, V vocabulary, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -34,16 +35,34 @@ from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
     Decision,
+    ExitCheck,
     Head,
+    Reading,
     check_logits,
     criterion_of,
     finish,
+    read_logits,
     summarise_logits,
     summarise_slice,
 )
 
 LEAST_SCORES = 1024
 """Scores kept, of so many pairs of exit layer and threshold."""
+
+Limits = tuple[float, float]
+"""A row's thresholds: for any token, and for an end of sequence."""
+
+
+@dataclass(frozen=True)
+class HostDecision:
+    """What a check found, for a host that decides: of N rows, as numbers of Python's."""
+
+    tokens: list[int]
+    """[N] the most likely."""
+    confidence: list[float]
+    """[N]."""
+    exits: list[bool]
+    """[N]."""
 
 
 class ExitHead:
@@ -114,6 +133,50 @@ class ExitHead:
             Who exits [N], and what `logits_of` needs.
         """
         device = normed.device
+        thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
+        if self._is_whole(device):
+            logits = self.own_logits(normed)
+            return check_logits(
+                logits[: len(thresholds)],
+                thresholds,
+                criterion=self._criterion,
+                end_tokens=self._ends,
+                end_thresholds=end_thresholds,
+            ), logits
+        found, logits = self._check_slices(normed, thresholds, end_thresholds)
+        return Decision(found.confidence, found.exits), logits
+
+    def decide(self, normed: Tensor, limits: Sequence[Limits]) -> tuple[HostDecision, Tensor]:
+        """As `check`, for a host that decides: on a CPU it needs fewer calls."""
+        if self._is_whole(normed.device):
+            logits = self.own_logits(normed)
+            read = self.read(logits[: len(limits)])
+            exits = [
+                confidence > _rounded(end if ends else other)
+                for confidence, ends, (other, end) in zip(
+                    read.confidence, self._end(read.tokens, limits, logits), limits, strict=True
+                )
+            ]
+            return HostDecision(*read, exits), logits
+        thresholds = torch.tensor(limits, device=normed.device).reshape(-1, 2)
+        found, logits = self._check_slices(normed, *thresholds.unbind(dim=-1))
+        columns = (found.token, found.confidence, found.exits)
+        return HostDecision(*(one.tolist() for one in columns)), logits
+
+    def _end(self, tokens: Sequence[int], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
+        """[N] whether the most likely tokens end the text, or tie with one that does."""
+        found = [token in self.end_ids for token in tokens]
+        # Two that tie have no margin, so it does not matter which of them is the token.
+        if self._criterion == "margin" or not len(self._ends):
+            return found
+        if all(other == end for other, end in limits):
+            return found
+        some = logits[: len(limits)]
+        ties: list[bool] = (some[:, self._ends].amax(dim=-1) == some.amax(dim=-1)).tolist()
+        return ties
+
+    def _is_whole(self, device: torch.device) -> bool:
+        """Whether checks take whole logits of vLLM's own."""
         if not self._prepared:  # weights are there once the first check is made
             self._prepared = True
             self._ends = self._ends.to(device)
@@ -121,18 +184,20 @@ class ExitHead:
                 self._readable = readable_head(
                     self._lm_head, self._processor, self._columns, self._ends
                 )
-        thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
+        return self._readable is None and not self._sliced
+
+    def _check_slices(
+        self, normed: Tensor, thresholds: Tensor, end_thresholds: Tensor
+    ) -> tuple[ExitCheck, Tensor]:
+        """As `check`, by the summary of each rank's slice."""
         if self._readable is None:
             logits = self.own_logits(normed)
-            if not self._sliced:
-                return check_logits(
-                    logits[: len(thresholds)],
-                    thresholds,
-                    criterion=self._criterion,
-                    end_tokens=self._ends,
-                    end_thresholds=end_thresholds,
-                ), logits
-            summary = summarise_logits(logits, criterion=self._criterion, end_tokens=self._ends)
+            summary = summarise_logits(
+                logits,
+                criterion=self._criterion,
+                end_tokens=self._ends,
+                first_token=self._first,
+            )
         else:
             logits = normed.new_empty(len(normed), self.width)
             logits[:, self._columns :] = -torch.inf
@@ -144,21 +209,17 @@ class ExitHead:
             own = summary.new_zeros(len(summary), self._ranks, summary.shape[-1])
             own[:, self._rank] = summary
             slices = tensor_model_parallel_all_reduce(own)
-        size = self._processor.org_vocab_size
-        found = finish(
+        return finish(
             slices,
             thresholds,
             criterion=self._criterion,
-            vocab_size=size,
+            vocab_size=self._processor.org_vocab_size,
             end_thresholds=end_thresholds,
-        )
-        return Decision(found.confidence, found.exits), logits
+        ), logits
 
-    def read(self, logits: Tensor) -> tuple[list[int], list[float]]:
+    def read(self, logits: Tensor) -> Reading:
         """The most likely tokens of full logits [N, V], and their confidences."""
-        never = torch.full((len(logits),), inf, device=logits.device)
-        found = check_logits(logits, never, criterion=self._criterion)
-        return logits.argmax(dim=-1).tolist(), found.confidence.tolist()
+        return read_logits(logits, criterion=self._criterion)
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the logits of some rows, from states of a type."""
@@ -186,3 +247,9 @@ class ExitHead:
         if self._sliced and rows:
             checked = tensor_model_parallel_all_gather(checked)
         return checked[..., : self._processor.org_vocab_size]
+
+
+@lru_cache
+def _rounded(threshold: float) -> float:
+    """A threshold as tensors have it."""
+    return torch.tensor(threshold).item()

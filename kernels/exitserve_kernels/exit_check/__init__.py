@@ -6,7 +6,7 @@ unless a sampler needs those of the rows that exit. The formulas are in README.m
 
 A check has two steps: `summarise_slice` (from states and weights) or `summarise_logits` (from
 logits that a library computed), then `finish` over the slices of all ranks. `check_logits` does
-both for logits of the whole vocabulary.
+both for logits of the whole vocabulary; `read_logits` is the same for a host that decides itself.
 
 Shapes: B rows, D hidden, V vocabulary, R slices of it (ranks of tensor parallelism).
 """
@@ -29,10 +29,12 @@ __all__ = [
     "ExitCheck",
     "FinalNorm",
     "Head",
+    "Reading",
     "check_logits",
     "criterion_of",
     "finish",
     "join",
+    "read_logits",
     "summarise_logits",
     "summarise_slice",
 ]
@@ -64,6 +66,15 @@ class Decision(NamedTuple):
     """[B] float32; NaN where a logit is NaN or infinite."""
     exits: Tensor
     """[B] bool: confidence above the row's threshold; False where it is NaN."""
+
+
+class Reading(NamedTuple):
+    """What the logits of some rows say, for a host that decides."""
+
+    tokens: list[int]
+    """[B] the most likely of each."""
+    confidence: list[float]
+    """[B]; NaN where a logit is NaN or infinite."""
 
 
 class ExitCheck(NamedTuple):
@@ -124,7 +135,11 @@ def summarise_slice(
 
 
 def summarise_logits(
-    logits: Tensor, *, criterion: Criterion = "max_prob", end_tokens: Tensor | None = None
+    logits: Tensor,
+    *,
+    criterion: Criterion = "max_prob",
+    end_tokens: Tensor | None = None,
+    first_token: int = 0,
 ) -> Tensor:
     """Summarises one slice from logits that exist already: [B, 6] float32.
 
@@ -136,12 +151,13 @@ def summarise_logits(
         criterion: as in `finish`.
         end_tokens: [K] columns of end-of-sequence tokens; required if `finish` is given
             `end_thresholds`.
+        first_token: id of the slice's first token.
 
     Raises:
         ValueError: the criterion is unknown.
     """
     criterion_of(criterion)
-    return reference.stacked(reference.of_written(logits, criterion, end_tokens))
+    return reference.stacked(reference.of_written(logits, criterion, end_tokens, first_token))
 
 
 def check_logits(
@@ -164,6 +180,16 @@ def check_logits(
     return Decision(
         *reference.decided_by_logits(logits, thresholds, criterion, end_tokens, end_thresholds)
     )
+
+
+def read_logits(logits: Tensor, *, criterion: Criterion = "max_prob") -> Reading:
+    """Reads logits [B, V] of the whole vocabulary, in as few calls as can be.
+
+    Raises:
+        ValueError: the criterion is unknown.
+    """
+    criterion_of(criterion)
+    return Reading(*reference.read(logits, criterion))
 
 
 def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:

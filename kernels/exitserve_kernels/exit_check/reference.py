@@ -20,7 +20,7 @@ class Fields(NamedTuple):
     """m, the greatest logit."""
     total: Tensor
     """The sum of exp(x - m)."""
-    token: Tensor | None
+    token: Tensor
     """The first token whose logit is m (exact up to 2^24)."""
     second: Tensor | None
     """The second greatest logit."""
@@ -31,8 +31,6 @@ class Fields(NamedTuple):
 
 
 FIELDS = Fields._fields
-FEW = 64
-"""Rows of a decode step, as opposed to those of a text."""
 
 
 class Head(NamedTuple):
@@ -141,13 +139,13 @@ def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) 
     )
 
 
-def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
+def of_written(logits: Tensor, criterion: str, ends: Tensor | None, first_token: int = 0) -> Fields:
     """The fields for logits [B, V] of any type that exist already: the fast form on a CPU.
 
-    Computes only what `criterion` needs, with few calls and little new memory; no token. `ends`
-    are columns [K].
+    Computes only what `criterion` needs, with few calls and little new memory. `ends` are columns
+    [K], `first_token` the id of the first.
     """
-    top = logits.amax(dim=-1)
+    top, token = logits.max(dim=-1)
     # One copy, modified in place: new memory costs more here than the arithmetic.
     scores = logits.to(torch.float32, copy=True).sub_(top[:, None])
     second = weighted = end = None
@@ -163,7 +161,7 @@ def of_written(logits: Tensor, criterion: str, ends: Tensor | None) -> Fields:
         total = scores.exp_().sum(dim=-1)
     if ends is not None:
         end = logits[:, ends].amax(dim=-1) if len(ends) else top - math.inf
-    return Fields(top, total, None, second, weighted, end)
+    return Fields(top, total, token + first_token, second, weighted, end)
 
 
 def decided_by_logits(
@@ -179,9 +177,6 @@ def decided_by_logits(
     which exp() by itself is not.
     """
     chances = logits.softmax(dim=-1, dtype=torch.float32)
-    few = len(logits) <= FEW and logits.device.type == "cpu"
-    if criterion == "margin" and few and logits.shape[1] > 1:
-        return _decided_by_two(chances, thresholds, ends, end_thresholds)
     vocab_size, greatest = logits.shape[1], chances.amax(dim=-1)
     if criterion == "max_prob" or vocab_size == 1:
         confidence = greatest
@@ -189,7 +184,7 @@ def decided_by_logits(
         best = chances.topk(2, dim=-1).values
         confidence = best[:, 0] - best[:, 1]
     else:
-        confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
+        confidence = _certainty(chances)
     if end_thresholds is not None and ends is not None and len(ends):
         # By chances, since the greatest of bfloat16 logits takes as long as their softmax.
         at_end = chances[:, ends].amax(dim=-1) == greatest
@@ -197,25 +192,29 @@ def decided_by_logits(
     return confidence, confidence > thresholds
 
 
-def _decided_by_two(
-    chances: Tensor, thresholds: Tensor, ends: Tensor | None, end_thresholds: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As `decided_by_logits`, for the margin of few rows of chances [B, V] on a CPU.
+def read(logits: Tensor, criterion: str) -> tuple[list[int], list[float]]:
+    """The most likely token and the confidence of each row, from all logits [B, V].
 
-    In a decode step the code of each operation is cold, so each takes 5 to 10 us whatever its size:
-    nothing but the search for the two best is one. (Where these tie, their margin is 0, and no
-    threshold is below that: it does not matter which of them ends.)
+    In a decode step on a CPU the code of each operation is cold, so each takes 5 to 10 us whatever
+    its size: so these are two of them, and two transfers. (Where the two best tie, either is given;
+    their margin is 0.)
     """
-    best = chances.topk(2, dim=-1)
-    margins = [first - second for first, second in best.values.tolist()]
-    limits = thresholds.tolist()
-    if end_thresholds is not None and ends is not None:
-        tokens, ending = best.indices.tolist(), set(ends.tolist())
-        at_end = [token in ending for token, _ in tokens]
-        pairs = zip(at_end, end_thresholds.tolist(), limits, strict=True)
-        limits = [end if ended else other for ended, end, other in pairs]
-    exits = [margin > limit for margin, limit in zip(margins, limits, strict=True)]
-    return torch.tensor(margins), torch.tensor(exits, dtype=torch.bool)
+    chances = logits.softmax(dim=-1, dtype=torch.float32)
+    vocab_size = logits.shape[1]
+    if criterion == "margin" and vocab_size > 1:
+        best = chances.topk(2, dim=-1)
+        margins = [first - second for first, second in best.values.tolist()]
+        return [token for token, _ in best.indices.tolist()], margins
+    confidence, tokens = chances.max(dim=-1)
+    if criterion == "entropy" and vocab_size > 1:
+        confidence = _certainty(chances)
+    return tokens.tolist(), confidence.tolist()
+
+
+def _certainty(chances: Tensor) -> Tensor:
+    """1 - entropy / log V of chances [B, V]."""
+    certainty: Tensor = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(chances.shape[1])
+    return certainty
 
 
 def stacked(fields: Fields) -> Tensor:
