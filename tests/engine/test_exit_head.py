@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from exitserve_kernels.exit_check import check_logits
+from exitserve_kernels.exit_check import CRITERIA, check_logits
 
 WIDTH, COLUMNS = 8, 5
 ENDS = torch.tensor([3])
@@ -25,7 +27,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
 
     normed, weight = torch.randn(rows, WIDTH), torch.randn(ranks * COLUMNS, WIDTH)
     limits, end_limits = torch.full((rows,), 0.3), torch.full((rows,), 0.6)
-    given: list[Tensor] = []
+    sent: list[Tensor] = []
     told: list[Tensor] = []
     kernel: Any = SimpleNamespace(
         disabled=False,
@@ -37,7 +39,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
 
     def all_reduce(own: Tensor) -> Tensor:
         assert CustomAllreduce.should_custom_ar(kernel, own)
-        given.append(own)
+        sent.append(own)
         return told[0] if told else own
 
     def no_gather(*_: Any, **__: Any) -> Tensor:
@@ -47,7 +49,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
     monkeypatch.setattr(exit_head, "tensor_model_parallel_all_gather", no_gather)
     monkeypatch.setattr(exit_head, "get_tensor_model_parallel_world_size", lambda: ranks)
 
-    def checked(rank: int) -> Any:
+    def checked(rank: int, *, as_host: bool = False) -> Any:
         monkeypatch.setattr(
             exit_head, "get_tensor_model_parallel_rank", lambda: rank, raising=False
         )
@@ -65,11 +67,14 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
         processor.org_vocab_size = len(weight)  # type: ignore[attr-defined]
         model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
         head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", {}, {})
+        if as_host:
+            pairs = list(zip(limits.tolist(), end_limits.tolist(), strict=True))
+            return head.decide(normed, pairs)[0]
         return head.check(normed, limits, end_limits)[0]
 
     for rank in range(ranks):
         checked(rank)
-    told.append(torch.stack(given).sum(dim=0))
+    told.append(torch.stack(sent).sum(dim=0))
     truth = check_logits(
         normed @ weight.T, limits, criterion="max_prob", end_tokens=ENDS, end_thresholds=end_limits
     )
@@ -77,4 +82,44 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
         found = checked(rank)
         torch.testing.assert_close(found.confidence, truth.confidence)
         assert torch.equal(found.exits, truth.exits)
-    assert len(given) == 2 * ranks, "one for each check"
+        decided = checked(rank, as_host=True)
+        assert decided.tokens == (normed @ weight.T).argmax(dim=-1).tolist()
+        assert decided.confidence == found.confidence.tolist()
+        assert decided.exits == found.exits.tolist()
+    assert len(sent) == 3 * ranks, "one for each check"
+
+
+LIMIT = st.sampled_from([0.0, 0.1, 0.25, 0.4, 1 / 3, 0.5, 0.9, torch.inf])
+
+
+@given(
+    st.lists(st.lists(st.integers(-2, 2), min_size=COLUMNS, max_size=COLUMNS), max_size=4),
+    st.lists(st.tuples(LIMIT, LIMIT), min_size=4, max_size=4),
+    st.sampled_from(CRITERIA),
+    st.sampled_from([[], [3], [0, 3]]),
+)
+def test_a_host_decides_the_same(
+    rows: list[list[int]], limits: list[tuple[float, float]], criterion: str, ends: list[int]
+) -> None:
+    """Among few different logits, so that many tie, also with an end of sequence."""
+    from exitserve.engine.layers.exit_head import ExitHead
+
+    logits = torch.tensor(rows, dtype=torch.float32).reshape(-1, COLUMNS)
+    shard = SimpleNamespace(org_vocab_start_index=0, num_org_elements=COLUMNS)
+    lm_head = SimpleNamespace(shard_indices=shard, num_embeddings_per_partition=COLUMNS)
+    processor = SimpleNamespace(org_vocab_size=COLUMNS)
+    model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
+    columns = torch.tensor(ends, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("world_size", 1), ("rank", 0)):
+            patch.setattr(
+                f"exitserve.engine.layers.exit_head.get_tensor_model_parallel_{name}",
+                lambda value=value: value,
+            )
+        head = ExitHead(model, lambda normed: normed, columns, criterion, {}, {})
+    limits = limits[: len(rows)]
+    found, kept = head.decide(logits, limits)
+    truth, _ = head.check(logits, *torch.tensor(limits).reshape(-1, 2).unbind(dim=-1))
+    assert kept is logits
+    assert found.exits == truth.exits.tolist()
+    assert found.confidence == pytest.approx(truth.confidence.tolist(), abs=1e-7)

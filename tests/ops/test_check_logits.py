@@ -14,6 +14,7 @@ from exitserve_kernels.exit_check import (
     Criterion,
     check_logits,
     finish,
+    read_logits,
     reference,
     summarise_logits,
 )
@@ -49,6 +50,7 @@ def test_it_says_what_the_whole_reference_says(
     ends = torch.arange(len(row)) == end
     whole = reference.of_logits(logits, ends)
     own = summarise_logits(logits, criterion=criterion, end_tokens=torch.tensor([end]))
+    assert own[0, reference.FIELDS.index("token")] == logits.argmax()
     for field, one, other in zip(reference.FIELDS, own[0].tolist(), whole[0].tolist(), strict=True):
         if not math.isnan(one):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-5), field
@@ -112,6 +114,27 @@ def test_of_the_margin_too(rows: list[list[float]], eos: int, copies: int) -> No
     assert torch.equal(found.exits, (best > second) & (chances[:, eos] < best))
 
 
+@given(st.lists(LOGITS, min_size=1, max_size=3), st.sampled_from(CRITERIA))
+def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) -> None:
+    width = min(map(len, rows))
+    logits = torch.tensor([row[:width] for row in rows])
+    found = read_logits(logits, criterion=criterion)
+    whole = check_logits(logits, torch.zeros(len(rows)), criterion=criterion)
+    # A margin is subtracted in Python's precision here, in float32 there.
+    assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-7)
+    chances = logits.softmax(dim=-1)
+    best = [row[token] for row, token in zip(chances.tolist(), found.tokens, strict=True)]
+    assert best == chances.amax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_a_host_reads_what_cannot_be_read(criterion: Criterion) -> None:
+    found = read_logits(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion=criterion)
+    assert all(math.isnan(one) for one in found.confidence)
+    assert read_logits(torch.ones(1, 1), criterion=criterion) == ([0], [1.0])
+    assert read_logits(torch.zeros(0, 5), criterion=criterion) == ([], [])
+
+
 def test_masked_words_do_not_spoil_the_confidence() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     for criterion in CRITERIA:
@@ -145,3 +168,5 @@ def test_nothing_to_check() -> None:
 def test_unknown_criterion() -> None:
     with pytest.raises(ValueError, match="criterion 'best' is unknown; allowed: max_prob, margin"):
         check_logits(torch.zeros(1, 2), ZERO, criterion="best")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="criterion 'best' is unknown"):
+        read_logits(torch.zeros(1, 2), criterion="best")  # type: ignore[arg-type]

@@ -112,19 +112,19 @@ class ActiveTokens:
         if not rows:
             self._places = {}
             return
-        behind = _places({row: len(taken[row]) for row in sorted(taken)}, len(self._positions))
-        nothing = range(0)
+        before = _places({row: len(taken[row]) for row in sorted(taken)})
+        count, nothing = sum(len(place) for place in before.values()), range(0)
+        own = {row: range(a.start + count, a.stop + count) for row, a in self._places.items()}
         order = [
-            token
-            for row in rows
-            for token in (*behind.get(row, nothing), *self._places.get(row, nothing))
+            token for row in rows for token in (*before.get(row, nothing), *own.get(row, nothing))
         ]
         self._places = _places(
-            {r: len(behind.get(r, nothing)) + len(self._places.get(r, nothing)) for r in rows}
+            {r: len(before.get(r, nothing)) + len(own.get(r, nothing)) for r in rows}
         )
-        for row in behind:
-            self.tokens += self._indices(row, taken[row])
-        self._arrange(order, [taken[row] for row in behind])
+        self.tokens = [
+            one for row in before for one in self._indices(row, taken[row])
+        ] + self.tokens
+        self._arrange(order, [taken[row] for row in before])
 
     def _indices(self, row: int, tokens: Tokens) -> list[int]:
         """[K] where a row's tokens are in the pass."""
@@ -134,22 +134,24 @@ class ActiveTokens:
         return tokens.indices(self._all_positions[start], start)
 
     def _arrange(self, order: Sequence[int], parts: Sequence[Tokens] = ()) -> None:
-        """Puts `parts` behind the active tokens, then takes those in `order` [A]."""
+        """Puts `parts` before the active tokens, then takes those in `order` [A]."""
         hidden, residual = self.stream
         if parts:
             more = joined(parts)
             first = more.state if residual is None else torch.zeros_like(more.state)
-            hidden = torch.cat([hidden, first])
-            residual = None if residual is None else torch.cat([residual, more.state])
-            self._positions += more.positions
-            for group, others in zip(self.slots, more.slots, strict=True):
-                group += others
-        taken = torch.tensor(order, dtype=torch.long)
-        self.stream = hidden[taken], None if residual is None else residual[taken]
-        self._positions = [self._positions[one] for one in order]
+            hidden = torch.cat([first, hidden])
+            residual = None if residual is None else torch.cat([more.state, residual])
+            self._positions = [*more.positions, *self._positions]
+            groups = zip(more.slots, self.slots, strict=True)
+            self.slots = [[*others, *group] for others, group in groups]
+        if order != list(range(len(self._positions))):
+            taken = torch.tensor(order, dtype=torch.long)
+            hidden, residual = hidden[taken], None if residual is None else residual[taken]
+            self._positions = [self._positions[one] for one in order]
+            self.tokens = [self.tokens[one] for one in order]
+            self.slots = [[group[one] for one in order] for group in self.slots]
+        self.stream = hidden, residual
         self.positions = torch.tensor(self._positions, dtype=torch.long)
-        self.tokens = [self.tokens[one] for one in order]
-        self.slots = [[group[one] for one in order] for group in self.slots]
 
     def hand_over(self, left: Tensor) -> Tensor:
         """Normed states of the whole pass [T, D].
