@@ -12,10 +12,11 @@ from typing import Any
 from exitserve.draft_tokens import ROWS, WORTH_CUTTING
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
+from exitserve.step_costs.turns import turns_speedup
 
 ACCEPTANCES = (0.7, 0.8, 0.9)
-"""Of a draft, for which gains are shown; in mode "confidence", that a token exits. Training for the
-draft layer decides it."""
+"""Of a draft, for which gains are shown; on a CPU, that a token exits. Training for the draft layer
+decides it."""
 ASSUMED = 0.8
 """The one that advice goes by."""
 DEPTHS = (1 / 16, 1 / 8, 1 / 4)
@@ -28,7 +29,7 @@ def drafting_table(
     layers: Sequence[int],
     vocab_size: int,
     *,
-    reruns: bool,
+    turns: bool,
 ) -> list[dict[str, Any]]:
     """The `modes` of the report: wall speedup by mode, batch, layer, drafts, acceptance and head.
 
@@ -37,23 +38,28 @@ def drafting_table(
         batch_sizes: B.
         layers: at which to draft.
         vocab_size: rows of the whole head.
-        reruns: see `Drafting`; where the judge does not, exits may decide as well.
+        turns: whether rows draft only as far as they are sure, as on a CPU.
     """
-    modes = ("verify", "defer") if reruns else ("verify", "defer", "confidence")
-    heads = [vocab_size, *([ROWS] if vocab_size >= WORTH_CUTTING * ROWS else [])]
+    modes, heads = ["verify", "defer"], [vocab_size]
+    if turns:  # exits decide with the whole head
+        modes.append("confidence")
+    elif vocab_size >= WORTH_CUTTING * ROWS:
+        heads.append(ROWS)
     table = []
     for mode, batch, layer, drafts, rows, acceptance in product(
         modes, batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
     ):
-        way = Drafting(
-            exit_layer=layer,
-            drafts=drafts,
-            head_share=rows / vocab_size,
-            checks=mode == "defer",
-            reruns=reruns,
-            freezes=mode == "confidence",
-        )
-        gain = drafting_speedup(costs, batch, way, acceptance)
+        if turns:
+            shares, freezes = {layer: acceptance}, mode == "confidence"
+            gain = turns_speedup(costs, batch, shares, drafts, freezes=freezes)
+        else:
+            way = Drafting(
+                exit_layer=layer,
+                drafts=drafts,
+                head_share=rows / vocab_size,
+                checks=mode == "defer",
+            )
+            gain = drafting_speedup(costs, batch, way, acceptance)
         table.append(
             {
                 "mode": mode,

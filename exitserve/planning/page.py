@@ -94,7 +94,7 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token "
         f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
-    advice = [_advice_line(one) for one in data["advice"]]
+    advice = [_advice_line(one, data["way"]) for one in data["advice"]]
     return [
         *lines,
         *(_verdict_line(one, data) for one in data["verdicts"]),
@@ -149,14 +149,15 @@ def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     )
 
 
-def _advice_line(one: Mapping[str, Any]) -> str:
+def _advice_line(one: Mapping[str, Any], way: str) -> str:
     """Which mode to serve at a batch size."""
     gain, batch = f"{one['wall_speedup']:.2f}", f"Batch {one['batch_size']}:"
     if one["mode"] == "verify":
+        what = "drafts are accepted" if way == "masked" else "tokens exit there and are accepted"
         return (
             f"{batch} serve in mode verify (or defer), drafting {one['drafts']} tokens a step with "
             f"the first {one['exit_layer']} layers: wall speedup {gain} if {one['acceptance']:.0%} "
-            f"of the drafts are accepted. Measure that first: exitserve eval."
+            f"of the {what}. Measure that first: exitserve eval."
         )
     if one["mode"] == "confidence":
         return f"{batch} serve in mode confidence: wall speedup {gain} with the layers below."
@@ -214,12 +215,22 @@ def _named(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers)) or "none"
 
 
-DRAFTING_LEGEND = (
-    "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts in "
-    "one pass. Wall speedup at the best number of drafts, in parentheses, by batch size and share "
-    "of drafts that are accepted; with the whole head or a smaller one for drafts. Mode defer is "
-    "the same at a higher share."
+_GAINS = (
+    "Wall speedup at the best number of drafts, in parentheses, by batch size and share of {what}"
 )
+DRAFTING_LEGENDS = {
+    "masked": (
+        "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts "
+        f"in one pass. {_GAINS.format(what='drafts that are accepted')}; with the whole head or a "
+        "smaller one for drafts. Mode defer is the same at a higher share."
+    ),
+    "compacted": (
+        "Several tokens a step: a token that exits is followed by the next one at once, as long as "
+        "exits are sure and half of the batch takes part; then comes a pass of all layers. "
+        f"{_GAINS.format(what='tokens that exit at that layer')} (mode verify: and are accepted)."
+    ),
+}
+"""By the report's `way`."""
 
 LEGEND = (
     "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
@@ -240,7 +251,7 @@ def markdown(data: dict[str, Any]) -> str:
     lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
     drafting = [header.replace("\n", ", ") for header in drafting_headers(data)]
     lines += ["## Several tokens a step", "", markdown_table(drafting, drafting_rows(data)), ""]
-    lines += [DRAFTING_LEGEND, ""]
+    lines += [DRAFTING_LEGENDS[data["way"]], ""]
     lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
     lines += [
         f"{LEGEND} A star marks the best layers under the assumption.",

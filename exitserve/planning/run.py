@@ -66,7 +66,7 @@ def make_plan(
         batch_sizes,
         draft_layers(shape.num_layers, own_layers),
         shape.vocab_size,
-        reruns=way == "masked",
+        turns=way == "compacted",
     )
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""Predicts wall speedup of several tokens a step.
+"""Predicts wall speedup of several tokens a step, as on a GPU.
 
 The first e layers draft k tokens one after the other, then all layers judge them and the token
 before them in one pass. Each draft is accepted with probability a, independently of the others:
@@ -10,15 +10,10 @@ before them in one pass. Each draft is accepted with probability a, independentl
 `full` of more rows costs what it costs of B as long as reading weights takes the time, except that
 attention reads a request's keys and values once for all its tokens. In mode "defer" one more pass
 through the head decides which tokens stand without a judge, and "accepted" means that a draft
-stands or full depth agrees. On a CPU a judged token goes on from the exit layer at which it was
-drafted, so the first e layers run once; on a GPU the judge is a pass of the whole model.
+stands or full depth agrees. (On a CPU rows draft only as far as they are sure:
+`exitserve.step_costs.turns`.)
 
-In mode "confidence" (on a CPU) "accepted" means that a token exits. What exits is frozen, so the
-pass behind runs one token of each row:
-
-    step(B)      = k * (e * layer(B) + head(B)) + full(B) + (L - e) * fill(B * k)
-
-Pure Python. B rows, L layers, k drafts.
+Pure Python. B rows, L layers.
 """
 
 from __future__ import annotations
@@ -43,10 +38,6 @@ class Drafting:
     """Rows of the draft's head as a share of the vocabulary."""
     checks: bool = False
     """Whether tokens may stand without a judge (mode "defer")."""
-    reruns: bool = True
-    """Whether the judge runs the first layers again."""
-    freezes: bool = False
-    """Whether nobody judges, and what exits is frozen (mode "confidence")."""
 
 
 def tokens_of(acceptance: float, drafts: int) -> float:
@@ -61,12 +52,7 @@ def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
     judged = batch * (way.drafts + 1)
     first = way.exit_layer * costs.layer(batch)
     drafts = way.drafts * (first + way.head_share * costs.head(batch))
-    if way.freezes:
-        above = costs.num_layers - way.exit_layer
-        return drafts + costs.full(batch) + above * costs.fill(batch * way.drafts)
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
-    if not way.reruns:  # of the drafted tokens, only the layers that are left
-        layers -= way.exit_layer * (costs.matrices(judged) - costs.matrices(batch))
     heads = costs.head(judged) + (costs.head(judged) if way.checks else 0.0)
     return drafts + layers + heads + costs.rest(batch)
 

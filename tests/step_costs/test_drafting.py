@@ -78,21 +78,6 @@ def test_a_check_of_all_judged_tokens_costs_a_head(costs) -> None:
     assert 0.9 < both[1] / both[0] < 1.0
 
 
-def test_a_judge_that_goes_on_from_the_draft_layer_costs_less_arithmetic(costs) -> None:
-    ways = [Drafting(exit_layer=8, drafts=4, reruns=reruns) for reruns in (True, False)]
-    again, on = (drafting_speedup(costs, 128, way, 0.8) for way in ways)
-    assert on > again
-
-
-def test_what_is_frozen_costs_no_more_arithmetic(costs) -> None:
-    """Where arithmetic takes the time; and beside plain decoding, keys and values besides."""
-    ways = [Drafting(exit_layer=8, drafts=4, reruns=False, freezes=one) for one in (True, False)]
-    frozen, judged = (drafting_speedup(costs, 128, way, 0.8) for way in ways)
-    assert frozen > judged
-    nothing = Drafting(exit_layer=8, drafts=1, reruns=False, freezes=True)
-    assert drafting_speedup(costs, 8, nothing, 0.0) < 1.0
-
-
 @pytest.mark.parametrize(
     ("driver", "name"),
     [

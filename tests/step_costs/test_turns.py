@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,13 @@ def test_turns_end_where_fewer_than_half_go_on() -> None:
     tokens = 1 + 0.5 + 0.25 * 0.5 + 0.5 * 0.5 / 2
     found = turns_speedup(costs(), 2, {2: 0.5}, 2, freezes=False)
     assert found == pytest.approx(tokens * full / seconds)
+
+
+def test_what_is_frozen_costs_no_more_arithmetic() -> None:
+    """The pass behind the turns has a token of each row, not all that exited."""
+    dear = replace(costs(), matrices=Curve(((1, 1.0), (2, 2.0), (16, 16.0))))
+    frozen, kept = (turns_speedup(dear, 1, {2: 0.9}, 4, freezes=one) for one in (True, False))
+    assert frozen > 1.5 * kept
 
 
 @given(
