@@ -121,9 +121,8 @@ class ActiveTokens:
         self._places = _places(
             {r: len(before.get(r, nothing)) + len(own.get(r, nothing)) for r in rows}
         )
-        self.tokens = [
-            one for row in before for one in self._indices(row, taken[row])
-        ] + self.tokens
+        come = [one for row in before for one in self._indices(row, taken[row])]
+        self.tokens = come + self.tokens
         self._arrange(order, [taken[row] for row in before])
 
     def _indices(self, row: int, tokens: Tokens) -> list[int]:
