@@ -63,7 +63,7 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=1.0,
+        default=0.7,
         metavar="S",
         help="of each timed pass, at least (default %(default)g)",
     )

@@ -143,6 +143,8 @@ class Measurements:
     sequences: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """(prompt, generated) of every request of the traced pass."""
     repeats: list[Timing] = field(default_factory=list)
+    loads: list[Timing] = field(default_factory=list)
+    """Of each repeat, under a steady load; none of invented weights."""
     agreement: float | None = None
     perplexity: float | None = None
     """Perplexity of the generated text under the full-depth model."""
@@ -167,10 +169,6 @@ def case_of(
         shape: for the limit and the full depth.
         exit_layers: the model's; the case lists all, used or not.
     """
-    ratios = [
-        mine.rate / theirs.rate
-        for mine, theirs in zip(measured.repeats, plain.repeats, strict=True)
-    ]
     gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, measured.steps, measured.checks)
@@ -179,7 +177,8 @@ def case_of(
         layers = statistics.fmean(one.layers for one in measured.reads)
         heads = statistics.fmean(one.heads for one in measured.reads)
         limit = limit_of_reads(shape, measured.steps, layers, heads)
-    wall = spread(ratios)
+    wall = spread(_ratios(measured.repeats, plain.repeats))
+    loads = _ratios(measured.loads, plain.loads)
     is_rival = measured.setting.mode == "rival"  # whose reads nobody counts
     actual = measured.setting.actual_share(measured.requests)
     return {
@@ -201,6 +200,7 @@ def case_of(
         ),
         "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
+        "load_wall_speedup": spread(loads) if loads else None,
         "limit_speedup": None if is_rival else round(limit, 4),
         "efficiency": None if is_rival else round(wall["median"] / limit, 4),
         "agreement": None if measured.agreement is None else round(measured.agreement, 4),
@@ -211,6 +211,11 @@ def case_of(
             str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})
         },
     }
+
+
+def _ratios(mine: Sequence[Timing], theirs: Sequence[Timing]) -> list[float]:
+    """Wall speedup in each repeat."""
+    return [own.rate / other.rate for own, other in zip(mine, theirs, strict=True)]
 
 
 def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -24,6 +24,7 @@ HEADERS = (
     "layers run",
     "depth speedup",
     "wall speedup (min to max)",
+    "under load",
     "limit",
     "efficiency",
     "agreement",
@@ -33,10 +34,10 @@ HEADERS = (
 SHORT_HEADERS = (
     "setting",
     "batch",
-    "tokens/s",
     "depth\nspeedup",
     "wall\nspeedup",
     "min-max",
+    "under\nload",
     "limit",
     "agree-\nment",
 )
@@ -52,9 +53,8 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row of text for each case, in the order of `HEADERS`."""
     rows = []
     for case in cases:
-        wall, agreement, perplexity = (
-            case[name] for name in ("wall_speedup", "agreement", "perplexity")
-        )
+        agreement, perplexity = case["agreement"], case["perplexity"]
+        wall, load = case["wall_speedup"], case["load_wall_speedup"]
         rows.append(
             [
                 label_of(case),
@@ -65,7 +65,8 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"{case['mean_depth']:.2f}",
                 f"{case['mean_layers_run']:.2f}",
                 f"{case['depth_speedup']:.2f}",
-                f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f})",
+                _spread(wall),
+                "-" if load is None else _spread(load),
                 _number(case["limit_speedup"]),
                 _number(case["efficiency"]),
                 "-" if agreement is None else f"{agreement:.3f}",
@@ -74,6 +75,10 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _spread(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
 
 def _number(value: float | None) -> str:
@@ -86,7 +91,8 @@ def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for case, row in zip(cases, table_rows(cases), strict=True):
         wall = case["wall_speedup"]
         spread = f"{wall['min']:.2f}-{wall['max']:.2f}"
-        rows.append([*row[:3], row[7], f"{wall['median']:.2f}", spread, row[9], row[11]])
+        load = _number((case["load_wall_speedup"] or {}).get("median"))
+        rows.append([*row[:2], row[7], f"{wall['median']:.2f}", spread, load, row[10], row[12]])
     return rows
 
 
@@ -135,9 +141,11 @@ def markdown(data: Mapping[str, Any]) -> str:
         *_rival_lines(settings["rivals"]),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
-        f"depth, and is neither timed nor counted.",
+        f"depth, and is neither timed nor counted but under load.",
         "- TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
-        "Wall speedup is measured throughput over plain vLLM's. The limit is what the bytes "
+        "Wall speedup is measured throughput over plain vLLM's. Under load it is that of all "
+        "tokens while each request is replaced as it ends: prompts take their time, and starts "
+        "and ends, which a full batch has not. The limit is what the bytes "
         "moved would allow, and efficiency is wall speedup over it. What exits off gains is no "
         "gain of exits: on a CPU our steps take fewer and shorter calls. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "

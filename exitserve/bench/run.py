@@ -126,6 +126,7 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                     if repeat >= 0:
                         by_setting[setting].repeats.append(timing)
                         by_setting[setting].reads += reads
+                        by_setting[setting].loads += _load(job, engines, setting, batches)
                 done += 1
         measurements += list(by_setting.values())
     return measurements
@@ -165,6 +166,16 @@ def _timed_pass(
     steps = timing.tokens / len(batches[0])
     reads = Reads(layers=counts["layers"] / steps, heads=counts["heads"] / steps)
     return timing, [reads] if drafts else []
+
+
+def _load(
+    job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
+) -> list[Timing]:
+    """The same requests as a steady load; of invented weights nothing, whose prompts are too."""
+    if job.synthetic:
+        return []
+    requests, at_once = [one for batch in batches for one in batch], len(batches[0])
+    return [engines.run_load(setting, requests, at_once, job.max_tokens, job.seconds)]
 
 
 def _traced_pass(

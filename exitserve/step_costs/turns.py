@@ -4,10 +4,9 @@ After a pass all B rows run their last token as far as its first exit that passe
 go on with the next token, as long as half of the batch takes part (`exitserve.engine.host.drafts`):
 
     turn(R)  = what it adds + sum over segments of n_i * layer(A_i) + check(A_i)
-               A_i of the R rows get to segment i; with several rows only the first one counts, as
-               fewer than B / 2 are left behind it as a rule
+               A_i of the R rows get to segment i, and run it if they are B / 2 or more
     tokens   = 1 + (rows that exit, over all turns) / B
-    pass     = rest(B) + exits(B) + (L - e_1) * layers of what waits + head
+    pass     = rest(B) + exits(B) + regrouping + (L - e_1) * layers of what waits + head
     speedup  = tokens * full(B) / (turns + pass)
 
 A token exits at layer e_i with probability q_i, independently of others. What waits for the pass
@@ -27,6 +26,9 @@ from exitserve.step_costs.skipping import SCREEN, binomial
 TURN_SECONDS = 0.35e-3, 0.06e-3
 """What a turn takes beside layers and checks (slots, contexts, small copies, recording), for one
 row and for each further one, on a CPU: benchmarks/2026-11-26-exit-switch.md."""
+REGROUPING_SECONDS = 1e-3
+"""What the pass of several rows takes more than its layers: their tokens join at different exits,
+and attend several at a time (benchmarks/2026-11-26-steady-load.md)."""
 SHARE = 0.5
 """Of a batch's rows, that a turn needs."""
 GROUPS = 8
@@ -70,6 +72,8 @@ def turns_speedup(
     waiting = batch if freezes else round(batch * tokens)
     seconds += costs.rest(batch) + costs.exits(batch) + costs.head(waiting)
     seconds += above * (costs.matrices(waiting) + costs.attention(batch))
+    if batch > 1:
+        seconds += REGROUPING_SECONDS
     if freezes:
         seconds += above * costs.fill(round(batch * (tokens - 1.0)))
     return tokens * costs.full(batch) / seconds
@@ -87,7 +91,7 @@ def _turn(costs: StepCosts, batch: int, rows: int, shares: Mapping[int, float]) 
         passes = min(1.0, shares[layer] / staying) if staying > 0.0 else 0.0
         after = dict.fromkeys(range(rows + 1), 0.0)
         for active, chance in going.items():
-            if not active or (start and groups > 1):
+            if not active or active < SHARE * groups:
                 exits[rows - active] += chance
                 continue
             together = round(active * size)

@@ -74,8 +74,9 @@ def check_case(case: dict[str, Any]) -> None:
     depth = sum(layer * count for layer, count in by_layer.items())
     assert case["mean_depth"] == pytest.approx(depth / tokens, abs=1e-3)
     assert case["depth_speedup"] == pytest.approx(NUM_LAYERS * tokens / depth, abs=1e-3)
-    wall = case["wall_speedup"]
+    wall, load = case["wall_speedup"], case["load_wall_speedup"]
     assert wall["min"] <= wall["median"] <= wall["max"]
+    assert 0 < load["min"] <= load["median"] <= load["max"]
     if case["mode"] == "rival":
         assert case["limit_speedup"] is case["efficiency"] is None
     else:

@@ -49,6 +49,7 @@ CASE_KEYS = {
     "mean_layers_run",
     "depth_speedup",
     "wall_speedup",
+    "load_wall_speedup",
     "limit_speedup",
     "efficiency",
     "agreement",
@@ -137,6 +138,7 @@ def test_a_case_has_the_documented_keys_and_adds_up() -> None:
     # Within repeats: 1.5, 1.8, 1.5; the median of rates over the median of rates would agree
     # here only by accident, and the spread would be lost.
     assert case["wall_speedup"] == {"median": 1.5, "min": 1.5, "max": 1.8}
+    assert case["load_wall_speedup"] is None, "nothing was measured under load"
     assert case["tokens_per_second"] == 120.0
     assert case["tpot_ms"]["median"] == pytest.approx(1e3 / 120, abs=1e-3)
     assert case["exit_layers"] == {"1": 0, "2": 3, "4": 1}
@@ -144,6 +146,16 @@ def test_a_case_has_the_documented_keys_and_adds_up() -> None:
     assert case["depth_speedup"] == 1.6
     assert case["efficiency"] == pytest.approx(1.5 / case["limit_speedup"], abs=1e-3)
     assert case["agreement"] is None
+
+
+def test_under_load_repeats_are_compared_too() -> None:
+    plain = observed(PLAIN, [100.0] * 3, [4, 4], checks=0)
+    some = observed(OFF, [100.0] * 3, [4, 4], checks=0)
+    for seen, rates in ((plain, (40.0, 50.0, 100.0)), (some, (20.0, 50.0, 200.0))):
+        seen.loads = [Timing(10, 10 / rate, ()) for rate in rates]
+    found = case_of(some, plain, SHAPE, (1, 2))
+    assert found["load_wall_speedup"] == {"median": 1.0, "min": 0.5, "max": 2.0}
+    assert found["wall_speedup"] == {"median": 1.0, "min": 1.0, "max": 1.0}
 
 
 def test_drafts_that_are_rejected_count_as_layers_run() -> None:

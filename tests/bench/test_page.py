@@ -28,6 +28,7 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "mean_layers_run": 4.0,
         "depth_speedup": depth,
         "wall_speedup": {"median": wall, "min": wall - 0.05, "max": wall + 0.1},
+        "load_wall_speedup": {"median": wall - 0.1, "min": wall - 0.2, "max": wall},
         "limit_speedup": None if mode == "rival" else depth,
         "efficiency": None if mode == "rival" else wall / depth,
         "agreement": None if mode == "fixed" else 0.987,
@@ -153,10 +154,10 @@ def test_rows_fit_the_headers(synthetic: bool) -> None:
 
 def test_the_terminal_table_fits_80_characters_unbroken() -> None:
     cases = report()["cases"]
-    cases[0] |= {"tokens_per_second": 12345.6}
+    cases[0] |= {"mode": "confidence", "exit_threshold": "auto:0.95"}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal_table("title", SHORT_HEADERS, short_rows(cases)))
     text = console.export_text()
     assert "…" not in text
-    assert "12345.6" in text
+    assert "threshold auto:0.95" in text
     assert "1.55-1.70" in text

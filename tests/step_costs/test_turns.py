@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.turns import TURN_SECONDS, turns_speedup
+from exitserve.step_costs.turns import REGROUPING_SECONDS, TURN_SECONDS, turns_speedup
 
 
 def flat(seconds: float) -> Curve:
@@ -50,10 +50,24 @@ def test_turns_end_where_fewer_than_half_go_on() -> None:
     """Two rows of which each exits with probability 1/2: another turn follows unless both stay."""
     full = 8 + 0.5 + 1
     turns = [2.5 + TURN_SECONDS[0] + TURN_SECONDS[1], 2.5 + TURN_SECONDS[0]]  # of two rows, of one
-    seconds = turns[0] + 0.25 * turns[0] + 0.5 * turns[1] + 6 + 0.5 + 1
+    seconds = turns[0] + 0.25 * turns[0] + 0.5 * turns[1] + 6 + 0.5 + 1 + REGROUPING_SECONDS
     tokens = 1 + 0.5 + 0.25 * 0.5 + 0.5 * 0.5 / 2
     found = turns_speedup(costs(), 2, {2: 0.5}, 2, freezes=False)
     assert found == pytest.approx(tokens * full / seconds)
+
+
+def test_several_rows_go_on_to_their_second_exit() -> None:
+    """If they are half of the batch or more: of two rows, unless both exit at the first."""
+    full = 8 + 0.5 + 1
+    first, second = 2.5 + TURN_SECONDS[0] + TURN_SECONDS[1], 2 + 0.5
+    seconds = first + 0.75 * second + 6 + 0.5 + 1 + REGROUPING_SECONDS
+    found = turns_speedup(costs(), 2, {2: 0.5, 4: 0.5}, 1, freezes=False)
+    assert found == pytest.approx(2 * full / seconds)
+    four = turns_speedup(costs(), 4, {2: 0.75, 4: 0.25}, 1, freezes=False)
+    few = 0.75**4 + 4 * 0.75**3 * 0.25  # that fewer than two stay: those end the turn, and wait
+    seconds += 2 * TURN_SECONDS[1] - (few - 0.25) * second
+    tokens = 2 - 4 * 0.75**3 * 0.25 / 4
+    assert four == pytest.approx(tokens * full / seconds)
 
 
 def test_what_is_frozen_costs_no_more_arithmetic() -> None:
