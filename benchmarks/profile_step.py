@@ -67,13 +67,17 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 LAYERS = "segments: the layers run"
 PLAIN = "vLLM's own forward, where nobody may exit"
+HEAD = "LM head, of checks and at the end"
 CHECK = "exit check, head aside"
+TURN = "turns of drafts: what is left of them"
 
 PROBES = (
     Probe(LAYERS, "model._segments", "__call__"),
     Probe(PLAIN, "model.model", "__call__"),
-    Probe("LM head, of checks and at the end", "model.logits_processor", "forward"),
+    Probe(HEAD, "model.logits_processor", "forward"),
     Probe(CHECK, "exitserve.engine.host.checks:Checks", "check"),
+    Probe(TURN, "exitserve.engine.host.drafts:Drafting", "_turn"),
+    Probe("drafts: around their turns", "exitserve.engine.host.drafts:Drafting", "run"),
     Probe("late checks, head aside", "exitserve.engine.host.late_checks:LateChecks", "settle"),
     Probe("propagation", "exitserve.engine.layers.propagation:Propagation", "fill"),
     Probe("requests: rows, depths, counts", REQUESTS, "next_step"),
@@ -189,6 +193,20 @@ def table(watch: Stopwatch, full: Stopwatch, parts: Iterable[str], steps: int) -
     return [*lines, f"{'total':<42}{total:>8.3f}{1:>8.1%}{'':>8}{whole:>15.3f}"]
 
 
+def turns(rounds: Sequence[Stopwatch], full: Sequence[Stopwatch], steps: int) -> str:
+    """How much of that is in the turns themselves, with their checks."""
+    counts = [one.calls[TURN] for one in rounds]
+    seconds = [
+        one.seconds[TURN] + one.seconds[CHECK] + one.seconds[HEAD] - other.seconds[HEAD]
+        for one, other in zip(rounds, full, strict=True)
+    ]
+    each = [1e3 * spent / max(1, count) for spent, count in zip(seconds, counts, strict=True)]
+    return (
+        f"of that, checks included, {median(each):.3f} ms in each of {median(counts) / steps:.2f} "
+        f"turns; what remains is the step's: judging, sampling, and preparing more tokens"
+    )
+
+
 def comparison(rounds: Sequence[Stopwatch], full: Sequence[Stopwatch], steps: int) -> list[str]:
     """What rounds of `steps` steps take beside those at full depth, in milliseconds."""
 
@@ -211,6 +229,7 @@ def comparison(rounds: Sequence[Stopwatch], full: Sequence[Stopwatch], steps: in
         lines.append(
             f"beside layers {middle(beside)} ms for each of {median(drafted):.2f} drafted tokens"
         )
+        lines.append(turns(rounds, full, steps))
     elif all(checks):
         each = [one / count for one, count in zip(more, checks, strict=True)]
         lines.append(f"{middle(each)} ms for each of {median(checks):.1f} checks")

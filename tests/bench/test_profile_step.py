@@ -60,10 +60,12 @@ def test_own_times_add_up_to_the_whole(script: ModuleType, clock: list[float]) -
 def test_a_drafted_token_costs_what_is_beside_the_layers(script: ModuleType) -> None:
     drafts, full = script.Stopwatch(), script.Stopwatch()
     drafts.tokens, full.tokens = 30, 10
-    drafts.seconds.update({script.LAYERS: 0.05, script.CHECK: 0.03})
+    drafts.seconds.update({script.LAYERS: 0.05, script.CHECK: 0.01, script.TURN: 0.02})
+    drafts.calls[script.TURN] = 25
     full.seconds.update({script.PLAIN: 0.04, "rest": 0.01})
-    _, line = script.comparison([drafts], [full], steps=10)
-    assert line == "beside layers 1.000 (1.000 to 1.000) ms for each of 2.00 drafted tokens"
+    _, tokens, turns = script.comparison([drafts], [full], steps=10)
+    assert tokens == "beside layers 1.000 (1.000 to 1.000) ms for each of 2.00 drafted tokens"
+    assert turns.startswith("of that, checks included, 1.200 ms in each of 2.50 turns")
 
 
 def test_a_check_costs_what_its_steps_take_more(script: ModuleType) -> None:
