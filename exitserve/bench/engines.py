@@ -159,8 +159,8 @@ class Engines:
     ) -> Timing:
         """Keeps a number of requests running, each replaced as it ends, as on a busy server.
 
-        The first ones are shorter, one more than the other, so that they do not end together.
-        When they have ended, tokens are counted, and prompts, starts and ends take their time.
+        The first ones are of different lengths, so that they do not end together. Counting starts
+        when they have ended, and includes the time of prompts.
 
         Args:
             setting: chooses the engine.

@@ -144,7 +144,7 @@ class Measurements:
     """(prompt, generated) of every request of the traced pass."""
     repeats: list[Timing] = field(default_factory=list)
     loads: list[Timing] = field(default_factory=list)
-    """Of each repeat, under a steady load; none of invented weights."""
+    """Of each repeat, under a steady load; none with synthetic weights."""
     agreement: float | None = None
     perplexity: float | None = None
     """Perplexity of the generated text under the full-depth model."""

@@ -141,11 +141,11 @@ def markdown(data: Mapping[str, Any]) -> str:
         *_rival_lines(settings["rivals"]),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
-        f"depth, and is neither timed nor counted but under load.",
+        f"depth, and is timed and counted under load only.",
         "- TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
         "Wall speedup is measured throughput over plain vLLM's. Under load it is that of all "
-        "tokens while each request is replaced as it ends: prompts take their time, and starts "
-        "and ends, which a full batch has not. The limit is what the bytes "
+        "tokens while each request is replaced as it ends, with the time that prompts take. The "
+        "limit is what the bytes "
         "moved would allow, and efficiency is wall speedup over it. What exits off gains is no "
         "gain of exits: on a CPU our steps take fewer and shorter calls. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "

@@ -171,7 +171,7 @@ def _timed_pass(
 def _load(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
 ) -> list[Timing]:
-    """The same requests as a steady load; of invented weights nothing, whose prompts are too."""
+    """The same requests as a steady load; not with synthetic weights, whose prompts are random."""
     if job.synthetic:
         return []
     requests, at_once = [one for batch in batches for one in batch], len(batches[0])

@@ -91,7 +91,7 @@ def _turn(costs: StepCosts, batch: int, rows: int, shares: Mapping[int, float]) 
         passes = min(1.0, shares[layer] / staying) if staying > 0.0 else 0.0
         after = dict.fromkeys(range(rows + 1), 0.0)
         for active, chance in going.items():
-            if not active or active < SHARE * groups:
+            if active < SHARE * groups:
                 exits[rows - active] += chance
                 continue
             together = round(active * size)
