@@ -200,7 +200,7 @@ def turns(rounds: Sequence[Stopwatch], full: Sequence[Stopwatch], steps: int) ->
         one.seconds[TURN] + one.seconds[CHECK] + one.seconds[HEAD] - other.seconds[HEAD]
         for one, other in zip(rounds, full, strict=True)
     ]
-    each = [1e3 * spent / max(1, count) for spent, count in zip(seconds, counts, strict=True)]
+    each = [1e3 * spent / count for spent, count in zip(seconds, counts, strict=True)]
     return (
         f"of that, checks included, {median(each):.3f} ms in each of {median(counts) / steps:.2f} "
         f"turns; what remains is the step's: judging, sampling, and preparing more tokens"
@@ -229,7 +229,8 @@ def comparison(rounds: Sequence[Stopwatch], full: Sequence[Stopwatch], steps: in
         lines.append(
             f"beside layers {middle(beside)} ms for each of {median(drafted):.2f} drafted tokens"
         )
-        lines.append(turns(rounds, full, steps))
+        if all(one.calls[TURN] for one in rounds):
+            lines.append(turns(rounds, full, steps))
     elif all(checks):
         each = [one / count for one, count in zip(more, checks, strict=True)]
         lines.append(f"{middle(each)} ms for each of {median(checks):.1f} checks")

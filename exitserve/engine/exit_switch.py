@@ -32,7 +32,7 @@ SWITCHED: tuple[Mode, ...] = ("confidence", "defer")
 """Modes whose exits may be off: in "verify" nothing is lost, and a fixed layer is not checked."""
 ALONE, TOGETHER = 1.05, 1.2
 """Expected wall speedup from which exits go on, for requests that decode alone and for several.
-Of several, less comes true: 0.78 to 1.01 of it under load, since they begin and end at different
+Of several, less comes true, 0.78 to 1.01 of it under load, since they begin and end at different
 times, and some nearly always exit and wait for others (benchmarks/2026-11-26-steady-load.md)."""
 HOLD = 0.02
 """By so much less it has to be for them to go off."""

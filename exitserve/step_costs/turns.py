@@ -25,7 +25,8 @@ from exitserve.step_costs.skipping import SCREEN, binomial
 
 TURN_SECONDS = 0.35e-3, 0.06e-3
 """What a turn takes beside layers and checks (slots, contexts, small copies, recording), for one
-row and for each further one, on a CPU: benchmarks/2026-11-26-exit-switch.md."""
+row and for each further one, on a CPU: benchmarks/2026-11-26-exit-switch.md. One row takes about
+half of that since; the rest makes up for starts and ends of answers, which are not counted."""
 REGROUPING_SECONDS = 1e-3
 """What the pass of several rows takes more than its layers: their tokens join at different exits,
 and attend several at a time (benchmarks/2026-11-26-steady-load.md)."""
