@@ -28,6 +28,7 @@ NOT_TIMED: dict[str, Any] = {
     "tokens_per_second": None,
     "tpot_ms": None,
     "wall_speedup": None,
+    "load_wall_speedup": None,
     "limit_speedup": None,
     "efficiency": None,
 }
