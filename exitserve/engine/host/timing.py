@@ -3,8 +3,8 @@
 Mode "verify" may draft after a pass, or not; in mode "defer" rows may leave at their exits, or be
 checked behind the last layer (`exitserve.engine.host.late_checks`). What pays depends on the
 machine, the model, how many requests are in the batch, and how often they exit. So both ways are
-tried, and timed, for each number of rows and each exit policy; the slower one is tried again now
-and then, the more seldom the more it lost.
+tried by turns, and timed, for each number of rows and each exit policy; the slower one is tried
+again now and then, the more seldom the more it lost.
 
 What a request gets does not depend on it: its tokens are the same either way. (Requests sampled
 with a seed never draft, since drafts would use up their random numbers.)
@@ -13,105 +13,128 @@ with a seed never draft, since drafts would use up their random numbers.)
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from exitserve.policy import ExitPolicy
 
-FIRST = 3
+FIRST = 2
 """Passes that draft, or let rows leave, before anything is known."""
-TRIALS = {True: 24, False: 6}
-"""Passes of a trial. Those with exits differ: one is over at the first, the next runs all layers
-for itself and for tokens before it. Those without are all alike."""
-MEMORY = 48
-"""Passes of each way that count."""
-PATIENCE = 3.0
-"""A trial ends early when it has lost as much time as so many passes of the other way take."""
-SHARE = 0.01
+BURST = {True: 10, False: 5}
+"""Passes of each way in a duel. Those with exits differ: one is over at the first, the next runs
+all layers for itself and for tokens before it. Those without are all alike."""
+WINS = 3
+"""Duels that decide a trial."""
+PATIENCE = 2.0
+"""A burst ends early when it has lost as much time as so many passes of the other way take."""
+SHARE = 0.005
 """What trials of the loser may cost, as a share of all time; half as much each time that it loses
 again ..."""
 SHORTEST_REST, LONGEST_REST = 128, 8192
 """... within so many passes between two of them."""
-FEW, PAUSE = 6, 5.0
-"""Once a few passes are known, one that takes this many times the usual was interrupted, and does
-not count."""
 KINDS = 64
 """Kinds of batches that are remembered, those that were seen last."""
 
 
 @dataclass
-class _Way:
-    """The last passes of one way of decoding: (seconds, tokens) of each."""
+class _Burst:
+    """Some passes of one way of decoding, one after the other."""
 
-    passes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    seconds: float = 0.0
+    tokens: int = 0
+    passes: int = 0
 
     def took(self, seconds: float, tokens: int) -> None:
-        if len(self.passes) < FEW or seconds < PAUSE * self.seconds_per_pass():
-            self.passes.append((seconds, tokens))
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        self.passes += 1
 
-    def seconds_per_pass(self) -> float:
-        return sum(seconds for seconds, _ in self.passes) / len(self.passes)
+    def lost(self, other: _Burst) -> float:
+        """How much longer it took than the other way would have for its tokens, in passes of that
+        way."""
+        took = self.seconds / other.seconds - self.tokens / other.tokens
+        return took * other.passes
 
-    def seconds_per_token(self) -> float:
-        return sum(seconds for seconds, _ in self.passes) / sum(n for _, n in self.passes)
+
+class _Duel:
+    """A burst of one way, and then one of the other.
+
+    So both run while the machine is as fast or as slow, and who is interrupted loses no more than
+    this.
+    """
+
+    def __init__(self, first: bool, passes: int) -> None:
+        """Starts with `passes` passes of the way that runs first."""
+        self.way = first
+        """That of the next pass."""
+        self._first, self._passes = first, passes
+        self._bursts = {True: _Burst(), False: _Burst()}
+
+    def took(self, seconds: float, tokens: int) -> bool:
+        """Notes a pass; returns whether it was the last."""
+        own = self._bursts[self.way]
+        own.took(seconds, tokens)
+        if self.way != self._first:
+            return own.passes >= BURST[self.way] or self.lost > PATIENCE
+        if own.passes >= self._passes:
+            self.way = not self.way
+        return False
+
+    @property
+    def lost(self) -> float:
+        """What the second way lost by its burst, in passes of the first; less than 0 if it won."""
+        return self._bursts[not self._first].lost(self._bursts[self._first])
+
+    @property
+    def winner(self) -> bool:
+        """The way that was faster."""
+        return self._first if self.lost > 0 else not self._first
 
 
 class _Contest:
-    """One way against the other, at one number of rows."""
+    """One way against the other, at one number of rows: now and then the best of five duels."""
 
     def __init__(self, winner: bool | None) -> None:
         """Starts without experience, or with a winner that is likely."""
         self.winner = winner
-        self.ways = {True: _Way(), False: _Way()}
-        self._trials: list[tuple[bool, int]] = []
-        """Those to come, the first of which runs: the way, and passes left; none while the winner
-        rests."""
-        if winner is None:
-            self._trials = [(True, FIRST), (False, TRIALS[False]), (True, TRIALS[True])]
-        self._rest = SHORTEST_REST
-        """Passes left until the loser is tried again."""
+        self._rest = 0 if winner is None else SHORTEST_REST
+        """Passes left until the loser is tried again; 0 during a trial."""
         self._defeats = 0
         """Trials that the loser lost since it last won."""
+        self._duel = _Duel(True, FIRST)
+        self._won = {True: 0, False: 0}
+        """Duels of this trial."""
         self._lost = 0.0
-        """Seconds that the trial took more than the other way would have."""
+        """Passes of the winner's that they cost."""
 
     def choose(self) -> bool:
         """The way of the next pass."""
-        return self._trials[0][0] if self._trials else bool(self.winner)
+        return bool(self.winner) if self._rest else self._duel.way
 
     def took(self, way: bool, seconds: float, tokens: int) -> None:
         """Notes a pass."""
-        self.ways[way].took(seconds, tokens)
-        if not self._trials:
+        if self._rest:
             self._rest -= 1
-            if self._rest <= 0:
-                self.ways[not self.winner].passes.clear()
-                self._trials = [(not self.winner, TRIALS[not self.winner])]
-        elif way == self._trials[0][0]:
-            self._go_on(seconds, tokens)
+            if not self._rest:
+                self._won, self._lost = {True: 0, False: 0}, 0.0
+                self._start_duel()
+        elif way == self._duel.way and self._duel.took(seconds, tokens):
+            self._won[self._duel.winner] += 1
+            # What lost more was interrupted.
+            self._lost += min(max(0.0, self._duel.lost), PATIENCE)
+            if max(self._won.values()) < WINS:
+                self._start_duel()
+            else:
+                self._settle()
 
-    def _go_on(self, seconds: float, tokens: int) -> None:
-        """A pass of the trial that runs."""
-        (way, left), *later = self._trials
-        other, left = self.ways[not way], left - 1
-        if other.passes:
-            self._lost += seconds - tokens * other.seconds_per_token()
-            if self._lost > PATIENCE * other.seconds_per_pass():
-                left = 0
-        if left:
-            self._trials[0] = way, left
-            return
-        if not later:
-            self._settle()
-        self._trials, self._lost = later, 0.0
+    def _start_duel(self) -> None:
+        first = bool(self.winner)  # what it took tells when the other has lost enough
+        self._duel = _Duel(first, BURST[first])
 
     def _settle(self) -> None:
-        exits, plain = self.ways[True], self.ways[False]
-        best = exits.seconds_per_token() <= plain.seconds_per_token()
+        best = self._won[True] > self._won[False]
         self._defeats = self._defeats + 1 if best == self.winner else 0
         self.winner = best
-        earned = self._lost / (SHARE * self.ways[best].seconds_per_pass()) * 2**self._defeats
+        earned = self._lost / SHARE * 2**self._defeats
         self._rest = round(min(max(earned, SHORTEST_REST), LONGEST_REST))
 
 
