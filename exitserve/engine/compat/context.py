@@ -104,38 +104,52 @@ def slots_ahead(
     ]
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Layers that share their attention metadata."""
+
+    metadata: Any
+    """Of the whole pass."""
+    names: Sequence[str]
+    attention: Any
+    """The first of these layers."""
+    window: int
+    """Their sliding window, -1 where they differ."""
+    slots: int
+    """The number of their cache group."""
+
+
 class PassContexts:
     """Contexts for some rows of a pass, with other tokens."""
 
     def __init__(self, base: ForwardContext) -> None:
         """Takes the context of the whole pass."""
         self.base = base
-        metadata: Any = base.attn_metadata
-        slots: Any = base.slot_mapping
-        self._slots, self._slots_of = _numbered(slots)
-        self._metadata, self._metadata_of = _numbered(metadata)
-        self._attention: list[Any] = []
-        """By metadata object, the first of the layers that share it."""
-        self._windows: list[int] = []
-        """By metadata object, these layers' sliding window, -1 where they differ."""
-        self._slots_by: list[int] = []
-        """By metadata object, the number of their slots."""
-        for number in range(len(self._metadata)):
-            names = [name for name, one in self._metadata_of.items() if one == number]
+        self.arranged = _changed(base)
+        """The context of the rows that run."""
+        self._slots = _by_object(base.slot_mapping)
+        by_name = {name: place for place, (_, names) in enumerate(self._slots) for name in names}
+        self._groups = []
+        for metadata, names in _by_object(base.attn_metadata):
             layers = [base.no_compile_layers[name] for name in names]
             windows = {layer.impl.sliding_window for layer in layers}
-            self._attention.append(layers[0])
-            self._windows.append(windows.pop() if len(windows) == 1 else -1)
-            self._slots_by.append(self._slots_of[names[0]])
+            window = windows.pop() if len(windows) == 1 else -1
+            slots = by_name[names[0]]
+            self._groups.append(_Group(metadata, names, layers[0], window, slots))
 
-    def of_rows(
+    def restart(self) -> None:
+        """All rows of the pass run again, with its own tokens."""
+        self.arranged.attn_metadata = self.base.attn_metadata
+        self.arranged.slot_mapping = self.base.slot_mapping
+
+    def arrange(
         self,
         rows: Sequence[int],
         lengths: Sequence[int],
         seq_lens: Sequence[int],
         slots: Sequence[Sequence[int]],
-    ) -> ForwardContext:
-        """The context of some rows.
+    ) -> None:
+        """From now on some rows run.
 
         Args:
             rows: [R] the rows that run, ascending.
@@ -144,36 +158,37 @@ class PassContexts:
             slots: G times [A] where keys and values of all those tokens go in the cache.
         """
         fresh = self._fresh(slots)
-        changed = [
-            _rearranged(one, rows, lengths, seq_lens, fresh[number], attention, window)
-            for one, number, attention, window in zip(
-                self._metadata, self._slots_by, self._attention, self._windows, strict=True
-            )
-        ]
-        return _changed(
-            self.base,
-            attn_metadata={name: changed[one] for name, one in self._metadata_of.items()},
-            slot_mapping={name: fresh[one] for name, one in self._slots_of.items()},
-        )
+        changed: dict[str, Any] = {}
+        for group in self._groups:
+            metadata = _rearranged(group, rows, lengths, seq_lens, fresh[group.slots])
+            changed |= dict.fromkeys(group.names, metadata)
+        self.arranged.attn_metadata = changed
+        self.arranged.slot_mapping = self._mapping(fresh)
 
     def with_slots(self, slots: Sequence[Sequence[int]]) -> ForwardContext:
         """One in which keys and values go to other slots, G times [A]; nothing attends in it."""
-        fresh = self._fresh(slots)
-        return _changed(
-            self.base, slot_mapping={name: fresh[one] for name, one in self._slots_of.items()}
-        )
+        return _changed(self.base, slot_mapping=self._mapping(self._fresh(slots)))
 
     def _fresh(self, slots: Sequence[Sequence[int]]) -> list[Tensor]:
         return [
-            torch.tensor(new, dtype=one.dtype) for one, new in zip(self._slots, slots, strict=True)
+            torch.tensor(new, dtype=one.dtype)
+            for (one, _), new in zip(self._slots, slots, strict=True)
         ]
 
+    def _mapping(self, slots: Sequence[Tensor]) -> dict[str, Tensor]:
+        """By layer, where its keys and values go, from that of each cache group."""
+        found: dict[str, Tensor] = {}
+        for (_, names), own in zip(self._slots, slots, strict=True):
+            found |= dict.fromkeys(names, own)
+        return found
 
-def _numbered(by_layer: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
-    """The distinct objects, and by layer which of them it has."""
-    objects = _distinct(by_layer)
-    numbers = {id(one): number for number, one in enumerate(objects)}
-    return objects, {name: numbers[id(one)] for name, one in by_layer.items()}
+
+def _by_object(by_layer: Any) -> list[tuple[Any, list[str]]]:
+    """The distinct objects, each with the layers that share it."""
+    names: dict[int, list[str]] = {}
+    for name, one in by_layer.items():
+        names.setdefault(id(one), []).append(name)
+    return [(one, names[id(one)]) for one in _distinct(by_layer)]
 
 
 def without_reading_for(
@@ -225,15 +240,14 @@ def without_reading_for(
 
 
 def _rearranged(
-    metadata: Any,
+    group: _Group,
     rows: Sequence[int],
     lengths: Sequence[int],
     seq_lens: Sequence[int],
     slots: Tensor,
-    attention: Any,
-    window: int,
 ) -> Any:
     """The CPU backend's metadata for these rows; see `CPUAttentionMetadataBuilder.build`."""
+    metadata, attention = group.metadata, group.attention
     table, starts = metadata.block_table, _starts(tuple(lengths))
     sequences = torch.tensor(seq_lens, dtype=torch.int32)
     return _changed(
@@ -254,7 +268,7 @@ def _rearranged(
             dtype=attention.kv_cache_torch_dtype,
             query_start_loc=starts,
             causal=metadata.causal,
-            sliding_window_size=window,
+            sliding_window_size=group.window,
             isa=attention.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             dynamic_causal=None,

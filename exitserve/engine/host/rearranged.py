@@ -13,7 +13,6 @@ Shapes: T tokens, A active tokens, B rows, N rows to check, D hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -60,19 +59,13 @@ class Rearranged:
             least: the pass stops at an exit at which fewer rows are left.
         """
         contexts, gone = self._contexts_of_pass(), set[int]()
-        with ExitStack() as entered:
-
-            def arrange() -> None:
-                if active.rows:
-                    context = contexts.of_rows(
-                        active.rows, active.lengths, active.ends(), active.slots
-                    )
-                    entered.enter_context(override_forward_context(context))
-
-            if waiting := step.waiting_counts():
+        contexts.restart()
+        with override_forward_context(contexts.arranged):
+            if step.is_draft:
+                _arrange(contexts, active)
+            elif waiting := step.waiting_counts():
                 active.put_off(waiting)
-            if waiting or step.is_draft:
-                arrange()
+                _arrange(contexts, active)
             for segment in segments:
                 leaving = self._run_segment(segment, active, step, left)
                 gone |= leaving
@@ -84,7 +77,7 @@ class Rearranged:
                 taken = step.take_pending(segment.end, gone)
                 if leaving or taken:
                     active.change(leaving, taken)
-                    arrange()
+                    _arrange(contexts, active)
 
     def fill_frozen(self, rows: Sequence[Draft]) -> None:
         """Propagates keys and values of all tokens that froze while rows drafted."""
@@ -148,9 +141,8 @@ class Rearranged:
             if not opened:
                 return set()
             due = [due[index] for index in opened]
-        places, normed = active.last_tokens([one.row for one in due]), active.normed
-        if len(places) < len(normed):
-            normed = normed[places]
+        places = active.last_tokens([one.row for one in due])
+        normed = _taken(active.normed, places)
         passed = self._checks.check(normed, due, layer, step)
         if not passed:
             return set()
@@ -186,3 +178,17 @@ class Rearranged:
             self._recorder.count_deferred(1)
         pending.wait(layer, tokens, number)
         return True
+
+
+def _taken(states: Tensor, places: Sequence[int]) -> Tensor:
+    """Some states [N, D], in ascending order; where they are next to each other, not copied."""
+    first, last = places[0], places[-1] + 1
+    if last - first == len(places):
+        return states[first:last]
+    return states[torch.tensor(places)]
+
+
+def _arrange(contexts: PassContexts, active: ActiveTokens) -> None:
+    """Lets attention see the tokens that run."""
+    if active.rows:
+        contexts.arrange(active.rows, active.lengths, active.ends(), active.slots)
