@@ -242,6 +242,13 @@ def profile(args: argparse.Namespace, model_dir: Path) -> tuple[list[Stopwatch],
     # Read when vLLM is first imported: one process, so that all of it can be timed from here.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    config = read_config(model_dir)
+    length = args.prompt_tokens + _answer_tokens(args)
+    if length > (longest := config.get("max_position_embeddings", length)):
+        raise ExitServeError(
+            f"--steps {args.steps} may take {length} tokens of a request, with its prompt; the "
+            f"model's context is {longest}: lower --steps or num_drafts."
+        )
     # Read when torch is first imported. A thread for each core, on a core that something else
     # uses too, makes all of them wait.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
@@ -260,7 +267,7 @@ def profile(args: argparse.Namespace, model_dir: Path) -> tuple[list[Stopwatch],
         exits=options,
         enforce_eager=args.enforce_eager,
         max_num_seqs=args.batch_size,
-        max_model_len=args.prompt_tokens + _answer_tokens(args),
+        max_model_len=length,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         load_format="dummy" if args.synthetic else "auto",
@@ -273,7 +280,7 @@ def profile(args: argparse.Namespace, model_dir: Path) -> tuple[list[Stopwatch],
         fields = {"exit_layer": args.exit_layer}
     ways = (fields, {"exit_threshold": 1.0})
     found: tuple[list[Stopwatch], list[Stopwatch]] = [], []
-    prompts = _prompts(args, read_config(model_dir)["vocab_size"])
+    prompts = _prompts(args, config["vocab_size"])
     for _ in range(args.rounds):
         for way, rounds in zip(ways, found, strict=True):
             watch.clear()

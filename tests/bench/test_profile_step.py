@@ -145,3 +145,15 @@ def test_every_name_of_the_table_is_there_today(script: ModuleType) -> None:
         and not any(hasattr(owner, probe.method) for owner in script._classes(probe.owner, None))
     ]
     assert gone == []
+
+
+def test_steps_that_do_not_fit_the_context_are_refused(
+    script: ModuleType,
+    bundled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", f"--model={bundled}", "--steps=600"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--steps 600" in capsys.readouterr().err
