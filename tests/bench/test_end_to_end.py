@@ -31,8 +31,10 @@ MODES = (
     "rival",
 )
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
+# `all`: whether so few tokens draft must not depend on the clock.
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --fixed-layers 2 "
+    f"--exit-checks all "
     f"--mixed 0.5@4 --batch-sizes 1,2 --requests {REQUESTS} "
     f"--max-tokens {MAX_TOKENS} --repeats 2 --seconds 0 --dtype float32 --enforce-eager "
     "--max-model-len 128"
@@ -99,8 +101,7 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["rival"] == "ngram" or case["accepted"] > 0
     if case["mode"] == "verify":
         assert 0 <= case["accepted"] <= case["drafted"]
-        # What did not pay alone is not tried at once with two.
-        assert case["drafted"] > 0 or case["batch_size"] > 1
+        assert case["drafted"] > 0
         assert case["mean_layers_run"] >= NUM_LAYERS
     if case["mode"] == "defer":
         assert case["mean_depth"] < case["mean_layers_run"] <= NUM_LAYERS
