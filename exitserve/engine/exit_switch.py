@@ -32,8 +32,8 @@ SWITCHED: tuple[Mode, ...] = ("confidence", "defer")
 """Modes whose exits may be off: in "verify" nothing is lost, and a fixed layer is not checked."""
 ALONE, TOGETHER = 1.05, 1.2
 """Expected wall speedup from which exits go on, for requests that decode alone and for several.
-Of several, less comes true, 0.78 to 1.01 of it under load, since they begin and end at different
-times, and some nearly always exit and wait for others (benchmarks/2026-11-26-steady-load.md)."""
+Of several, less comes true, 0.86 to 1.02 of it under load (benchmarks/2026-11-26-turns.md), and
+still less among requests that have no exits (benchmarks/2026-11-26-steady-load.md)."""
 HOLD = 0.02
 """By so much less it has to be for them to go off."""
 ENOUGH = 96
@@ -43,7 +43,7 @@ MEMORY = 2048
 STEPS = 50
 """In which shares are counted: finer differences do not matter, and need no new computation."""
 PASSES = 64
-"""Passes between two judgements of a policy."""
+"""Passes between two judgements of a policy; one of several tokens a request counts as several."""
 SMOOTH = 1 / 32
 """Weight of the last pass in the mean number of requests that decode together."""
 RETRY = 256
@@ -60,6 +60,8 @@ class Evidence:
 
     depths: Counter[int] = field(default_factory=Counter)
     """Tokens by the depth at which they stopped."""
+    goes_through: bool = True
+    """Whether turns of drafts had better go through all layers (`exitserve.step_costs.turns`)."""
 
     def note_token(self, depth: int) -> None:
         """Notes a token that stopped at a depth."""
@@ -89,6 +91,8 @@ class _Kind:
     evidence: Evidence = field(default_factory=Evidence)
     judged: int = 0
     """The pass of the last judgement."""
+    rows: int = 0
+    """The requests at a time for which it was made."""
     left_out: int = 0
     """Requests that began with fewer exits since all were on."""
 
@@ -111,12 +115,15 @@ class ExitSwitch:
         self._passes = 0
         self._kinds: OrderedDict[tuple[ExitPolicy, bool], _Kind] = OrderedDict()
 
-    def begin(self, policy: ExitPolicy, *, drafts: bool) -> tuple[ExitPolicy, Evidence | None]:
+    def begin(
+        self, policy: ExitPolicy, *, drafts: bool, running: int = 1
+    ) -> tuple[ExitPolicy, Evidence | None]:
         """The policy that a request gets which begins now.
 
         Args:
             policy: what it asks for.
             drafts: whether its tokens may be drafted.
+            running: requests that will be in its batch, itself included.
 
         Returns:
             The policy with the exits that are on, and what counts its tokens; None if some are off.
@@ -124,8 +131,10 @@ class ExitSwitch:
         if self.costs is None or policy.mode not in SWITCHED:
             return policy, None
         kind = self._kind(policy, drafts)
-        if kind.layers and self._passes - kind.judged >= PASSES:
-            self._judge(kind)
+        rows = min(max(round(self._rows), running), MOST_ROWS)
+        is_old = self._passes - kind.judged >= PASSES
+        if kind.layers and (is_old or rows > kind.rows):
+            self._judge(kind, rows)
         if kind.on == kind.layers:
             return policy, kind.evidence
         kind.left_out += 1
@@ -135,13 +144,15 @@ class ExitSwitch:
             self._recorder.without_exit[layer] += 1
         return policy.up_to(kind.on), None
 
-    def note_pass(self, rows: int) -> None:
-        """Notes a pass in which so many requests decoded."""
-        self._passes += 1
-        self._rows += SMOOTH * (rows - self._rows)
+    def note_pass(self, rows: int, tokens: int = 1) -> None:
+        """Notes a pass in which so many requests decoded, each so many tokens."""
+        self._passes += tokens
+        self._rows += (1.0 - (1.0 - SMOOTH) ** tokens) * (rows - self._rows)
 
     def table(self) -> list[dict[str, Any]]:
-        """What is on for each policy, for people."""
+        """What is on for each policy, for people; nothing where all always are."""
+        if not self._rules.switches_exits:
+            return []
         return [
             {
                 "mode": kind.policy.mode,
@@ -164,33 +175,40 @@ class ExitSwitch:
         self._kinds.move_to_end(key)
         return self._kinds[key]
 
-    def _judge(self, kind: _Kind) -> None:
-        kind.judged = self._passes
-        before, rows = kind.on, min(round(self._rows), MOST_ROWS)
+    def _judge(self, kind: _Kind, rows: int) -> None:
+        kind.judged, kind.rows = self._passes, rows
+        before = kind.on
         if kind.evidence.depths.total() < ENOUGH:
             kind.on, kind.expected = kind.layers, None
         else:
             kind.on, kind.expected = self._best(kind, rows)
+            if not self._rules.switches_exits:
+                kind.on = kind.layers
         if kind.on == kind.layers:
             kind.left_out = 0
         if kind.on != before:
             _tell(kind, rows)
 
     def _best(self, kind: _Kind, rows: int) -> tuple[tuple[int, ...], float]:
-        """The exits that pay most with so many requests, and the wall speedup expected of them."""
+        """The exits that pay most with so many requests, and the wall speedup expected of them.
+
+        Also tells the requests whether their turns go through all layers.
+        """
         assert self.costs is not None
         screens = self._rules.screens_file is not None
         costs = replace(self.costs, precision=PRECISION if screens else None)
         shares = kind.evidence.shares(kind.layers)
         drafts = self._rules.num_drafts if kind.drafts else 0
-        freezes = kind.policy.mode not in EXACT
-        gains = {
+        ways = {
             some: _expected(
-                costs, rows, tuple((one, shares[one]) for one in some), drafts, freezes=freezes
+                costs, rows, tuple((one, shares[one]) for one in some), drafts, kind.policy.mode
             )
             for some in _choices(kind)
         }
+        gains = {some: max(through, stopping) for some, (through, stopping) in ways.items()}
         best = max(gains, key=lambda some: (round(gains[some], 2), len(some)))
+        through, stopping = ways[best]
+        kind.evidence.goes_through = through >= stopping
         needed = (ALONE if rows == 1 else TOGETHER) - (HOLD if kind.on else 0.0)
         return (best if gains[best] >= needed else ()), gains[best]
 
@@ -201,13 +219,20 @@ def _expected(
     rows: int,
     shares: tuple[tuple[int, float], ...],
     drafts: int,
-    *,
-    freezes: bool,
-) -> float:
-    """The wall speedup of exits at which such shares of all tokens stop."""
+    mode: Mode,
+) -> tuple[float, float]:
+    """The wall speedup of exits at which such shares of all tokens stop.
+
+    With drafts: of turns through all layers, and of such as stop at the last exit.
+    """
     if drafts:
-        return turns_speedup(costs, rows, dict(shares), drafts, freezes=freezes)
-    return speedup(costs, rows, dict(shares), compacts=True)
+        through, stopping = (
+            turns_speedup(costs, rows, dict(shares), drafts, mode, through=one)
+            for one in (True, False)
+        )
+        return through, stopping
+    found = speedup(costs, rows, dict(shares), compacts=True)
+    return found, found
 
 
 def _choices(kind: _Kind) -> list[tuple[int, ...]]:

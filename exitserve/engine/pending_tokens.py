@@ -7,8 +7,8 @@ So all keys and values are those of full depth, and the tokens before a token ha
 every layer that it goes through itself.
 
 The same happens while tokens are drafted, and the pass that vLLM schedules them with continues each
-of its tokens from the layer where it waits. In mode "confidence" those that exited have frozen by
-then, and nothing of them is left to run; the last one, which did not exit, waits.
+of its tokens from the layer where it waits. Of some nothing is left to run: they and all before
+them went through all layers, or, in mode "confidence", they froze.
 
 Shapes: K pending tokens, D hidden, G cache groups.
 """
@@ -98,12 +98,11 @@ class PendingTokens:
         """
         self._bounds, self.freezes = bounds, freezes
         self._waiting: dict[int, list[Tokens]] = {}
-        self._frozen = 0
-        """Tokens before them that have frozen, though their pass is still to come."""
+        self._complete = 0
         self._to_fill: dict[int, list[Tokens]] = {}
-        """Of these, those whose keys and values are not propagated yet."""
-        self._first = self._next = 0
-        """Positions of the first of all these tokens, and after the last."""
+        """Tokens that froze, and whose keys and values are not propagated yet."""
+        self._next = 0
+        """The position after the last of all these tokens."""
         self._since = 0
         """The number of the pass after which the last one began to wait."""
 
@@ -112,8 +111,8 @@ class PendingTokens:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token waits, and none has frozen ahead of its pass."""
-        return not self._waiting and not self._frozen
+        """Whether no token waits, and none is complete ahead of its pass."""
+        return not self._waiting and not self._complete
 
     @property
     def last_layer(self) -> int:
@@ -121,29 +120,47 @@ class PendingTokens:
         return min(self._waiting, default=0)
 
     @property
-    def frozen(self) -> int:
-        """How many of the tokens of the next pass have frozen while they were drafted."""
-        return self._frozen
+    def complete(self) -> int:
+        """How many of the next pass's tokens, its first ones, need nothing of it any more: they
+        froze, or ran all layers."""
+        return self._complete
 
-    def must_run(self, position: int) -> bool:
-        """Whether the token at `position`, which might wait, has to run now with all others."""
-        ends_block = self._bounds.block is not None and (position + 1) % self._bounds.block == 0
-        return ends_block or len(self) >= self._bounds.most
+    @property
+    def _first(self) -> int:
+        """Position of the first of all these tokens."""
+        return self._next - self._complete - len(self)
+
+    def must_run(self, last: int, more: int) -> bool:
+        """Whether tokens of a pass that might wait have to run on, with all that do.
+
+        Args:
+            last: position of the last of them.
+            more: how many they are.
+        """
+        count, size = len(self) + more, self._bounds.block
+        if count > self._bounds.most:
+            return True
+        return size is not None and (last + 1) // size > (last + 1 - count) // size
 
     def wait(self, layer: int, tokens: Tokens, since: int = 0) -> None:
         """Leaves a request's last tokens at an exit layer, during or after pass number `since`."""
-        if self.is_empty:
-            self._first = tokens.positions[0]
         self._waiting.setdefault(layer, []).append(tokens)
         self._next, self._since = tokens.positions[-1] + 1, since
 
     def freeze(self, layer: int, tokens: Tokens, since: int) -> None:
         """Leaves a request's last tokens, which freeze at an exit layer, to `take_frozen`."""
-        if self.is_empty:
-            self._first = tokens.positions[0]
         self._to_fill.setdefault(layer, []).append(tokens)
-        self._frozen += len(tokens)
+        self._complete += len(tokens)
         self._next, self._since = tokens.positions[-1] + 1, since
+
+    def finish(self, last: int, complete: int, since: int) -> None:
+        """Notes that all tokens up to position `last` have run all layers, after pass number
+        `since`; `complete` of the next pass's are done with."""
+        self._complete, self._next, self._since = complete, last + 1, since
+
+    def pass_over(self) -> None:
+        """Notes that the next pass is this one: those that were complete are its past."""
+        self._complete = 0
 
     def take_frozen(self, layer: int) -> Tokens | None:
         """The tokens that froze at `layer` since the last call; None where there are none."""
@@ -169,20 +186,21 @@ class PendingTokens:
             drafts: how many of the last ones are drafts.
         """
         if self.is_empty or first == self._next:
-            self._frozen = 0
+            self._complete = 0
             return
         anew = first == self._first and number != self._since + 1 and not drafts
         if anew or not self._first <= first < self._next:
             self.clear()
         elif last < self._next - 1:
+            known = last + 1 - self._first
             self._cut(last)
-            self._frozen = min(self._frozen, self._next - self._first)
+            self._complete = known - len(self)
 
     def restart(self, first: int) -> None:
         """Forgets the tokens at position `first` and behind it, which run anew."""
         self._cut(first - 1)
         self._to_fill.clear()
-        self._frozen = 0
+        self._complete = 0
 
     def _cut(self, last: int) -> None:
         """Forgets what waits behind position `last`."""
@@ -194,7 +212,7 @@ class PendingTokens:
         self._next = last + 1
 
     def count_from(self, position: int) -> int:
-        """How many wait, or are frozen, at or after a position; between passes, their positions
+        """How many wait, or are complete, at or after a position; between passes, their positions
         have no gaps."""
         return 0 if self.is_empty else max(0, self._next - max(position, self._first))
 
@@ -202,4 +220,4 @@ class PendingTokens:
         """Forgets all: they run through all layers again."""
         self._waiting.clear()
         self._to_fill.clear()
-        self._frozen = 0
+        self._complete = 0

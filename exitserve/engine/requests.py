@@ -27,10 +27,11 @@ MOST_PREEMPTED = 4096
 
 @dataclass(frozen=True)
 class Exited:
-    """A token that an exit decided, ahead of the pass that samples it."""
+    """A token that was decided ahead of the pass that samples it."""
 
     token: int
     depth: int
+    """Layers that the token before it had run."""
 
 
 @dataclass(eq=False)
@@ -56,8 +57,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     """Tokens that the next pass is to judge (mode "verify"), or to run the deeper layers of."""
     decided: list[Exited] = field(default_factory=list)
-    """The next tokens, as far as exits have decided them, not only drafted; the first are
-    `drafts`."""
+    """The next tokens, as far as they are decided, not only drafted; the first are `drafts`."""
     may_draft: bool = False
     """Whether its tokens may be drafted: where exits decide them, those that are the likeliest
     ones, of which nobody wants log-probabilities."""
@@ -104,6 +104,12 @@ class Request:
         """Tokens that are known: the prompt, and what was generated."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    def pass_over(self) -> None:
+        """Forgets what was decided: the pass that it was decided for is over."""
+        self.drafts, self.decided = [], []
+        if self.pending is not None:
+            self.pending.pass_over()
+
     def note_depth(self, index: int, depth: int, full_depth: int) -> None:
         """Keeps the depth of generated token `index`; tokens skipped before it ran full depth."""
         self.depths += [full_depth] * (index - len(self.depths))
@@ -130,6 +136,7 @@ def read_request(
     bounds: Bounds | None = None,
     name: str = "",
     switch: ExitSwitch | None = None,
+    running: int = 1,
 ) -> Request:
     """The record of a new request.
 
@@ -142,6 +149,7 @@ def read_request(
         bounds: when tokens that wait at exit layers have to run (mode "defer").
         name: vLLM's internal id, where it is known.
         switch: knows which exits are on; None: all are.
+        running: requests that will be in its batch, itself included.
     """
     policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
     asks = policy.mode != "off"
@@ -150,7 +158,8 @@ def read_request(
     may_draft, evidence, pending = _may_draft(params, policy), None, None
     # Who asks what checks find wants them made.
     if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
-        policy, evidence = switch.begin(policy, drafts=may_draft and rules.num_drafts > 0)
+        drafts = may_draft and rules.num_drafts > 0
+        policy, evidence = switch.begin(policy, drafts=drafts, running=running)
     if policy.mode == "verify":  # bounded by the number of drafts, and judged in the next pass
         pending = PendingTokens(Bounds(most=rules.num_drafts + 1))
     elif policy.mode == "defer":
@@ -291,6 +300,7 @@ class Batch:
         """Follows vLLM: removed, then added, then moved rows."""
         for index in changes.removed:
             self._remove(index)
+        running = len(self.rows) + len(changes.added)
         for index, params, prompt_ids, output_ids in changes.added:
             self._remove(index)
             # One that has begun is back, and has a record (`named`).
@@ -303,6 +313,7 @@ class Batch:
                 eos_ids=self._eos_ids,
                 bounds=self._bounds,
                 switch=switch,
+                running=running,
             )
         for source, target, direction in changes.moved:
             moved = self.rows.pop(source, None)

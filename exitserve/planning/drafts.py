@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from exitserve.draft_tokens import ROWS, WORTH_CUTTING
+from exitserve.policy import Mode
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 from exitserve.step_costs.turns import turns_speedup
@@ -40,7 +41,8 @@ def drafting_table(
         vocab_size: rows of the whole head.
         turns: whether rows draft only as far as they are sure, as on a CPU.
     """
-    modes, heads = ["verify", "defer"], [vocab_size]
+    modes: list[Mode] = ["verify", "defer"]
+    heads = [vocab_size]
     if turns:  # exits decide with the whole head
         modes.append("confidence")
     elif vocab_size >= WORTH_CUTTING * ROWS:
@@ -50,8 +52,10 @@ def drafting_table(
         modes, batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
     ):
         if turns:
-            shares, freezes = {layer: acceptance}, mode == "confidence"
-            gain = turns_speedup(costs, batch, shares, drafts, freezes=freezes)
+            gain = max(
+                turns_speedup(costs, batch, {layer: acceptance}, drafts, mode, through=one)
+                for one in {False, mode != "verify"}
+            )
         else:
             way = Drafting(
                 exit_layer=layer,

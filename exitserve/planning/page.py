@@ -120,7 +120,7 @@ def _together_lines(data: Mapping[str, Any]) -> list[str]:
         for size, one in best.items()
     )
     return [
-        f"Several tokens may exit in one step (--mode confidence --num-drafts N): if {ASSUMED:.0%} "
+        f"Several tokens may come in one step (--mode confidence --num-drafts N): if {ASSUMED:.0%} "
         f"of all tokens exit at one layer, wall speedup {found}."
     ]
 

@@ -95,7 +95,7 @@ def _add_default(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="most tokens that a request drafts at a time. On a CPU: with mode verify (default "
-        f"{NUM_DRAFTS}), or with confidence or defer, where several tokens may then exit in one "
+        f"{NUM_DRAFTS}), or with confidence or defer, where several tokens then come in one "
         "step. On a GPU: with verify or defer",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")

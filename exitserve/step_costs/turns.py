@@ -1,7 +1,16 @@
-"""Predicts wall speedup where rows draft turn by turn, as far as they are sure, as on a CPU.
+"""Predicts wall speedup where rows draft turn by turn, as on a CPU.
 
-After a pass all B rows run their last token as far as its first exit that passes; those that exit
-go on with the next token, as long as half of the batch takes part (`exitserve.engine.host.drafts`):
+Where turns (`exitserve.engine.host.drafts`) go through all layers, B rows run a token a turn, to
+its first exit that passes or to the end, and one more in the pass behind the turns:
+
+    layers   = sum over segments of n_i * E[layer(A_i)] + E[check(A_i)], and E[head(A_last)]
+               A_i of the B rows run segment i, with the tokens that waited for them
+    turn     = what it adds + layers
+    pass     = rest(B) + exits(B) + layers
+    speedup  = (k + 1) * full(B) / (k * turn + pass)
+
+Where they stop at the last exit, rows that exit go on as long as half of the batch does, and what
+waits runs the other layers at once, or, where tokens freeze, one of each row:
 
     turn(R)  = what it adds + sum over segments of n_i * layer(A_i) + check(A_i)
                A_i of the R rows get to segment i, and run it if they are B / 2 or more
@@ -9,10 +18,9 @@ go on with the next token, as long as half of the batch takes part (`exitserve.e
     pass     = rest(B) + exits(B) + regrouping + (L - e_1) * layers of what waits + head
     speedup  = tokens * full(B) / (turns + pass)
 
-A token exits at layer e_i with probability q_i, independently of others. What waits for the pass
-are all of the step's tokens, or, where tokens freeze, one of each row; those that froze are filled.
+A token exits at layer e_i with probability q_i, independently of others.
 
-Pure Python. B rows, L layers.
+Pure Python. B rows, L layers, k drafts.
 """
 
 from __future__ import annotations
@@ -20,18 +28,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from exitserve.policy import EXACT, Mode
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.skipping import SCREEN, binomial
 
-TURN_SECONDS = 0.35e-3, 0.06e-3
+TURN_SECONDS = 0.45e-3, 0.1e-3
 """What a turn takes beside layers and checks (slots, contexts, small copies, recording), for one
-row and for each further one, on a CPU: benchmarks/2026-11-26-exit-switch.md. One row takes about
-half of that since; the rest makes up for starts and ends of answers, which are not counted."""
+row and for each further one, on a CPU: benchmarks/2026-11-26-turns.md. One row takes about half of
+that; the rest makes up for what is not counted."""
 REGROUPING_SECONDS = 1e-3
-"""What the pass of several rows takes more than its layers: their tokens join at different exits,
-and attend several at a time (benchmarks/2026-11-26-steady-load.md)."""
+"""What the pass of several rows takes more than its layers where turns stopped: their tokens join
+at different exits, and attend several at a time (benchmarks/2026-11-26-steady-load.md)."""
 SHARE = 0.5
 """Of a batch's rows, that a turn needs."""
+MOST_ALONG = 16
+"""Tokens of a row that wait at most (`exitserve.engine.pending_tokens.MAX_PENDING`)."""
 GROUPS = 8
 """A larger batch is taken as so many groups of rows that do the same."""
 
@@ -43,10 +54,17 @@ class _Turn:
     exits: tuple[float, ...]
     """Probabilities that 0, 1, ... of them exit."""
     seconds: float
+    """Of layers, checks and head."""
 
 
 def turns_speedup(
-    costs: StepCosts, batch: int, shares: Mapping[int, float], drafts: int, *, freezes: bool
+    costs: StepCosts,
+    batch: int,
+    shares: Mapping[int, float],
+    drafts: int,
+    mode: Mode,
+    *,
+    through: bool,
 ) -> float:
     """Wall speedup over full depth, one token a step.
 
@@ -54,17 +72,34 @@ def turns_speedup(
         costs: of the parts of a step.
         batch: B.
         shares: exit layer to the share of all tokens that exit there; at least one layer.
-        drafts: most turns of a step.
-        freezes: whether what exits is frozen (mode "confidence"), and runs no further.
+        drafts: k, most turns of a step.
+        mode: "defer" or "confidence"; or "verify", whose turns stop at the last exit.
+        through: whether turns go through all layers.
     """
+    if not through:
+        return _stopping(costs, batch, shares, drafts, mode not in EXACT)
+    freezes = mode not in EXACT
+    layers = _turn(costs, batch, min(batch, GROUPS), shares, freezes, through=True).seconds
+    if freezes:
+        layers += _fills(costs, batch, shares, drafts)
+    around = drafts * _around(batch) + costs.rest(batch) + costs.exits(batch)
+    return (drafts + 1) * costs.full(batch) / ((drafts + 1) * layers + around)
+
+
+def _stopping(
+    costs: StepCosts, batch: int, shares: Mapping[int, float], drafts: int, freezes: bool
+) -> float:
+    """See `turns_speedup`."""
     groups = min(batch, GROUPS)
-    turns = [_turn(costs, batch, rows, shares) for rows in range(groups + 1)]
+    turns = [
+        _turn(costs, batch, rows, shares, freezes, through=False) for rows in range(groups + 1)
+    ]
     going, tokens, seconds = [0.0] * groups + [1.0], 1.0, 0.0
     for _ in range(drafts):
         after = [0.0] * (groups + 1)
         for rows, chance in enumerate(going):
             if chance and rows and rows >= SHARE * groups:
-                seconds += chance * turns[rows].seconds
+                seconds += chance * (turns[rows].seconds + _around(round(rows * batch / groups)))
                 for exited, share in enumerate(turns[rows].exits):
                     after[exited] += chance * share
                     tokens += chance * share * exited / groups
@@ -80,30 +115,65 @@ def turns_speedup(
     return tokens * costs.full(batch) / seconds
 
 
-def _turn(costs: StepCosts, batch: int, rows: int, shares: Mapping[int, float]) -> _Turn:
-    """A turn of some of the groups of a batch."""
-    groups = min(batch, GROUPS)
-    size = batch / groups
-    exits = [0.0] * (rows + 1)
+def _around(rows: int) -> float:
+    """Seconds of a turn beside layers and checks."""
     first, more = TURN_SECONDS
-    seconds = first + more * (round(rows * size) - 1)
-    going, staying, start = {rows: 1.0}, 1.0, 0
+    return first + more * (rows - 1)
+
+
+def _turn(
+    costs: StepCosts,
+    batch: int,
+    rows: int,
+    shares: Mapping[int, float],
+    freezes: bool,
+    *,
+    through: bool,
+) -> _Turn:
+    """A turn of some of the groups of a batch, through all layers or to the last exit."""
+    groups = min(batch, GROUPS)
+    size, least = batch / groups, 1 if through else SHARE * groups
+    exits = [0.0] * (rows + 1)
+    seconds, going, staying, start = 0.0, {rows: 1.0}, 1.0, 0
     for layer in sorted(shares):
         passes = min(1.0, shares[layer] / staying) if staying > 0.0 else 0.0
         after = dict.fromkeys(range(rows + 1), 0.0)
         for active, chance in going.items():
-            if active < SHARE * groups:
+            if active < least:
                 exits[rows - active] += chance
                 continue
             together = round(active * size)
-            run = (layer - start) * costs.layer(together)
+            run = (layer - start) * _layer(costs, together, 1.0 if freezes else staying)
             seconds += chance * (run + _check(costs, together, passes))
             for exited, share in enumerate(binomial(active, passes)):
                 after[active - exited] += chance * share
         going, staying, start = after, staying - shares[layer], layer
     for active, chance in going.items():
         exits[rows - active] += chance
+        if through and active:
+            together = round(active * size)
+            run = (costs.num_layers - start) * _layer(costs, together, 1.0 if freezes else staying)
+            seconds += chance * (run + costs.head(together))
     return _Turn(tuple(exits), seconds)
+
+
+def _layer(costs: StepCosts, rows: int, staying: float) -> float:
+    """Seconds of a layer that a share `staying` of all tokens gets to without an exit: the others
+    come along."""
+    tokens = round(rows / max(staying, 1.0 / MOST_ALONG))
+    return costs.matrices(tokens) + costs.attention(rows)
+
+
+def _fills(costs: StepCosts, batch: int, shares: Mapping[int, float], drafts: int) -> float:
+    """Mean seconds a turn in which frozen tokens are filled."""
+    seconds, staying = 0.0, 1.0
+    for layer in sorted(shares):
+        staying -= shares[layer]
+        # When a row goes on, or at the end of a step.
+        often = max(1.0 - (1.0 - max(0.0, staying)) ** batch, 1.0 / (drafts + 1))
+        tokens = round(batch * shares[layer] / often)
+        seconds += often * (costs.num_layers - layer) * costs.fill(tokens)
+    return seconds
 
 
 def _check(costs: StepCosts, rows: int, passes: float) -> float:

@@ -87,7 +87,7 @@ def test_who_waits_goes_on_together() -> None:
     pending.wait(2, _tokens([4], 0))
     pending.wait(2, _tokens([5, 6], 0))
     assert len(pending) == 3
-    assert pending.must_run(8), "as many as may wait do"
+    assert pending.must_run(7, 1), "as many as may wait do"
     pending.expect(7, 7, number=9)
     taken = pending.take(2)
     assert taken is not None and taken.positions == [4, 5, 6]
@@ -96,8 +96,11 @@ def test_who_waits_goes_on_together() -> None:
 
 def test_a_full_block_is_complete() -> None:
     pending = PendingTokens(Bounds(block=8))
-    assert [position for position in range(20) if pending.must_run(position)] == [7, 15]
-    assert not any(PendingTokens(Bounds()).must_run(position) for position in range(20))
+    assert [last for last in range(20) if pending.must_run(last, 1)] == [7, 15]
+    assert not any(PendingTokens(Bounds()).must_run(last, 1) for last in range(20))
+    assert pending.must_run(8, 2) and not pending.must_run(9, 2), "tokens that came along"
+    pending.wait(4, _tokens([7], 0))
+    assert pending.must_run(8, 1), "one further up ends a block"
 
 
 def test_a_preempted_request_has_nothing_waiting() -> None:
@@ -157,20 +160,50 @@ def test_frozen_tokens_are_filled_together_and_count_until_their_pass() -> None:
     filled = [pending.take_frozen(layer) for layer in (2, 4, 2)]
     assert [one and one.positions for one in filled] == [[4, 6], [5], None]
     pending.expect(4, 7, number=4)
-    assert (pending.count_from(4), pending.frozen, len(pending), pending.last_layer) == (4, 3, 1, 4)
+    assert (pending.count_from(4), pending.complete, len(pending), pending.last_layer) == (
+        4,
+        3,
+        1,
+        4,
+    )
     pending.take(4)
     pending.expect(8, 8, number=5)
-    assert (pending.count_from(8), pending.frozen) == (0, 0)
+    assert (pending.count_from(8), pending.complete) == (0, 0)
 
 
 def test_of_frozen_tokens_some_may_not_be_scheduled_or_all_are_computed_anew() -> None:
     pending = _frozen(since=3)
     pending.expect(4, 5, number=4)
-    assert (pending.count_from(4), pending.frozen, len(pending)) == (2, 2, 0)
+    assert (pending.count_from(4), pending.complete, len(pending)) == (2, 2, 0)
     pending = _frozen(since=3)
     pending.expect(0, 7, number=4)
-    assert (pending.count_from(0), pending.frozen, len(pending)) == (0, 0, 0)
+    assert (pending.count_from(0), pending.complete, len(pending)) == (0, 0, 0)
     assert pending.take_frozen(2) is None
+
+
+def test_tokens_that_ran_all_layers_count_until_their_pass() -> None:
+    """Three of which the first two waited for the third, and a fourth that waits."""
+    pending = PendingTokens(Bounds())
+    pending.wait(2, _tokens([4], 0), 3)
+    pending.wait(2, _tokens([5], 0), 3)
+    pending.take(2)
+    pending.finish(6, complete=3, since=3)
+    assert (pending.count_from(4), pending.complete, len(pending)) == (3, 3, 0)
+    pending.wait(2, _tokens([7], 0), 3)
+    pending.expect(4, 7, number=4)
+    assert (pending.count_from(4), pending.complete, len(pending)) == (4, 3, 1)
+    pending.take(2)
+    pending.pass_over()
+    assert pending.is_empty and pending.count_from(4) == 0
+
+
+def test_of_complete_tokens_some_may_not_be_scheduled_or_all_are_computed_anew() -> None:
+    pending = PendingTokens(Bounds())
+    for last, number, expected in ((5, 4, (2, 2)), (6, 5, (0, 0))):
+        pending.clear()
+        pending.finish(6, complete=3, since=3)
+        pending.expect(4, last, number=number)
+        assert (pending.count_from(4), pending.complete) == expected
 
 
 def test_own_tokens_join_where_they_wait() -> None:
@@ -180,7 +213,7 @@ def test_own_tokens_join_where_they_wait() -> None:
     state = torch.cat([one.state for one in parts])
     slots = [[*a, *b] for a, b in zip(*(one.slots for one in parts), strict=True)]
     active = ActiveTokens([3, 2], positions, (state, None), slots)
-    active.put_off({0: 2, 1: 2})
+    active.put_off({0: 2, 1: 2}, {})
     assert active.rows == [0] and active.positions.tolist() == [6]
     active.change((), {1: _tokens([9], 1)})
     active.change((), {0: _tokens([4, 5], 0), 1: _tokens([8], 1)})
@@ -189,3 +222,12 @@ def test_own_tokens_join_where_they_wait() -> None:
     assert active.tokens == [0, 1, 2, 3, 4] and not active.num_pending
     normed = active.normed = torch.ones(5, WIDTH)
     assert active.hand_over(torch.zeros(5, WIDTH)) is normed
+
+
+def test_own_tokens_that_nobody_wants_come_along() -> None:
+    """Of three that wait, what follows the first two is decided."""
+    own = _tokens([4, 5, 6], 0)
+    active = ActiveTokens([3], own.positions, (own.state, None), own.slots)
+    active.put_off({0: 3}, {0: 2})
+    active.change((), {0: own})
+    assert active.tokens == [PENDING, PENDING, 2] and active.num_pending == 2

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from exitserve.engine.host.step import Draft
 from exitserve.engine.host.timing import PassTiming
 
 
@@ -113,13 +114,27 @@ def drafting_jobs(request, jobs, job):
     ]
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 5, 8])
+def turns(monkeypatch, through: str) -> None:
+    """Lets turns go through all layers, or stop at the last exit: what is faster does not count."""
+    how = {
+        "always": lambda draft: draft.stands,
+        "never": lambda _: False,
+        "now and then": lambda draft: draft.stands and draft.position % 3 > 0,
+    }
+    monkeypatch.setattr(Draft, "goes_through", property(how[through]))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "through"),
+    [(1, "always"), (2, "now and then"), (5, "never"), (8, "always"), (8, "now and then")],
+)
 @pytest.mark.parametrize("checks", ["all", "screened"])
 def test_on_a_server_that_drafts(
-    start, model, drafting_jobs, expect, oracle, drafts: int, checks: str
+    start, model, drafting_jobs, expect, oracle, drafts: int, checks: str, through, monkeypatch
 ) -> None:
     """Several tokens a pass, the same ones; some rows leave, others draft. Screens leave out
     checks unless told otherwise."""
+    turns(monkeypatch, through)
     reference, jobs = oracle(model), drafting_jobs
     if checks == "all":
         reference.screens = {}
@@ -134,26 +149,31 @@ def test_on_a_server_that_drafts(
         assert drafted == harness.counter("vllm:spec_decode_num_accepted_tokens") > 50
 
 
-@pytest.mark.parametrize("mode", ["defer", "confidence"])
-def test_turns_of_few_rows_are_not_made(
-    start, model, jobs, job, expect, oracle, mode: str, monkeypatch
+@pytest.mark.parametrize("mode", ["defer", "confidence", "verify"])
+@pytest.mark.parametrize("through", ["always", "never"])
+def test_all_rows_draft_on(
+    start, model, jobs, job, expect, oracle, mode: str, through: str, monkeypatch
 ) -> None:
-    """With several rows, who drafts alone waits, and is asked in the pass what it was not asked
-    before: the tokens are the same."""
+    """Through all layers where no exit passes, so each step has four turns, and one token more; but
+    for a request's first token, which is sent before any is drafted, and the next. Turns that stop
+    there, as of drafts that are to be judged, are fewer with several rows: none is made for few."""
     monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)
-    asked = [
-        job(one.prompt, {**one.fields, "exit_mode": mode}, 40) for one in jobs if is_deferred(one)
-    ]
+    turns(monkeypatch, through)
+    fields = {"exit_threshold": 0.08, "exit_mode": mode}
+    asked = [job(one.prompt, fields, 2 + 5 * 8) for one in jobs if is_deferred(one)]
+    said = [job(one.prompt, {} if mode == "verify" else fields, one.max_tokens) for one in asked]
     exits = {"mode": mode, "exit_threshold": 0.08, "num_drafts": 4}
     harness = start(model, exits=exits, enable_prefix_caching=False, disable_log_stats=False)
-    expected = [expect(oracle(model), one) for one in asked]
+    expected = [expect(oracle(model), one) for one in said]
     assert [harness.run([one])[0] for one in asked] == expected
     alone = harness.counter("vllm:spec_decode_num_draft_tokens")
     assert harness.run(asked) == expected
     together = harness.counter("vllm:spec_decode_num_draft_tokens") - alone
-    assert 20 < together < alone
+    if mode == "verify" or through == "never":
+        assert 20 < together < alone
+    else:
+        assert together == alone == len(asked) * 8 * 4
     assert harness.run(asked, every=3) == expected
-    assert harness.stats()["pending_tokens"] == 0
 
 
 def test_preempted_while_drafting(start, model, drafting_jobs, expect, oracle, few_blocks) -> None:
@@ -169,6 +189,7 @@ def test_preempted_while_drafting(start, model, drafting_jobs, expect, oracle, f
 
 @pytest.mark.parametrize("mode", ["defer", "confidence", "verify"])
 @pytest.mark.parametrize("scarce", ["blocks", "tokens"])
+@pytest.mark.parametrize("through", ["always", "now and then"])
 def test_drafting_where_room_is_scarce(
     start,
     model,
@@ -178,11 +199,13 @@ def test_drafting_where_room_is_scarce(
     few_blocks,
     mode: str,
     scarce: str,
+    through: str,
     monkeypatch,
 ) -> None:
     """Requests are preempted, or wait for a pass that has room for their drafts, while tokens from
     before these wait too: turns end where few requests take part, so some are asked in a pass."""
     monkeypatch.setattr(PassTiming, "choose", lambda *_, **__: True)
+    turns(monkeypatch, through)
     room = {
         "blocks": few_blocks | {"max_num_batched_tokens": 128},
         "tokens": {"max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 10},
@@ -229,9 +252,15 @@ def test_nothing_waits_once_all_have_ended(start, model, jobs, few_blocks, monke
     assert left > 0 and harness.counter("vllm:num_preemptions") > 0, "the test shows nothing"
 
 
-def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_jobs) -> None:
+@pytest.mark.parametrize(
+    "drafts", [{}, {**DRAFTING, "num_drafts": 4}, {**DRAFTING, "num_drafts": 9}]
+)
+def test_the_prefix_cache_holds_what_full_depth_would(
+    start, model, job, random_jobs, drafts: dict[str, object]
+) -> None:
     """Blocks are complete when they enter the cache, so anyone may read them."""
-    harness = start(model, exits={"exit_checks": "all"}, block_size=32, disable_log_stats=False)
+    exits = {"exit_checks": "all", **drafts}
+    harness = start(model, exits=exits, block_size=32, disable_log_stats=False)
     prompt = random_jobs()[0].prompt
     # The request ends just as it fills a block, when tokens would otherwise be left waiting.
     early = job(prompt, deferred(0.06), max_tokens=4 * 32 - len(prompt) + 1)

@@ -9,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.turns import REGROUPING_SECONDS, TURN_SECONDS, turns_speedup
+from exitserve.step_costs.turns import (
+    REGROUPING_SECONDS,
+    TURN_SECONDS,
+    turns_speedup,
+)
 
 
 def flat(seconds: float) -> Curve:
@@ -30,63 +34,96 @@ def costs(overhead: float = 0.0, layer: float = 1.0) -> StepCosts:
     )
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_one_row_that_always_exits(freezes: bool) -> None:
-    """Four turns of two layers and a check, then the six other layers, the head and the rest."""
-    full = 8 + 0.5 + 1
-    step = 4 * (2 + 0.5 + TURN_SECONDS[0]) + 6 + 0.5 + 1
-    assert turns_speedup(costs(), 1, {2: 1.0}, 4, freezes=freezes) == pytest.approx(5 * full / step)
+FULL = 8 + 0.5 + 1
+DECIDING = ("defer", "confidence")
+WAYS = [*((mode, True) for mode in DECIDING), *((mode, False) for mode in (*DECIDING, "verify"))]
+
+
+@pytest.mark.parametrize(("mode", "through"), WAYS)
+def test_one_row_that_always_exits(mode, through: bool) -> None:
+    """Four turns of two layers and a check; then a pass that does the same, or runs the six other
+    layers and the head for all."""
+    turn = 2 + 0.5
+    last = turn if through else 6 + 0.5
+    step = 4 * (turn + TURN_SECONDS[0]) + last + 1
+    assert turns_speedup(costs(), 1, {2: 1.0}, 4, mode, through=through) == pytest.approx(
+        5 * FULL / step
+    )
 
 
 def test_one_row_goes_on_to_its_second_exit() -> None:
     """Half of the tokens exit at layer 2, the others at layer 4."""
-    full, turn = 8 + 0.5 + 1, 2 + 0.5 + 0.5 * (2 + 0.5) + TURN_SECONDS[0]
-    step = 3 * turn + 6 + 0.5 + 1
-    found = turns_speedup(costs(), 1, {2: 0.5, 4: 0.5}, 3, freezes=True)
-    assert found == pytest.approx(4 * full / step)
+    turn = 2 + 0.5 + 0.5 * (2 + 0.5)
+    for mode, through in WAYS:
+        last = turn if through else 6 + 0.5
+        step = 3 * (turn + TURN_SECONDS[0]) + last + 1
+        found = turns_speedup(costs(), 1, {2: 0.5, 4: 0.5}, 3, mode, through=through)
+        assert found == pytest.approx(4 * FULL / step)
 
 
-def test_turns_end_where_fewer_than_half_go_on() -> None:
+@pytest.mark.parametrize("mode", DECIDING)
+def test_who_does_not_exit_runs_all_layers(mode) -> None:
+    """Of two rows, unless both exit; each of three times."""
+    run = 2 + 0.5 + 0.75 * (6 + 0.5)
+    step = 3 * run + 2 * sum(TURN_SECONDS) + 1
+    found = turns_speedup(costs(), 2, {2: 0.5}, 2, mode, through=True)
+    assert found == pytest.approx(3 * FULL / step)
+    assert turns_speedup(costs(), 2, {2: 0.0}, 2, mode, through=True) == pytest.approx(
+        3 * FULL / (3 * (2 + 0.5 + 6 + 0.5) + 2 * sum(TURN_SECONDS) + 1)
+    )
+
+
+def test_turns_that_stop_end_where_fewer_than_half_go_on() -> None:
     """Two rows of which each exits with probability 1/2: another turn follows unless both stay."""
-    full = 8 + 0.5 + 1
-    turns = [2.5 + TURN_SECONDS[0] + TURN_SECONDS[1], 2.5 + TURN_SECONDS[0]]  # of two rows, of one
+    turns = [2.5 + sum(TURN_SECONDS), 2.5 + TURN_SECONDS[0]]  # of two rows, of one
     seconds = turns[0] + 0.25 * turns[0] + 0.5 * turns[1] + 6 + 0.5 + 1 + REGROUPING_SECONDS
     tokens = 1 + 0.5 + 0.25 * 0.5 + 0.5 * 0.5 / 2
-    found = turns_speedup(costs(), 2, {2: 0.5}, 2, freezes=False)
-    assert found == pytest.approx(tokens * full / seconds)
+    found = turns_speedup(costs(), 2, {2: 0.5}, 2, "verify", through=False)
+    assert found == pytest.approx(tokens * FULL / seconds)
 
 
-def test_several_rows_go_on_to_their_second_exit() -> None:
-    """If they are half of the batch or more: of two rows, unless both exit at the first."""
-    full = 8 + 0.5 + 1
-    first, second = 2.5 + TURN_SECONDS[0] + TURN_SECONDS[1], 2 + 0.5
+def test_turns_that_stop_go_on_to_the_second_exit() -> None:
+    """If half of the batch or more does: of two rows, unless both exit at the first."""
+    first, second = 2.5 + sum(TURN_SECONDS), 2 + 0.5
     seconds = first + 0.75 * second + 6 + 0.5 + 1 + REGROUPING_SECONDS
-    found = turns_speedup(costs(), 2, {2: 0.5, 4: 0.5}, 1, freezes=False)
-    assert found == pytest.approx(2 * full / seconds)
-    four = turns_speedup(costs(), 4, {2: 0.75, 4: 0.25}, 1, freezes=False)
+    found = turns_speedup(costs(), 2, {2: 0.5, 4: 0.5}, 1, "defer", through=False)
+    assert found == pytest.approx(2 * FULL / seconds)
+    four = turns_speedup(costs(), 4, {2: 0.75, 4: 0.25}, 1, "defer", through=False)
     few = 0.75**4 + 4 * 0.75**3 * 0.25  # that fewer than two stay: those end the turn, and wait
     seconds += 2 * TURN_SECONDS[1] - (few - 0.25) * second
     tokens = 2 - 4 * 0.75**3 * 0.25 / 4
-    assert four == pytest.approx(tokens * full / seconds)
+    assert four == pytest.approx(tokens * FULL / seconds)
 
 
-def test_what_is_frozen_costs_no_more_arithmetic() -> None:
-    """The pass behind the turns has a token of each row, not all that exited."""
+@pytest.mark.parametrize("through", [True, False])
+def test_what_is_frozen_costs_no_more_arithmetic(through: bool) -> None:
+    """Of those that wait, a token that goes on takes all along."""
     dear = replace(costs(), matrices=Curve(((1, 1.0), (2, 2.0), (16, 16.0))))
-    frozen, kept = (turns_speedup(dear, 1, {2: 0.9}, 4, freezes=one) for one in (True, False))
-    assert frozen > 1.5 * kept
+
+    def gain(made: StepCosts, mode) -> float:
+        return turns_speedup(made, 1, {2: 0.75}, 4, mode, through=through)
+
+    assert gain(dear, "confidence") > 1.2 * gain(dear, "defer")
+    assert gain(replace(dear, fill=flat(0.5)), "confidence") < gain(dear, "confidence")
 
 
 @given(
     st.integers(1, 40),
     st.dictionaries(st.sampled_from((2, 4, 6)), st.floats(0.0, 0.33), min_size=1),
     st.integers(1, 8),
-    st.booleans(),
+    st.sampled_from(WAYS),
 )
-def test_bounds(batch: int, shares: dict[int, float], drafts: int, freezes: bool) -> None:
-    """At most as many tokens as may be drafted; what exits add makes it slower."""
-    found = turns_speedup(costs(), batch, shares, drafts, freezes=freezes)
-    assert 0.0 < found <= (1 + drafts) * 9.5 / (6 - min(shares) + 2)
-    assert turns_speedup(costs(1.0), batch, shares, drafts, freezes=freezes) < found
-    nothing = dict.fromkeys(shares, 0.0)
-    assert turns_speedup(costs(), batch, nothing, drafts, freezes=freezes) < 1.0
+def test_bounds(batch: int, shares: dict[int, float], drafts: int, way) -> None:
+    """No token takes less than the layers to the first exit, and its check; what exits add makes
+    it slower."""
+
+    def gain(made: StepCosts, shares: dict[int, float]) -> float:
+        return turns_speedup(made, batch, shares, drafts, way[0], through=way[1])
+
+    found, nothing = gain(costs(), shares), dict.fromkeys(shares, 0.0)
+    assert 0.0 < found <= (1 + drafts) * FULL / (drafts * (min(shares) + 0.5) + 1)
+    assert gain(costs(1.0), shares) < found
+    if way[1]:  # a step of vLLM has several tokens
+        assert gain(costs(), nothing) > FULL / (FULL + 0.5 * len(shares) + TURN_SECONDS[1] * 40)
+    else:
+        assert gain(costs(), nothing) < 1.0

@@ -37,7 +37,11 @@ COSTS = StepCosts(
 """As of the bundled model."""
 
 
+DEAR = replace(COSTS, matrices=line(6.0, 0.05), head=line(3.0, 0.0), check=line(3.0, 0.0))
+
+
 def make_switch(costs: StepCosts | None = COSTS, **rules: Any) -> ExitSwitch:
+    rules = {"switches_exits": True, **rules}
     made = ExitRules(num_layers=LAYERS, exit_layers=EXITS, **rules)
     switch = ExitSwitch(made, Recorder(LAYERS, EXITS))
     switch.costs = costs
@@ -85,14 +89,37 @@ def test_exits_are_on_where_they_pay(policy: ExitPolicy, drafts: bool) -> None:
     (row,) = switch.table()
     assert row["on"] == [] and 0.5 < row["expected_wall_speedup"] < 1.25
     assert serve(switch, policy, OFTEN, 1, drafts=drafts) == policy, "when they pay again"
-    assert serve(make_switch(num_drafts=8 * drafts), policy, SELDOM, 1, drafts=drafts).mode == "off"
+    seldom = serve(make_switch(num_drafts=8 * drafts), policy, SELDOM, 1, drafts=drafts)
+    # Drafting spares vLLM's work of a step, also of a token that runs all layers.
+    assert (seldom.mode == "off") != drafts
 
 
 def test_many_requests_may_pay_where_layers_are_dear() -> None:
     """As of a large model whose weights are read once for all rows."""
-    dear = replace(COSTS, matrices=line(6.0, 0.05), head=line(3.0, 0.0), check=line(3.0, 0.0))
-    switch = make_switch(dear, num_drafts=8)
+    switch = make_switch(DEAR, num_drafts=8)
     assert serve(switch, DEFER, {6: 0.8}, 8, drafts=True) == DEFER.up_to((6,))
+
+
+def test_requests_that_come_all_at_once_count_before_they_decode() -> None:
+    """After a lull: the mean of the last passes knows nothing of them."""
+    switch = make_switch()
+    assert serve(switch, DEFER, OFTEN, 1, drafts=False) == DEFER
+    assert switch.begin(DEFER, drafts=False, running=1)[0] == DEFER
+    assert switch.begin(DEFER, drafts=False, running=12)[0] == ExitPolicy.off()
+
+
+@pytest.mark.parametrize("switches", [True, False])
+def test_turns_go_through_all_layers_where_that_is_faster(switches: bool) -> None:
+    """With many rows somebody needs the deep layers in nearly every turn: where these are dear, it
+    is better to wait and run them once. Also on servers whose exits stay on."""
+    for costs, rows, through in ((COSTS, 8, True), (DEAR, 8, False), (DEAR, 1, True)):
+        switch = make_switch(costs, num_drafts=8, switches_exits=switches)
+        policy = serve(switch, DEFER, {6: 0.8}, rows, drafts=True)
+        assert policy.mode == "defer" or switches
+        evidence = switch.begin(DEFER, drafts=True)[1]
+        if evidence is not None:
+            assert evidence.goes_through == through
+        assert bool(switch.table()) == switches
 
 
 @pytest.mark.parametrize("mode", ["verify", "fixed", "off"])
@@ -145,7 +172,8 @@ def test_what_does_not_pay_is_tried_again() -> None:
 
 def test_requests_without_an_exit_are_counted_and_told(caplog: Any, monkeypatch: Any) -> None:
     recorder = Recorder(LAYERS, EXITS)
-    switch = ExitSwitch(ExitRules(num_layers=LAYERS, exit_layers=EXITS), recorder)
+    rules = ExitRules(num_layers=LAYERS, exit_layers=EXITS, switches_exits=True)
+    switch = ExitSwitch(rules, recorder)
     switch.costs = COSTS
     monkeypatch.setattr(exit_switch.logger, "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, exit_switch.__name__):

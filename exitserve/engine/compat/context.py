@@ -5,7 +5,7 @@ Read from `vllm/forward_context.py` and `vllm/v1/attention/backends/cpu_attn.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -66,27 +66,20 @@ def cache_slots() -> list[list[int]]:
     return [group.tolist() for group in _distinct(slots)]
 
 
-def slots_ahead(
-    rows: Sequence[int], positions: Sequence[int], count: int
-) -> list[list[tuple[int, ...]]]:
+def slots_ahead(starts: Mapping[int, int], count: int) -> dict[tuple[int, int], tuple[int, ...]]:
     """Where keys and values of tokens that are still to come go in the cache.
 
     Args:
-        rows: [N] rows of the current pass.
-        positions: [N] of the next token of each.
+        starts: by row of the current pass, the position of its next token.
         count: tokens of each, in consecutive positions.
 
     Returns:
-        For each of these positions G times [N].
+        By row and position, the slots in G cache groups.
     """
     context = get_forward_context()
     metadata: Any = context.attn_metadata
     slots: Any = context.slot_mapping
-    ahead = [
-        (row, first + turn)
-        for turn in range(count)
-        for row, first in zip(rows, positions, strict=True)
-    ]
+    ahead = [(row, first + turn) for row, first in starts.items() for turn in range(count)]
     found = []
     for group in _distinct(slots):
         name = next(name for name, one in slots.items() if one is group)
@@ -98,10 +91,7 @@ def slots_ahead(
         found.append(
             [block * size + at % size for block, (_, at) in zip(blocks, ahead, strict=True)]
         )
-    step = len(rows)
-    return [
-        [tuple(group[turn * step : (turn + 1) * step]) for group in found] for turn in range(count)
-    ]
+    return dict(zip(ahead, zip(*found, strict=True), strict=True))
 
 
 @dataclass(frozen=True)

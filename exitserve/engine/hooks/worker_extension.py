@@ -53,7 +53,8 @@ class ExitWorkerExtension:
         state.batch.request_ids = request_ids(self.model_runner)
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
-        if state.rules.switches_exits and state.rules.exit_layers:
+        rules = state.rules
+        if rules.exit_layers and (rules.switches_exits or rules.num_drafts):
             self._time_parts(state)
         if state.rules.num_drafts:
             plain_without_drafts(self.model_runner)

@@ -53,6 +53,7 @@ class ActiveTokens:
         """[A] of that segment's screen, if it has one."""
         self.slots = [list(group) for group in slots]
         """G times [A]."""
+        self._unwanted: Mapping[int, int] = {}
         self.tokens = list(range(len(positions)))
         """[A] indices in the pass, `PENDING` for tokens that come along."""
         self.num_layers = 0
@@ -92,6 +93,10 @@ class ActiveTokens:
         """[N] where the last tokens of `rows` are among the active tokens."""
         return [self._places[row].stop - 1 for row in rows]
 
+    def last_normed(self) -> Tensor:
+        """[R, D] normed states of the rows' last tokens, behind the segment that ran last."""
+        return taken(self.normed, self.last_tokens(self.rows))
+
     def tokens_of(self, row: int, total: Tensor) -> Tokens:
         """A row's tokens, with their state cut from `total` [A, D]."""
         place = slice(self._places[row].start, self._places[row].stop)
@@ -100,8 +105,14 @@ class ActiveTokens:
         state = total if len(self._places) == 1 else total[place].clone()
         return Tokens(state, self._positions[place], slots)
 
-    def put_off(self, counts: Mapping[int, int]) -> None:
-        """Drops the first tokens of some rows, as many as `counts` says: they come later."""
+    def put_off(self, counts: Mapping[int, int], decided: Mapping[int, int]) -> None:
+        """Drops the first tokens of some rows, as many as `counts` says: they come later.
+
+        Args:
+            counts: by row.
+            decided: by row, how many of these only come along: nobody wants their states.
+        """
+        self._unwanted = decided
         kept = {row: place[counts.get(row, 0) :] for row, place in self._places.items()}
         self._places = _places({row: len(place) for row, place in kept.items() if place})
         self._arrange([token for place in kept.values() for token in place])
@@ -129,8 +140,8 @@ class ActiveTokens:
         """[K] where a row's tokens are in the pass."""
         if not self._lengths[row]:
             return [PENDING] * len(tokens)
-        start = self._starts[row]
-        return tokens.indices(self._all_positions[start], start)
+        start, past = self._starts[row], self._unwanted.get(row, 0)
+        return tokens.indices(self._all_positions[start] + past, start + past)
 
     def _arrange(self, order: Sequence[int], parts: Sequence[Tokens] = ()) -> None:
         """Puts `parts` before the active tokens, then takes those in `order` [A]."""
@@ -164,7 +175,16 @@ class ActiveTokens:
             normed = normed[own]
         elif normed.shape == left.shape:
             return normed  # every token is still there
-        return left.index_copy_(0, torch.tensor([self.tokens[one] for one in own]), normed)
+        places = torch.tensor([self.tokens[one] for one in own], dtype=torch.long)
+        return left.index_copy_(0, places, normed)
+
+
+def taken(states: Tensor, places: Sequence[int]) -> Tensor:
+    """Some states [N, D], in ascending order; where they are next to each other, not copied."""
+    first, last = places[0], places[-1] + 1
+    if last - first == len(places):
+        return states[first:last]
+    return states[torch.tensor(places)]
 
 
 def _places(lengths: Mapping[int, int], start: int = 0) -> dict[int, range]:

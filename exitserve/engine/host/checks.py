@@ -75,6 +75,25 @@ class Checks:
             step.keep_logits(gone, self.head.logits_of(logits, exits))
         return passed
 
+    def at_full_depth(self, normed: Tensor, rows: Sequence[int], step: Step) -> None:
+        """Reads the head behind the last layer, in a step that drafts.
+
+        Args:
+            normed: [N, D] normed states of the last tokens of `rows`.
+            rows: [N] those of the step's that no exit decided.
+            step: takes the most likely tokens.
+        """
+        logits = self.head.logits_of(self.head.own_logits(normed), range(len(rows)))
+        self._recorder.final_heads += 1
+        full_depth, tokens = self._recorder.num_layers, logits.argmax(dim=-1).tolist()
+        step.guesses.update(zip(rows, tokens, strict=True))
+        step.depth.update(dict.fromkeys(rows, full_depth))
+        if any(one.request.note_keys for one in step.candidates):
+            read = dict(zip(rows, zip(*self.head.read(logits), strict=True), strict=True))
+            for one in step.candidates:
+                if one.row in read:
+                    step.note(one, CheckNote(full_depth, *read[one.row]))
+
     def settle(
         self,
         step: Step,

@@ -1,13 +1,16 @@
-"""Several tokens a step on a CPU: a token that exits is followed by the one its exit decided.
+"""Several tokens a step on a CPU: a token that is decided is followed by the next one at once.
 
-After a pass, rows run their last token as far as its first exit that passes, again and again; each
-token waits at its exit for the next pass, which runs nothing twice. (In mode "confidence" tokens
-freeze at their exits, and only the last one waits.)
+After a pass, rows run their last token to its first exit that passes, or through all layers, again
+and again: what that says of the next token is what another pass would say. So each such *turn* is a
+pass without vLLM's own work of a step. Tokens that exit wait for one that goes on, or for a pass
+that cannot do without them; none runs twice. (In mode "confidence" they freeze.)
 
-A turn runs layers once for all of its rows, and takes hardly longer for eight than for one. So with
-several rows together it has to be shared: drafting stops, and does not go beyond an exit, where
-fewer than half of the batch's rows would take part (`--exit-checks all` drafts on). What a token
-was not asked there, it is asked in the pass.
+Turns may also stop at the last exit. Then who passes none waits for the next pass, which runs the
+deep layers once for all rows and all that they drafted. So it has to be in mode "verify", whose
+drafts that pass judges; and in a large batch it is faster where layers are dear. A turn takes
+hardly longer for eight rows than for one, while who drafts no more has to wait: so none is made for
+fewer than half of the batch's rows, and none that stops goes beyond an exit where fewer would
+(unless with `--exit-checks all`).
 
 Shapes: N rows, D hidden.
 """
@@ -21,13 +24,17 @@ import torch
 
 from exitserve.engine.compat.context import slots_ahead
 from exitserve.engine.host.active_tokens import ActiveTokens
+from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.rearranged import Rearranged
 from exitserve.engine.host.requests import HostRequests
-from exitserve.engine.host.step import Draft, draft_step
+from exitserve.engine.host.step import Draft, Step, draft_step
 from exitserve.engine.layers.segments import Segment
 
 SHARE = 0.5
 """Of a batch's rows, that a turn needs."""
+
+Slots = Mapping[tuple[int, int], Sequence[int]]
+"""By row and position, where keys and values go in each of the cache groups."""
 
 
 class Drafting:
@@ -39,60 +46,79 @@ class Drafting:
         model: Any,
         segments: Sequence[Segment],
         rearranged: Rearranged,
+        checks: Checks,
     ) -> None:
         """Takes a model's parts."""
-        self._requests, self._model = requests, model
-        self._segments, self._rearranged = segments[:-1], rearranged
+        self._requests, self._model, self._checks = requests, model, checks
+        self._segments, self._rearranged = segments, rearranged
         self._share = 0.0 if requests.rules.always_leaves else SHARE
 
     def run(self, rows: Sequence[Draft]) -> None:
-        """Drafts the next tokens of rows, as far as they are confident.
+        """Drafts the next tokens of rows, as far as they are decided.
 
         Args:
             rows: those that may draft, after a pass and in its context; each takes what it found.
         """
-        every, least = rows, self._share * len(self._requests.rows)
+        every, through = rows, all(one.goes_through for one in rows)
+        least = self._share * len(self._requests.rows)
         if len(rows) < least:
             return
-        places, positions = [one.row for one in rows], [one.position for one in rows]
-        ahead = slots_ahead(places, positions, 1 + max(one.most for one in rows))
-        for turn in ahead:
-            slots = [dict(zip(places, group, strict=True)) for group in turn]
-            rows = self._turn(rows, slots, least)
-            if not rows or len(rows) < least:
-                break
-        for one in rows:
-            one.stop()
+        starts = {one.row: one.position for one in rows}
+        slots = slots_ahead(starts, 1 + max(one.most for one in rows))
+        while rows and len(rows) >= least:
+            if through:
+                rows = self._turn(rows, self._segments, slots, 0)
+            else:
+                rows = self._turn(rows, self._segments[:-1], slots, least)
         self._rearranged.fill_frozen(every)
 
     def _turn(
-        self, rows: Sequence[Draft], slots: Sequence[Mapping[int, int]], least: float
+        self, rows: Sequence[Draft], segments: Sequence[Segment], slots: Slots, least: float
     ) -> list[Draft]:
         """Runs the last token of each row as far as it gets.
 
         Args:
             rows: those that draft.
-            slots: for each cache group, by row, where the token's keys and values go.
+            segments: the layers that they may run.
+            slots: of their tokens.
             least: rows that the layers beyond an exit need.
 
         Returns:
             The rows that go on.
         """
         step = draft_step(rows, self._requests.rules)
+        active = self._active(rows, step, slots)
+        self._rearranged.run(active, step, segments, least=least)
+        finished = active.rows
+        if finished and active.num_layers == self._requests.rules.num_layers:
+            self._checks.at_full_depth(active.last_normed(), finished, step)
+        elif finished:
+            self._rearranged.wait(active, step)
+            finished = []
+        self._requests.note_drafting(step, rows)
+        return [one for one in rows if self._goes_on(one, step, finished)]
+
+    def _active(self, rows: Sequence[Draft], step: Step, slots: Slots) -> ActiveTokens:
+        """The last tokens of rows, which have not run."""
         positions = [one.position for one in rows]
         tokens, at = torch.tensor([[one.token for one in rows], positions])
         hidden = self._model.embed(tokens, at, None)
-        own = [[group[one.row] for one in rows] for group in slots]
-        active = ActiveTokens(step.lengths, positions, (hidden, None), own, at)
-        self._rearranged.run(active, step, self._segments, least=least)
-        if active.rows:
-            total, number = active.total(), self._requests.pass_number
-            for row in active.rows:
-                step.pending[row].wait(active.num_layers, active.tokens_of(row, total), number)
-        guesses = step.guesses
-        self._requests.note_drafting(step, rows)
-        return [
-            one
-            for one in rows
-            if one.row in guesses and one.take(guesses[one.row], step.depth[one.row])
-        ]
+        own = zip(*(slots[one.row, one.position] for one in rows), strict=True)
+        return ActiveTokens(step.lengths, positions, (hidden, None), list(own), at)
+
+    def _goes_on(self, one: Draft, step: Step, finished: Sequence[int]) -> bool:
+        """Tells a row what follows its last token; returns whether it drafts on.
+
+        Args:
+            one: the row.
+            step: of the turn.
+            finished: the rows that ran all layers.
+        """
+        if one.row not in step.guesses:
+            return False
+        request, last = one.candidate.request, one.position
+        goes_on = one.take(step.guesses[one.row], step.depth[one.row])
+        if one.row in finished:
+            assert request.pending is not None
+            request.pending.finish(last, len(request.decided), self._requests.pass_number)
+        return goes_on

@@ -85,7 +85,7 @@ class HostLoop:
         self._late = LateChecks(self.checks, self._recorder)
         self._leaving = Leaving(self.requests)
         self._rearranged = Rearranged(self.requests, self.checks, propagation)
-        self._drafting = Drafting(self.requests, model, segments, self._rearranged)
+        self._drafting = Drafting(self.requests, model, segments, self._rearranged, self.checks)
         self._step: Step | None = None
         self._context: ForwardContext | None = None
         """Of the last pass, for drafts."""

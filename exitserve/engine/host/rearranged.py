@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from exitserve.engine.compat.context import PassContexts
-from exitserve.engine.host.active_tokens import ActiveTokens
+from exitserve.engine.host.active_tokens import ActiveTokens, taken
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Candidate, Draft, Step
@@ -64,7 +64,7 @@ class Rearranged:
             if step.is_draft:
                 _arrange(contexts, active)
             elif waiting := step.waiting_counts():
-                active.put_off(waiting)
+                active.put_off(waiting, step.num_decided())
                 _arrange(contexts, active)
             for segment in segments:
                 leaving = self._run_segment(segment, active, step, left)
@@ -88,6 +88,12 @@ class Rearranged:
         for layer in self._rules.exit_layers:
             found = [one.take_frozen(layer) for one in pending if one is not None]
             self._fill(contexts, layer, [tokens for tokens in found if tokens is not None])
+
+    def wait(self, active: ActiveTokens, step: Step) -> None:
+        """Leaves the active tokens where they are."""
+        total, number = active.total(), self._requests.pass_number
+        for row in active.rows:
+            step.pending[row].wait(active.num_layers, active.tokens_of(row, total), number)
 
     def _contexts_of_pass(self) -> PassContexts:
         """For the current context, which is that of a pass; the same one for all of its drafts."""
@@ -113,7 +119,7 @@ class Rearranged:
             return set()
         active.run(segment)
         self._recorder.count_layers(segment.size)
-        if not step.is_draft:
+        if not step.is_judged:
             self._recorder.count_deferred_layers(active.num_pending * segment.size)
         return self._check_exits(active, segment.end, step, left)
 
@@ -142,7 +148,7 @@ class Rearranged:
                 return set()
             due = [due[index] for index in opened]
         places = active.last_tokens([one.row for one in due])
-        normed = _taken(active.normed, places)
+        normed = taken(active.normed, places)
         passed = self._checks.check(normed, due, layer, step)
         if not passed:
             return set()
@@ -171,21 +177,13 @@ class Rearranged:
             pending.freeze(layer, tokens, number)
             self._recorder.count_frozen(1)
             return True
-        if pending.must_run(step.last_positions[one.row]):
-            self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
-            return False
         if not step.is_draft:
+            if pending.must_run(tokens.positions[-1], len(tokens)):
+                self._recorder.count_flush(self._rules.num_layers - layer, len(pending))
+                return False
             self._recorder.count_deferred(1)
         pending.wait(layer, tokens, number)
         return True
-
-
-def _taken(states: Tensor, places: Sequence[int]) -> Tensor:
-    """Some states [N, D], in ascending order; where they are next to each other, not copied."""
-    first, last = places[0], places[-1] + 1
-    if last - first == len(places):
-        return states[first:last]
-    return states[torch.tensor(places)]
 
 
 def _arrange(contexts: PassContexts, active: ActiveTokens) -> None:

@@ -128,10 +128,10 @@ class HostRequests:
                 known += before + _frozen_before(request, end - length)
             if generated < len(request.output_ids):
                 continue
-            # One more than its drafts, if an exit decided that one too.
+            # One more than its drafts, if that one was taken away.
             decided[index] = request.decided[: drafts[index] + 1]
             if drafted or not drafts[index]:
-                own = self._candidates(index, drafts[index], drafted)
+                own = self._candidates(index, drafts[index], ran=drafted == length)
                 # Tokens before one that may exit: what a preempted request computed once.
                 recomputed |= bool(own) and length > 1 and not drafted
                 candidates += own
@@ -144,18 +144,18 @@ class HostRequests:
         self.only_decodes = step.num_samples == shape.num_tokens
         return step
 
-    def _candidates(self, index: int, drafts: int, drafted: int) -> list[Candidate]:
+    def _candidates(self, index: int, drafts: int, *, ran: bool) -> list[Candidate]:
         """The row, if its last token may exit in this pass.
 
         Args:
             index: the row.
             drafts: how many of its tokens in this pass are drafts.
-            drafted: how many ran in part while drafted.
+            ran: whether the last one ran in part while drafted.
         """
         request = self.rows[index]
         if request.policy.mode == "verify" or len(request.decided) > drafts:
             return []
-        if not drafted or request.pending is None:
+        if not ran or request.pending is None:
             return [Candidate(index, request)]
         above = request.pending.last_layer
         left = any(layer > above for layer in self.rules.exit_layers)
@@ -179,7 +179,8 @@ class HostRequests:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
         self._exited = step.depth
         if self.only_decodes:
-            self._switch.note_pass(len(step.row_ends))
+            rows = len(step.row_ends)
+            self._switch.note_pass(rows, max(1, step.num_samples // rows))
         for index, position in enumerate(step.last_positions):
             request = self.rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
@@ -197,8 +198,8 @@ class HostRequests:
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
             if request.decided:
-                depth, request.decided = request.decided[0].depth, []
-                self._count_later(request, depth, self.rules.num_layers)
+                depth = request.decided[0].depth
+                request.pass_over()
             generated = len(request.output_ids)
             self._note_depth(index, generated, depth)
             if keys := request.note_keys:
@@ -251,28 +252,29 @@ class HostRequests:
     def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
         """The rows that may draft after a pass, in order.
 
+        None where all of them have just got their first token, and could go on to the most turns:
+        that token is sent first. (Mode "verify" drafts as often as its oracle says.)
+
         Args:
             sampled: [B] tokens that the pass generated.
             most: tokens that a row may draft.
         """
-        found = []
+        found, begun = [], False
         for index, tokens in enumerate(sampled):
             request = self.rows.get(index)
             if request is None or not request.may_draft or not tokens:
                 continue
             request = self._batch.named(index)
+            begun |= len(request.output_ids) > 1 or request.policy.mode == "verify"
             left = request.max_tokens - len(request.output_ids) - 1
             if left < 1 or tokens[-1] in request.stop_ids:
                 continue
             assert request.pending is not None
-            allowed = min(left, most)
             if request.policy.mode != "defer":
                 request.pending.clear()  # all were judged, or went through
-            if request.policy.mode != "verify":
-                allowed -= 1  # the token behind the last draft is decided too, and needs room
             candidate = Candidate(index, request)
-            found.append(Draft(candidate, tokens[-1], request.length - 1, allowed))
-        return found
+            found.append(Draft(candidate, tokens[-1], request.length - 1, min(left, most)))
+        return found if begun else []
 
     def keep_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Notes what each row drafted [B]."""
@@ -305,13 +307,11 @@ class HostRequests:
         depths = [one.depth for one in request.decided]
         depths += [own] * (len(tokens) - len(depths))
         first = len(request.output_ids) - len(tokens)
-        ran = own if request.pending else full_depth  # those that wait went no further
         for generated, depth in enumerate(depths[: len(tokens)], first):
             self._note_depth(index, generated, depth)
-            self._count_later(request, depth, ran)
         if request.note_keys:
             self._note_met(request, range(first, first + len(tokens)), [])
-        request.drafts, request.decided = [], []
+        request.pass_over()
 
     def _judged(self, request: Request, generated: range) -> list[JudgedDraft]:
         """The drafts of a request of which full depth made the tokens `generated`."""
@@ -336,19 +336,14 @@ class HostRequests:
             self.recorder.note(request.note_keys, request.name, index, met, drafts)
         request.met.clear()
 
-    def _count_later(self, request: Request, depth: int, ran: int) -> None:
-        """Counts what a pass that got to layer `ran` ran of a token that had exited before it."""
-        if not request.freezes:
-            self.recorder.count_deferred_layers(max(0, ran - depth))
-
     def update_counts(self) -> None:
         """See `RunningRequests`."""
         self.recorder.pending_tokens = self._batch.num_pending()
 
 
 def _frozen_before(request: Request, start: int) -> list[tuple[int, int]]:
-    """(token index, depth) of a pass's tokens, from `start` on, that froze while drafted."""
-    count = 0 if request.pending is None else request.pending.frozen
+    """(token index, depth) of a pass's tokens, from `start` on, that need nothing of it."""
+    count = 0 if request.pending is None else request.pending.complete
     return [(start + place, one.depth) for place, one in enumerate(request.decided[:count])]
 
 

@@ -48,7 +48,7 @@ class Candidate:
         return layer > self.above and self.thresholds_at(layer)[0] < math.inf
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
     """A row that drafts, and what it found."""
 
@@ -71,30 +71,27 @@ class Draft:
         """Whether nobody judges its drafts: they are the tokens (not in mode "verify")."""
         return self.candidate.request.policy.mode != "verify"
 
-    def stop(self) -> None:
-        """Ends drafting before its last token has run.
-
-        Where drafts stand, that token is decided, but what follows it is not: so it is no draft.
-        """
-        if self.stands:
-            self.found.pop()
+    @property
+    def goes_through(self) -> bool:
+        """Whether its turns go through all layers, if no exit passes."""
+        evidence = self.candidate.request.evidence
+        return self.stands and (evidence is None or evidence.goes_through)
 
     def take(self, token: int, depth: int) -> bool:
-        """Takes what an exit says of the next token; returns whether another may follow.
+        """Takes what layer `depth` says of the next token; returns whether the row drafts on.
 
         In mode "verify" a token that ends the answer is not drafted, since nothing may follow it.
-        In other modes nobody judges a draft: it is the token. So the end is taken too, and one
-        more token than may be drafted.
+        In other modes nobody judges a draft: it is the token.
         """
         request = self.candidate.request
-        stands, ends = self.stands, token in request.stop_ids
-        if stands:
+        ends = token in request.stop_ids
+        if self.stands:
             request.decided.append(Exited(token, depth))
-        if len(self.found) == self.most or (ends and not stands):
+        elif ends:
             return False
         self.found.append(token)
         self.token, self.position = token, self.position + 1
-        return not ends and (stands or len(self.found) < self.most)
+        return not ends and len(self.found) < self.most
 
 
 class Step:
@@ -111,6 +108,7 @@ class Step:
         drafts: Mapping[int, int] | None = None,
         decided: Mapping[int, Sequence[Exited]] | None = None,
         is_draft: bool = False,
+        is_judged: bool = False,
     ) -> None:
         """Starts with what is known before the pass.
 
@@ -123,11 +121,12 @@ class Step:
                 nothing is recomputed.
             pending: by row, tokens that wait at exit layers.
             drafts: by row, how many of its last tokens are drafts.
-            decided: by row, the next tokens that exits have decided already: its drafts, and
-                perhaps the one behind them.
-            is_draft: the pass drafts: its tokens are judged later.
+            decided: by row, the next tokens that are decided already: its drafts, and perhaps the
+                one behind them.
+            is_draft: the pass drafts.
+            is_judged: it does so in mode "verify": its tokens are judged later.
         """
-        self.is_draft = is_draft
+        self.is_draft, self.is_judged = is_draft, is_judged
         self.row_ends = row_ends
         self.lengths = [end - start for start, end in pairwise([0, *row_ends])]
         """[B] tokens of each row."""
@@ -150,9 +149,10 @@ class Step:
         counts = drafts or {}
         self._sample_ends = list(accumulate(1 + counts.get(r, 0) for r in range(len(row_ends))))
         """[B] after each row's last; the sampler wants logits of its last token and its drafts."""
+        self._decided = dict(decided or {})
         self.decided = {
             self.samples(row).start + place: one.token
-            for row, found in (decided or {}).items()
+            for row, found in self._decided.items()
             for place, one in enumerate(found)
         }
         """By sample, the token that it is to be."""
@@ -193,6 +193,13 @@ class Step:
         """By row, how many of the pass's own tokens have frozen, or wait at an exit layer."""
         counts = {row: one.count_from(self._first(row)) for row, one in self.pending.items()}
         return {row: count for row, count in counts.items() if count}
+
+    def num_decided(self) -> dict[int, int]:
+        """By row, how many of its first tokens in this pass are followed by decided ones."""
+        return {
+            row: self.lengths[row] - len(self.samples(row)) + len(found)
+            for row, found in self._decided.items()
+        }
 
     def restart_waiting(self) -> None:
         """Lets the pass's own tokens that were drafted run again, those that froze as far as they
@@ -266,7 +273,7 @@ def _columns(pairs: tuple[tuple[float, float], ...]) -> tuple[Tensor, Tensor]:
 
 
 def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
-    """A pass of one more token for each of `rows`, which are in ascending order."""
+    """A turn of one more token for each of `rows`, which are in ascending order."""
     by_row = {one.row: one for one in rows}
     waiting = {one.row: one.candidate.request.pending for one in rows}
     every = range(rows[-1].row + 1)
@@ -277,6 +284,7 @@ def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
         [one.candidate for one in rows],
         pending={row: one for row, one in waiting.items() if one is not None},
         is_draft=True,
+        is_judged=not all(one.stands for one in rows),
     )
 
 
