@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 MAX_PENDING = 16
-"""Tokens of a request that may be pending; one more, and all run their deeper layers."""
+"""Tokens of a request that may be pending in a pass; one more, and all run their deeper layers.
+Drafted ones may wait beside them until their pass."""
 
 
 PENDING = -1

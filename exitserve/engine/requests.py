@@ -160,9 +160,7 @@ def read_request(
     if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
         drafts = may_draft and rules.num_drafts > 0
         policy, evidence = switch.begin(policy, drafts=drafts, running=running)
-    if policy.mode == "verify":  # bounded by the number of drafts, and judged in the next pass
-        pending = PendingTokens(Bounds(most=rules.num_drafts + 1))
-    elif policy.mode == "defer":
+    if policy.mode in ("defer", "verify"):
         pending = PendingTokens(bounds or Bounds())
     elif policy.mode == "confidence" and rules.num_drafts:
         pending = PendingTokens(Bounds(), freezes=True)

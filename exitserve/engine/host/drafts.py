@@ -64,7 +64,7 @@ class Drafting:
         if len(rows) < least:
             return
         starts = {one.row: one.position for one in rows}
-        slots = slots_ahead(starts, 1 + max(one.most for one in rows))
+        slots = slots_ahead(starts, max(one.most for one in rows))
         while rows and len(rows) >= least:
             if through:
                 rows = self._turn(rows, self._segments, slots, 0)
