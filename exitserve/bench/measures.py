@@ -151,9 +151,7 @@ class Measurements:
     layers_later: int = 0
     """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: list[Reads] = field(default_factory=list)
-    """Of each repeat, as the engine that drafts counted them."""
-    on_drafting_engine: bool = False
-    """Whether the engine may give several tokens in a step."""
+    """Of each repeat, as counted by an engine that may give several tokens in a step."""
     drafts: tuple[int, int] | None = None
     """Tokens drafted and accepted; None in modes without drafts."""
 
@@ -172,8 +170,7 @@ def case_of(
     gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, measured.steps, measured.checks)
-    if measured.on_drafting_engine:
-        # A step gives several tokens, so the limit is taken from what the engine counted.
+    if measured.reads:
         layers = statistics.fmean(one.layers for one in measured.reads)
         heads = statistics.fmean(one.heads for one in measured.reads)
         limit = limit_of_reads(shape, measured.steps, layers, heads)
@@ -220,7 +217,7 @@ def _ratios(mine: Sequence[Timing], theirs: Sequence[Timing]) -> list[float]:
 
 def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
     """Warnings about results that a reader should not take at face value."""
-    notes, unsteady = [], []
+    notes, unsteady, shared = [], [], []
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
         if case["actual_exit_share"] in {0, 1}:
@@ -229,7 +226,10 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
                 f"which is not a mix; raise --requests."
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
-        if limit is not None and wall["min"] > limit * (1.0 + BESIDE_BYTES):
+        above = limit is not None and wall["min"] > limit * (1.0 + BESIDE_BYTES)
+        if above and case["drafted"]:
+            shared.append(where)
+        elif above:
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
         elif wall["max"] > wall["min"] * UNSTEADY:
             unsteady.append(f"{where} ({wall['min']:.2f} to {wall['max']:.2f})")
@@ -239,6 +239,11 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
                 f"has overhead, or the memory of its processes is placed less well than plain "
                 f"vLLM's in this run; run again, and compare the other settings with this one."
             )
+    if shared:
+        notes.append(
+            f"wall speedup is above the limit for {'; '.join(shared)}. The limit counts bytes; a "
+            f"step there gives several tokens, which share its other work too."
+        )
     if unsteady:
         notes.append(
             f"the machine was busy or unsteady: wall speedup of repeats differs by more than a "

@@ -154,7 +154,7 @@ def _timed_pass(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
 ) -> tuple[Timing, list[Reads]]:
     """All batches, and all again until they have decoded for long enough; with what an engine that
-    drafts read meanwhile."""
+    drafts read meanwhile, if it could be counted."""
     parts: list[Timing] = []
     counts, drafts = Counter[str](), engines.drafts(setting)
     while not parts or sum(part.seconds for part in parts) < job.seconds:
@@ -163,9 +163,9 @@ def _timed_pass(
             parts.append(timing_of(one.times))
             counts += one.counts
     timing = joined_timing(parts)
-    steps = timing.tokens / len(batches[0])
-    reads = Reads(layers=counts["layers"] / steps, heads=counts["heads"] / steps)
-    return timing, [reads] if drafts else []
+    if not (steps := counts["tokens"] / len(batches[0])):
+        return timing, []
+    return timing, [Reads(layers=counts["layers"] / steps, heads=counts["heads"] / steps)]
 
 
 def _load(
@@ -211,7 +211,6 @@ def _traced_pass(
     drafts = measured.setting.mode in ("verify", "rival") and cut is None
     if drafts or counts["drafted"]:
         measured.drafts = counts["drafted"], counts["accepted"]
-    measured.on_drafting_engine = engines.drafts(measured.setting)
 
 
 def _add_agreement(

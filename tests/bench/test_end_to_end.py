@@ -17,7 +17,7 @@ from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
-REQUESTS, MAX_TOKENS = 2, 6
+REQUESTS, MAX_TOKENS = 2, 24
 MODES = (
     "plain",
     "off",
@@ -83,7 +83,7 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["limit_speedup"] is case["efficiency"] is None
     else:
         limit = case["limit_speedup"]
-        assert case["efficiency"] == pytest.approx(wall["median"] / limit, abs=1e-3)
+        assert case["efficiency"] == pytest.approx(wall["median"] / limit, rel=1e-3)
     assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
     assert case["tokens_per_second"] > 0
     if case["rival"] == "cut:2":
@@ -103,6 +103,9 @@ def check_case(case: dict[str, Any]) -> None:
         assert 0 <= case["accepted"] <= case["drafted"]
         assert case["drafted"] > 0
         assert case["mean_layers_run"] >= NUM_LAYERS
+    if case["mode"] in {"confidence", "defer"} and case["batch_size"] == 1:
+        # Also on an engine that drafts, which has read for tokens that it has yet to count.
+        assert 0.9 * case["depth_speedup"] < case["limit_speedup"] < case["depth_speedup"]
     if case["mode"] == "defer":
         assert case["mean_depth"] < case["mean_layers_run"] <= NUM_LAYERS
     if case["mode"] == "fixed":

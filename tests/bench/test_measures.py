@@ -173,7 +173,6 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     seen = observed(Setting(mode="verify", exit_threshold=0.5), [100.0], [4, 4], checks=1)
     limits = []
     for layers, heads in ((2, 1), (4, 1), (4, 1.5)):
-        seen.on_drafting_engine = True
         seen.reads = [Reads(layers=layers + more, heads=heads) for more in (-1, 1)]  # two repeats
         limits.append(case_of(seen, plain, SHAPE, (2,))["limit_speedup"])
     assert limits[0] > limits[1] == 1.0 > limits[2]
@@ -195,6 +194,9 @@ def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -
     assert notes_on(cases[:1]) == []
     assert len(notes_on(cases)) == 1
     assert "above the limit: check the measurement" in notes_on(cases)[0]
+    several = notes_on([case | {"drafted": 5} for case in cases])
+    assert len(several) == 1
+    assert "several tokens, which share" in several[0]
 
 
 def test_repeats_that_differ_widely_are_flagged_together() -> None:
