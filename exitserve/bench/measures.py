@@ -17,6 +17,8 @@ NOISE = 0.02
 BESIDE_BYTES = 0.1
 """A wall speedup may exceed its limit by this share: on a CPU our steps take fewer and shorter
 calls than plain vLLM's, which bytes do not count (exits off shows how much)."""
+ONE = 1.1
+"""More tokens than this at once are several; now and then two arrive together anyway."""
 UNSTEADY = 1.25
 """If repeats of a setting differ by more than this factor, the machine was unsteady."""
 
@@ -29,6 +31,8 @@ class Timing:
     seconds: float
     gaps: tuple[float, ...]
     """Seconds between successive tokens of a request."""
+    arrivals: int = 0
+    """How often tokens of a request came; less than `tokens` where several come in one step."""
 
     @property
     def rate(self) -> float:
@@ -58,7 +62,8 @@ def timing_of(times: Sequence[Sequence[float]]) -> Timing:
             f"--max-tokens, or shorten the prompts."
         )
     gaps = tuple(gap for request in times for gap in _gaps(request, start, end))
-    return Timing(tokens=len(gaps), seconds=end - start, gaps=gaps)
+    arrivals = sum(len({time for time in request if start < time <= end}) for request in times)
+    return Timing(tokens=len(gaps), seconds=end - start, gaps=gaps, arrivals=arrivals)
 
 
 def _gaps(times: Sequence[float], start: float, end: float) -> Iterator[float]:
@@ -77,6 +82,7 @@ def joined_timing(timings: Iterable[Timing]) -> Timing:
         tokens=sum(part.tokens for part in parts),
         seconds=sum(part.seconds for part in parts),
         gaps=tuple(gap for part in parts for gap in part.gaps),
+        arrivals=sum(part.arrivals for part in parts),
     )
 
 
@@ -167,7 +173,8 @@ def case_of(
         shape: for the limit and the full depth.
         exit_layers: the model's; the case lists all, used or not.
     """
-    gaps = [1e3 * gap for timing in measured.repeats for gap in timing.gaps]
+    timed = joined_timing(measured.repeats)
+    gaps = [1e3 * gap for gap in timed.gaps]
     full = shape.num_layers
     limit = limit_speedup(shape, measured.steps, measured.checks)
     if measured.reads:
@@ -191,6 +198,7 @@ def case_of(
             "median": round(statistics.median(gaps), 3),
             "p99": round(percentile(gaps, 99), 3),
         },
+        "tokens_at_once": round(timed.tokens / timed.arrivals, 3),
         "mean_depth": round(statistics.fmean(measured.depths), 4),
         "mean_layers_run": round(
             statistics.fmean(measured.depths) + measured.layers_later / len(measured.depths), 4
@@ -227,7 +235,7 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         above = limit is not None and wall["min"] > limit * (1.0 + BESIDE_BYTES)
-        if above and case["drafted"]:
+        if above and case["tokens_at_once"] > ONE:
             shared.append(where)
         elif above:
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")

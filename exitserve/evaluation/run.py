@@ -27,6 +27,7 @@ NOT_TIMED: dict[str, Any] = {
     "batch_size": None,
     "tokens_per_second": None,
     "tpot_ms": None,
+    "tokens_at_once": None,
     "wall_speedup": None,
     "load_wall_speedup": None,
     "limit_speedup": None,

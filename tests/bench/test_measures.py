@@ -45,6 +45,7 @@ CASE_KEYS = {
     "actual_exit_share",
     "tokens_per_second",
     "tpot_ms",
+    "tokens_at_once",
     "mean_depth",
     "mean_layers_run",
     "depth_speedup",
@@ -68,7 +69,7 @@ def observed(setting: Setting, rates: list[float], depths: list[int], checks: in
         requests=10,
         depths=depths,
         steps=[DecodeStep(depths=(depth,), contexts=(5,), checks=checks) for depth in depths],
-        repeats=[Timing(10, 10 / rate, (1 / rate,) * 10) for rate in rates],
+        repeats=[Timing(10, 10 / rate, (1 / rate,) * 10, arrivals=10) for rate in rates],
     )
 
 
@@ -84,6 +85,7 @@ def test_decoding_is_timed_while_the_batch_is_full() -> None:
 def test_tokens_of_one_moment_share_its_gap() -> None:
     timing = timing_of([[0.0, 1.5, 1.5, 1.5, 2.0]])
     assert timing.gaps == (0.5, 0.5, 0.5, 0.5)
+    assert timing.arrivals == 2
 
 
 @pytest.mark.parametrize("times", [[[1.0]], [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]])
@@ -93,8 +95,10 @@ def test_a_batch_that_was_never_full_cannot_be_timed(times: list[list[float]]) -
 
 
 def test_batches_one_after_the_other_add_up() -> None:
-    timing = joined_timing([Timing(2, 1.0, (0.5, 0.5)), Timing(4, 1.0, (0.25,) * 4)])
+    parts = [Timing(2, 1.0, (0.5, 0.5), arrivals=2), Timing(4, 1.0, (0.25,) * 4, arrivals=1)]
+    timing = joined_timing(parts)
     assert timing.rate == 3.0
+    assert timing.arrivals == 3
     assert len(timing.gaps) == 6
 
 
@@ -194,7 +198,7 @@ def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -
     assert notes_on(cases[:1]) == []
     assert len(notes_on(cases)) == 1
     assert "above the limit: check the measurement" in notes_on(cases)[0]
-    several = notes_on([case | {"drafted": 5} for case in cases])
+    several = notes_on([case | {"tokens_at_once": 5.0} for case in cases])
     assert len(several) == 1
     assert "several tokens, which share" in several[0]
 

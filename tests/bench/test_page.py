@@ -24,6 +24,7 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "actual_exit_share": 0.625 if mode == "mixed" else None,
         "tokens_per_second": 100.0 * wall,
         "tpot_ms": {"median": 10.0 / wall, "p99": 12.0},
+        "tokens_at_once": 1.0,
         "mean_depth": 4.0 / depth,
         "mean_layers_run": 4.0,
         "depth_speedup": depth,

@@ -18,7 +18,7 @@ def test_a_case_has_the_keys_of_a_benchmark(report, bundled) -> None:
     shape: DecoderShape = shape_of(read_config(bundled), "float32")
     plain = Measurements(setting=PLAIN, batch_size=1, requests=1, depths=[12])
     plain.steps = [DecodeStep(depths=(12,), contexts=(4,), propagates=True)]
-    plain.repeats = [Timing(tokens=1, seconds=1.0, gaps=(1.0,))]
+    plain.repeats = [Timing(tokens=1, seconds=1.0, gaps=(1.0,), arrivals=1)]
     theirs = case_of(plain, plain, shape, (3, 6, 9))
     for case in report()["cases"]:
         assert set(theirs) <= set(case)
