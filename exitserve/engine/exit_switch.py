@@ -50,6 +50,10 @@ RETRY = 256
 """Requests that begin with exits off until their policy is tried anew, since texts change."""
 KINDS = 64
 """Policies that are remembered, those that were seen last."""
+REQUESTS = 256
+"""Requests by which the length of answers is known: beyond it, older ones count half."""
+SHORTEST, LONGEST = 16, 1024
+"""Lengths of answers in tokens, between which they matter, in steps of the former."""
 MOST_ROWS = 64
 """Requests together, from which costs no longer change the verdict."""
 
@@ -113,6 +117,8 @@ class ExitSwitch:
         self._rows = 1.0
         """That decode together, the mean of the last passes."""
         self._passes = 0
+        self._begun, self._tokens = 0, 0
+        """Requests, and tokens of passes that did nothing but decode."""
         self._kinds: OrderedDict[tuple[ExitPolicy, bool], _Kind] = OrderedDict()
 
     def begin(
@@ -128,6 +134,9 @@ class ExitSwitch:
         Returns:
             The policy with the exits that are on, and what counts its tokens; None if some are off.
         """
+        self._begun += 1
+        if self._begun > REQUESTS:
+            self._begun, self._tokens = self._begun // 2, self._tokens // 2
         if self.costs is None or policy.mode not in SWITCHED:
             return policy, None
         kind = self._kind(policy, drafts)
@@ -147,6 +156,7 @@ class ExitSwitch:
     def note_pass(self, rows: int, tokens: int = 1) -> None:
         """Notes a pass in which so many requests decoded, each so many tokens."""
         self._passes += tokens
+        self._tokens += rows * tokens
         self._rows += (1.0 - (1.0 - SMOOTH) ** tokens) * (rows - self._rows)
 
     def table(self) -> list[dict[str, Any]]:
@@ -181,7 +191,7 @@ class ExitSwitch:
         if kind.evidence.depths.total() < ENOUGH:
             kind.on, kind.expected = kind.layers, None
         else:
-            kind.on, kind.expected = self._best(kind, rows)
+            kind.on, kind.expected = self._best(kind, rows, self._answer(rows))
             if not self._rules.switches_exits:
                 kind.on = kind.layers
         if kind.on == kind.layers:
@@ -189,8 +199,15 @@ class ExitSwitch:
         if kind.on != before:
             _tell(kind, rows)
 
-    def _best(self, kind: _Kind, rows: int) -> tuple[tuple[int, ...], float]:
-        """The exits that pay most with so many requests, and the wall speedup expected of them.
+    def _answer(self, running: int) -> int:
+        """Tokens that a request generates, on average and roughly; many until one has ended."""
+        ended = self._begun - running
+        mean = self._tokens / ended if ended > 0 else LONGEST
+        return round(min(max(mean, SHORTEST), LONGEST) / SHORTEST) * SHORTEST
+
+    def _best(self, kind: _Kind, rows: int, answer: int) -> tuple[tuple[int, ...], float]:
+        """The exits that pay most with so many requests of a length, and the wall speedup expected
+        of them.
 
         Also tells the requests whether their turns go through all layers.
         """
@@ -201,7 +218,12 @@ class ExitSwitch:
         drafts = self._rules.num_drafts if kind.drafts else 0
         ways = {
             some: _expected(
-                costs, rows, tuple((one, shares[one]) for one in some), drafts, kind.policy.mode
+                costs,
+                rows,
+                tuple((one, shares[one]) for one in some),
+                drafts,
+                kind.policy.mode,
+                answer,
             )
             for some in _choices(kind)
         }
@@ -220,6 +242,7 @@ def _expected(
     shares: tuple[tuple[int, float], ...],
     drafts: int,
     mode: Mode,
+    answer: int,
 ) -> tuple[float, float]:
     """The wall speedup of exits at which such shares of all tokens stop.
 
@@ -227,7 +250,7 @@ def _expected(
     """
     if drafts:
         through, stopping = (
-            turns_speedup(costs, rows, dict(shares), drafts, mode, through=one)
+            turns_speedup(costs, rows, dict(shares), drafts, mode, through=one, answer=answer)
             for one in (True, False)
         )
         return through, stopping

@@ -18,6 +18,11 @@ waits runs the other layers at once, or, where tokens freeze, one of each row:
     pass     = rest(B) + exits(B) + regrouping + (L - e_1) * layers of what waits + head
     speedup  = tokens * full(B) / (turns + pass)
 
+Of several requests, one that has ended leaves its place empty until the others' step is over, and
+who comes instead waits for the step that has begun by then:
+
+    speedup / (1 + steps waited * tokens of a step / tokens of an answer)
+
 A token exits at layer e_i with probability q_i, independently of others.
 
 Pure Python. B rows, L layers, k drafts.
@@ -25,6 +30,7 @@ Pure Python. B rows, L layers, k drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +45,8 @@ that; the rest makes up for what is not counted."""
 REGROUPING_SECONDS = 1e-3
 """What the pass of several rows takes more than its layers where turns stopped: their tokens join
 at different exits, and attend several at a time (benchmarks/2026-11-26-steady-load.md)."""
+STEPS_WAITED = 1.2
+"""By each request, at its end and its beginning (benchmarks/2026-11-26-turns.md)."""
 SHARE = 0.5
 """Of a batch's rows, that a turn needs."""
 MOST_ALONG = 16
@@ -65,6 +73,7 @@ def turns_speedup(
     mode: Mode,
     *,
     through: bool,
+    answer: float = math.inf,
 ) -> float:
     """Wall speedup over full depth, one token a step.
 
@@ -75,10 +84,19 @@ def turns_speedup(
         drafts: k, most turns of a step.
         mode: "defer" or "confidence"; or "verify", whose turns stop at the last exit.
         through: whether turns go through all layers.
+        answer: tokens that a request generates, on average.
     """
     if not through:
-        return _stopping(costs, batch, shares, drafts, mode not in EXACT)
-    freezes = mode not in EXACT
+        found, tokens = _stopping(costs, batch, shares, drafts, mode not in EXACT)
+    else:
+        found, tokens = _through(costs, batch, shares, drafts, mode not in EXACT), drafts + 1.0
+    return found if batch == 1 else found / (1.0 + STEPS_WAITED * tokens / answer)
+
+
+def _through(
+    costs: StepCosts, batch: int, shares: Mapping[int, float], drafts: int, freezes: bool
+) -> float:
+    """See `turns_speedup`."""
     layers = _turn(costs, batch, min(batch, GROUPS), shares, freezes, through=True).seconds
     if freezes:
         layers += _fills(costs, batch, shares, drafts)
@@ -88,8 +106,8 @@ def turns_speedup(
 
 def _stopping(
     costs: StepCosts, batch: int, shares: Mapping[int, float], drafts: int, freezes: bool
-) -> float:
-    """See `turns_speedup`."""
+) -> tuple[float, float]:
+    """See `turns_speedup`; with the tokens of a step."""
     groups = min(batch, GROUPS)
     turns = [
         _turn(costs, batch, rows, shares, freezes, through=False) for rows in range(groups + 1)
@@ -112,7 +130,7 @@ def _stopping(
         seconds += REGROUPING_SECONDS
     if freezes:
         seconds += above * costs.fill(round(batch * (tokens - 1.0)))
-    return tokens * costs.full(batch) / seconds
+    return tokens * costs.full(batch) / seconds, tokens
 
 
 def _around(rows: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from exitserve.step_costs.curves import Curve, StepCosts
 from exitserve.step_costs.turns import (
     REGROUPING_SECONDS,
+    STEPS_WAITED,
     TURN_SECONDS,
     turns_speedup,
 )
@@ -93,6 +95,16 @@ def test_turns_that_stop_go_on_to_the_second_exit() -> None:
     seconds += 2 * TURN_SECONDS[1] - (few - 0.25) * second
     tokens = 2 - 4 * 0.75**3 * 0.25 / 4
     assert four == pytest.approx(tokens * FULL / seconds)
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_short_answers_wait_for_the_steps_of_others(through: bool) -> None:
+    def gain(batch: int, answer: float) -> float:
+        return turns_speedup(costs(), batch, {2: 1.0}, 4, "defer", through=through, answer=answer)
+
+    lost = 1.0 + STEPS_WAITED * 5 / 50  # all exit, so a step has five tokens
+    assert gain(2, 50) == pytest.approx(gain(2, math.inf) / lost)
+    assert gain(1, 50) == gain(1, math.inf)
 
 
 @pytest.mark.parametrize("through", [True, False])

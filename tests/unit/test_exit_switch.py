@@ -49,20 +49,27 @@ def make_switch(costs: StepCosts | None = COSTS, **rules: Any) -> ExitSwitch:
 
 
 def serve(
-    switch: ExitSwitch, policy: ExitPolicy, shares: dict[int, float], rows: int, *, drafts: bool
+    switch: ExitSwitch,
+    policy: ExitPolicy,
+    shares: dict[int, float],
+    rows: int,
+    *,
+    drafts: bool,
+    answer: int = 100,
 ) -> ExitPolicy:
-    """Several requests at a time, of which such shares of the tokens exit, for a while.
+    """Several requests at a time, of which such shares of the tokens exit, for a while; with
+    `answer` tokens each.
 
     Returns:
         The policy of a request that begins then.
     """
-    for _ in range(4):
+    for _ in range(400 // answer):
         begun = [switch.begin(policy, drafts=drafts) for _ in range(rows)]
-        for token in range(100):
+        for token in range(answer):
             switch.note_pass(rows)
             for _, evidence in begun:
                 if evidence is not None:
-                    evidence.note_token(depth_at(shares, token / 100))
+                    evidence.note_token(depth_at(shares, token / answer))
     return switch.begin(policy, drafts=drafts)[0]
 
 
@@ -108,11 +115,20 @@ def test_requests_that_come_all_at_once_count_before_they_decode() -> None:
     assert switch.begin(DEFER, drafts=False, running=12)[0] == ExitPolicy.off()
 
 
+def test_short_answers_wait_too_long_for_turns_of_others() -> None:
+    """A place is empty for a step at each request's end: of ten tokens' time, among 100 or 20."""
+    for answer, pays in ((100, True), (20, False)):
+        policy = serve(make_switch(num_drafts=8), DEFER, {6: 0.8}, 4, drafts=True, answer=answer)
+        assert (policy.mode == "defer") == pays
+    alone = serve(make_switch(num_drafts=8), DEFER, {6: 0.8}, 1, drafts=True, answer=20)
+    assert alone.mode == "defer", "who is alone waits for nobody"
+
+
 @pytest.mark.parametrize("switches", [True, False])
 def test_turns_go_through_all_layers_where_that_is_faster(switches: bool) -> None:
     """With many rows somebody needs the deep layers in nearly every turn: where these are dear, it
     is better to wait and run them once. Also on servers whose exits stay on."""
-    for costs, rows, through in ((COSTS, 8, True), (DEAR, 8, False), (DEAR, 1, True)):
+    for costs, rows, through in ((COSTS, 4, True), (DEAR, 8, False), (DEAR, 1, True)):
         switch = make_switch(costs, num_drafts=8, switches_exits=switches)
         policy = serve(switch, DEFER, {6: 0.8}, rows, drafts=True)
         assert policy.mode == "defer" or switches
