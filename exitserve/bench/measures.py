@@ -17,8 +17,8 @@ NOISE = 0.02
 BESIDE_BYTES = 0.1
 """A wall speedup may exceed its limit by this share: on a CPU our steps take fewer and shorter
 calls than plain vLLM's, which bytes do not count (exits off shows how much)."""
-ONE = 1.1
-"""More tokens than this at once are several; now and then two arrive together anyway."""
+SEVERAL = 1.1
+"""Mean tokens at once above which steps give several; now and then two arrive together anyway."""
 UNSTEADY = 1.25
 """If repeats of a setting differ by more than this factor, the machine was unsteady."""
 
@@ -235,7 +235,7 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
             )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         above = limit is not None and wall["min"] > limit * (1.0 + BESIDE_BYTES)
-        if above and case["tokens_at_once"] > ONE:
+        if above and case["tokens_at_once"] > SEVERAL:
             shared.append(where)
         elif above:
             notes.append(f"{where}: wall speedup is above the limit: check the measurement.")
