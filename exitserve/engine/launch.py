@@ -282,10 +282,12 @@ def start_engine(
     arguments = suit_runner(arguments, model_dir, revision)
     from vllm import LLM
 
+    from exitserve.engine.compat.config import accept_sampling_fields
     from exitserve.engine.hooks.rows_processor import RowsProcessor
 
     engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
     RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
+    accept_sampling_fields(engine.llm_engine.input_processor)
     engine.collective_rpc("exit_attach")
     return engine
 

@@ -61,6 +61,8 @@ class Request:
     may_draft: bool = False
     """Whether its tokens may be drafted: where exits decide them, those that are the likeliest
     ones, of which nobody wants log-probabilities."""
+    needs_logits: bool = False
+    """Whether a grammar or log-probabilities need the logits of its tokens."""
     none_on: bool = False
     """Whether it asked for exits, and none was on when it began."""
     evidence: Evidence | None = None
@@ -175,6 +177,7 @@ def read_request(
         name=name,
         pending=pending,
         may_draft=may_draft and policy.mode != "off",
+        needs_logits=params.structured_outputs is not None or _wants_logprobs(params),
         none_on=asks and policy.mode == "off",
         evidence=evidence,
     )
@@ -183,20 +186,26 @@ def read_request(
 def _may_draft(params: Any, policy: ExitPolicy) -> bool:
     """See `Request.may_draft`.
 
-    In mode "verify" sampling judges drafts, whatever it is told, but a seed's numbers would be
+    In mode "verify" sampling judges drafts, whatever else it is told, but a seed's numbers would be
     used up: how many are judged depends on others, on who is preempted, and on a pass's tokens.
     """
+    if params.logit_bias or (params.min_p and params.temperature > 0):
+        return False  # vLLM does not apply them to drafts
     if policy.mode == "verify":
         return params.seed is None or params.temperature == 0
     if policy.mode not in ("confidence", "defer") or params.temperature > 0:
         return False
     told = (
         *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
-        *(params.min_tokens, params.bad_words, params.allowed_token_ids, params.logit_bias),
+        *(params.min_tokens, params.bad_words, params.allowed_token_ids),
         *(params.structured_outputs, params.thinking_token_budget),
     )
+    return not any(told) and not _wants_logprobs(params)
+
+
+def _wants_logprobs(params: Any) -> bool:
     asked = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
-    return not any(told) and all(one is None for one in asked)
+    return any(one is not None for one in asked)
 
 
 class PreemptedRequests:

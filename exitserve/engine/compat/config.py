@@ -69,6 +69,17 @@ def _graphs(vllm_config: Any) -> str | None:
     return None if mode is None else str(mode.name)
 
 
+def accept_sampling_fields(input_processor: Any) -> None:
+    """Lets a front end accept `min_p` and `logit_bias` where the host drafts.
+
+    vLLM refuses both beside speculative decoding (`SamplingParams._validate_spec_decode`). Here
+    requests with them do not draft, and the worker applies them
+    (`exitserve.engine.compat.runner.restore_processors`).
+    """
+    if getattr(input_processor.speculative_config, "model", None) == PROPOSER:
+        input_processor.speculative_config = None
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config

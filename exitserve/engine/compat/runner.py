@@ -6,6 +6,8 @@ Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_bat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +15,12 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinPLogitsProcessor,
+)
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 
 def request_ids(model_runner: Any) -> Callable[[], list[str]]:
@@ -20,15 +28,28 @@ def request_ids(model_runner: Any) -> Callable[[], list[str]]:
     return lambda: list(model_runner.input_batch.req_ids)
 
 
-def watch_rows(model_runner: Any, processor: Any) -> None:
-    """Lets `processor` follow the batch of an engine with speculative decoding.
+def restore_processors(model_runner: Any, vllm_config: Any, own: LogitsProcessor) -> None:
+    """Puts back the logits processors that vLLM leaves out beside speculative decoding.
 
-    Also lets drafts be asked for up to the end of the context: else vLLM sends every row of the
-    batch drafts of zeros (`_input_fits_in_drafter`) once one of its rows comes near.
+    That is `own`, which follows the batch, and those for `min_p` and `logit_bias`: vLLM would not
+    apply them to drafts, but a request with either has none (`exitserve.engine.requests`).
     """
-    processors = model_runner.input_batch.logitsprocs.argmax_invariant
-    if not any(type(one) is type(processor) for one in processors):
-        processors.append(processor)
+    processors, device = model_runner.input_batch.logitsprocs, model_runner.device
+    others = (MinPLogitsProcessor, LogitBiasLogitsProcessor)
+    there = {type(one) for one in processors.all}
+    for one in (own, *(kind(vllm_config, device, False) for kind in others)):
+        if type(one) not in there:
+            invariant = one.is_argmax_invariant()
+            kept = processors.argmax_invariant if invariant else processors.non_argmax_invariant
+            kept.append(one)
+
+
+def draft_to_the_end(model_runner: Any) -> None:
+    """Lets drafts be asked for up to the end of the context.
+
+    Else vLLM sends every row of the batch drafts of zeros (`_input_fits_in_drafter`) once one of
+    its rows comes near.
+    """
     model_runner.effective_drafter_max_model_len = model_runner.max_model_len + (
         model_runner.num_spec_tokens
     )
@@ -64,6 +85,30 @@ def plain_without_drafts(model_runner: Any) -> None:
             model_runner.speculative_config = speculation
 
     model_runner._prepare_inputs = prepare_inputs
+
+
+def accept_decided(model_runner: Any) -> None:
+    """Lets drafts that exits decided be taken as they are, without logits.
+
+    The model then gives logits of each row's last token alone [B, V]. To judge such drafts, vLLM
+    would go several times over logits of the whole vocabulary for each of them.
+    """
+    sampler = model_runner.rejection_sampler
+    judge = sampler.forward
+
+    def forward(metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
+        counts = metadata.num_draft_tokens
+        if len(logits) == len(counts) + sum(counts):
+            return judge(metadata, draft_probs, logits, sampling_metadata)
+        assert len(logits) == len(counts), "logits are of all samples, or of each row's last"
+        found = sampler.sampler(logits, sampling_metadata, predict_bonus_token=True)
+        drafts, last = iter(metadata.draft_token_ids.tolist()), found.sampled_token_ids.tolist()
+        rows = [[*islice(drafts, count), *own] for count, own in zip(counts, last, strict=True)]
+        columns = zip_longest(*rows, fillvalue=PLACEHOLDER_TOKEN_ID)
+        tokens = torch.tensor(list(columns), dtype=torch.int32).T
+        return replace(found, sampled_token_ids=tokens)
+
+    sampler.forward = forward
 
 
 def _expand(

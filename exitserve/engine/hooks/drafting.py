@@ -5,7 +5,7 @@ sampling, and counts them (`vllm/v1/spec_decode/custom_class_proposer.py`,
 `vllm/v1/sample/rejection_sampler.py`). The drafts are ours: tokens that pass an exit check of the
 model itself. There is no second model, and no second cache: drafted tokens write the keys and
 values of the layers they run, and run only the other layers in their pass. Where exits decide
-tokens, that gives the sampler logits by which it accepts all of them.
+tokens, the sampler takes them as they are, or gets logits by which it accepts them.
 
 Shapes: B rows.
 """
@@ -32,7 +32,7 @@ class Drafter:
 
         vLLM refuses logits processors beside speculative decoding, because it would not apply
         them to drafts. Ours leaves logits as they are: the worker puts it back
-        (`exitserve.engine.compat.runner.watch_rows`), and the front end, which checks each
+        (`exitserve.engine.compat.runner.restore_processors`), and the front end, which checks each
         request's fields with it, has its list already.
         """
         model_config = vllm_config.model_config

@@ -11,11 +11,13 @@ from vllm.forward_context import set_forward_context
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
+    accept_decided,
+    draft_to_the_end,
     living_requests,
     plain_without_drafts,
     request_ids,
+    restore_processors,
     watch_ends,
-    watch_rows,
 )
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
@@ -58,10 +60,10 @@ class ExitWorkerExtension:
             self._time_parts(state)
         if state.rules.num_drafts:
             plain_without_drafts(self.model_runner)
-            watch_rows(
-                self.model_runner,
-                RowsProcessor(self.vllm_config, torch.device("cpu"), False, state),
-            )
+            accept_decided(self.model_runner)
+            draft_to_the_end(self.model_runner)
+            own = RowsProcessor(self.vllm_config, torch.device("cpu"), False, state)
+            restore_processors(self.model_runner, self.vllm_config, own)
 
     def _time_parts(self, state: EngineState) -> None:
         """Lets the exit switch know what the parts of a step cost here, the same on all ranks."""

@@ -275,11 +275,15 @@ class HostLoop:
             self._drafting.run(rows)
 
     def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """Logits of the sampled rows [S, D]: a successful check's own, else the head's.
+        """Logits to sample from: a successful check's own, else the head's.
 
         Args:
             normed: [S, D].
             compute: the model's own head, of normed states.
+
+        Returns:
+            [S, V]; of each row's last sample alone [B, V], where exits decided all drafts
+            (`exitserve.engine.compat.runner.accept_decided`).
         """
         step, self._step = self._step, None  # prompt logprobs call again, for other states
         found = self._logits(step, normed, compute)
@@ -310,7 +314,9 @@ class HostLoop:
         fresh = self._counted(compute)
         if step is None or not step.found or normed.shape[0] != step.num_samples:
             return self.sampled(step, fresh(normed))
-        rest = step.without_logits()
+        last = self.requests.samples_last(step)
+        wanted = step.last_samples() if last else step.every_sample()
+        rest = step.without_logits(wanted)
         if rest and len(step.depth) == len(step.row_ends):
             # All rows left early, some unconditionally: this is the head of their exit.
             self._recorder.head_passes += 1
@@ -318,7 +324,8 @@ class HostLoop:
         if len(rest) == step.num_samples:
             return self.sampled(step, fresh(normed))
         some = fresh(normed[rest]) if rest else None
-        return self.sampled(step, merge_logits(step, some, self._like))
+        merged = merge_logits(step, wanted, some, self._like)
+        return merged if last else self.sampled(step, merged)
 
     def _counted(
         self, compute: Callable[[Tensor], Tensor | None]

@@ -175,6 +175,15 @@ class HostRequests:
             request.decided = []
         return drafted
 
+    def samples_last(self, step: Step) -> bool:
+        """Whether each row's last sample is all that the sampler needs logits of.
+
+        The others are drafts that exits decided. Where a grammar, log-probabilities or a full trace
+        need the logits of a row, every row must have all of its own.
+        """
+        needed = step.noted or any(one.needs_logits for one in self.rows.values())
+        return step.drafts_decided and not needed
+
     def record(self, step: Step) -> None:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
         self._exited = step.depth

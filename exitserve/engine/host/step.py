@@ -156,6 +156,10 @@ class Step:
             for place, one in enumerate(found)
         }
         """By sample, the token that it is to be."""
+        self.drafts_decided = any(counts.values()) and all(
+            count <= len(self._decided.get(row, ())) for row, count in counts.items()
+        )
+        """Whether it has drafts, and exits decided all of them."""
 
     @property
     def is_plain(self) -> bool:
@@ -254,15 +258,24 @@ class Step:
         """Which of them are a row's."""
         return range(self._sample_ends[row - 1] if row else 0, self._sample_ends[row])
 
-    def with_logits(self) -> list[int]:
-        """Those that need no head: of checks, in the order in which they are kept, then decided."""
-        kept = [self._sample_ends[row] - 1 for rows, _ in self.logits for row in rows]
-        return [*kept, *self.decided]
+    def every_sample(self) -> Sequence[int]:
+        """All of them, ascending."""
+        return range(self.num_samples)
 
-    def without_logits(self) -> list[int]:
-        """The others, ascending."""
-        kept = set(self.with_logits())
-        return [one for one in range(self.num_samples) if one not in kept]
+    def last_samples(self) -> Sequence[int]:
+        """[B] each row's last."""
+        return [end - 1 for end in self._sample_ends]
+
+    def with_logits(self, wanted: Sequence[int]) -> list[int]:
+        """Of the wanted ones, among which are each row's last, those that need no head: of checks,
+        in the order in which they are kept, then decided ones."""
+        kept = [self._sample_ends[row] - 1 for rows, _ in self.logits for row in rows]
+        return [*kept, *(one for one in wanted if one in self.decided)]
+
+    def without_logits(self, wanted: Sequence[int]) -> list[int]:
+        """The other wanted ones."""
+        kept = set(self.with_logits(wanted))
+        return [one for one in wanted if one not in kept]
 
 
 @lru_cache(KEPT)
@@ -288,28 +301,30 @@ def draft_step(rows: Sequence[Draft], rules: ExitRules) -> Step:
     )
 
 
-def merge_logits(step: Step, fresh: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """All logits that the sampler wants [S, V], in their order.
+def merge_logits(
+    step: Step, wanted: Sequence[int], fresh: Tensor | None, like: Tensor | None
+) -> Tensor | None:
+    """Logits of some samples [W, V], in their order.
 
     Args:
         step: holds those of the rows that exited, and the tokens that were decided before.
+        wanted: [W] ascending, with each row's last one.
         fresh: the others', in their order; None on ranks that get no logits.
         like: [..., V] any logits; None on ranks that get none.
     """
-    order = step.with_logits()
+    order = step.with_logits(wanted)
     parts = [logits for _, logits in step.logits]
-    if step.decided:
+    if tokens := [step.decided[one] for one in order if one in step.decided]:
         if like is None:
             return None
-        tokens = torch.tensor(list(step.decided.values()))
         parts.append(torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype))
-        parts[-1][torch.arange(len(tokens)), tokens] = 1.0  # the likeliest
-    if len(order) < step.num_samples:
+        parts[-1][torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0  # the likeliest
+    if len(order) < len(wanted):
         if fresh is None:
             return None
-        order += step.without_logits()
+        order += step.without_logits(wanted)
         parts.append(fresh)
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if order == list(range(step.num_samples)):
+    if order == list(wanted):
         return joined
     return joined[torch.tensor(order).argsort()]
