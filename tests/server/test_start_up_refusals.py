@@ -55,11 +55,6 @@ FLAGS = [
     ("--num-drafts 4", "num_drafts", "--mode verify"),
     ("--mode off --num-drafts 4", "num_drafts", "not 'off'"),
     ("--mode defer --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
-    (
-        "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
-        "--shadow-rate",
-        "servers that draft",
-    ),
     ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     (
         "--mode verify --exit-threshold 0.5 --logits-processors a:B",
@@ -138,6 +133,7 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks screened",
         "--exit-threshold 0.5 --num-drafts 4",
+        "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
     ],
 )
 def test_what_is_not_refused(serve, flags: str) -> None:
