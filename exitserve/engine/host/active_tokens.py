@@ -182,6 +182,8 @@ class ActiveTokens:
 def taken(states: Tensor, places: Sequence[int]) -> Tensor:
     """Some states [N, D], in ascending order; where they are next to each other, not copied."""
     first, last = places[0], places[-1] + 1
+    if len(places) == len(states):
+        return states
     if last - first == len(places):
         return states[first:last]
     return states[torch.tensor(places)]

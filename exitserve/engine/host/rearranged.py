@@ -59,13 +59,14 @@ class Rearranged:
             least: the pass stops at an exit at which fewer rows are left.
         """
         contexts, gone = self._contexts_of_pass(), set[int]()
-        contexts.restart()
+        waiting = None if step.is_draft else step.waiting_counts()
+        if waiting:
+            active.put_off(waiting, step.num_decided())
+        if waiting or step.is_draft:
+            _arrange(contexts, active)
+        else:
+            contexts.restart()
         with override_forward_context(contexts.arranged):
-            if step.is_draft:
-                _arrange(contexts, active)
-            elif waiting := step.waiting_counts():
-                active.put_off(waiting, step.num_decided())
-                _arrange(contexts, active)
             for segment in segments:
                 leaving = self._run_segment(segment, active, step, left)
                 gone |= leaving

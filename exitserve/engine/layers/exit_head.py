@@ -150,7 +150,7 @@ class ExitHead:
         """As `check`, for a host that decides: on a CPU it needs fewer calls."""
         if self._is_whole(normed.device):
             logits = self.own_logits(normed)
-            read = self.read(logits[: len(limits)])
+            read = self.read(logits if len(logits) == len(limits) else logits[: len(limits)])
             exits = [
                 confidence > _rounded(end if ends else other)
                 for confidence, ends, (other, end) in zip(
