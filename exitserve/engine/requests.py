@@ -16,13 +16,18 @@ from typing import Any
 
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
+from exitserve.engine.compat.sampling import Sampling
 from exitserve.engine.exit_switch import Evidence, ExitSwitch
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.engine.recorder import CheckNote
-from exitserve.policy import EXACT, FULL_TRACE, ExitPolicy, ExitRules
+from exitserve.policy import EXACT, FULL_TRACE, ExitPolicy, ExitRules, Mode
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
+
+
+DECIDED: tuple[Mode, ...] = ("confidence", "defer")
+"""Modes whose drafts are tokens: exits decide them, and nobody judges them."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,10 @@ class Request:
     decided: list[Exited] = field(default_factory=list)
     """The next tokens, as far as they are decided, not only drafted; the first are `drafts`."""
     may_draft: bool = False
-    """Whether its tokens may be drafted: where exits decide them, those that are the likeliest
-    ones, of which nobody wants log-probabilities."""
+    """Whether its tokens may be drafted: where exits decide them, those that follow from the logits
+    alone, or are drawn without a seed, and of which nobody wants log-probabilities."""
+    sampling: Sampling | None = None
+    """How tokens are drawn that exits decide; None: they are the likeliest."""
     needs_logits: bool = False
     """Whether a grammar or log-probabilities need the logits of its tokens."""
     none_on: bool = False
@@ -177,6 +184,7 @@ def read_request(
         name=name,
         pending=pending,
         may_draft=may_draft and policy.mode != "off",
+        sampling=_sampling(params) if policy.mode in DECIDED else None,
         needs_logits=params.structured_outputs is not None or _wants_logprobs(params),
         none_on=asks and policy.mode == "off",
         evidence=evidence,
@@ -191,9 +199,11 @@ def _may_draft(params: Any, policy: ExitPolicy) -> bool:
     """
     if params.logit_bias or (params.min_p and params.temperature > 0):
         return False  # vLLM does not apply them to drafts
+    if params.seed is not None and params.temperature > 0:
+        return False
     if policy.mode == "verify":
-        return params.seed is None or params.temperature == 0
-    if policy.mode not in ("confidence", "defer") or params.temperature > 0:
+        return True
+    if policy.mode not in DECIDED:
         return False
     told = (
         *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
@@ -201,6 +211,12 @@ def _may_draft(params: Any, policy: ExitPolicy) -> bool:
         *(params.structured_outputs, params.thinking_token_budget),
     )
     return not any(told) and not _wants_logprobs(params)
+
+
+def _sampling(params: Any) -> Sampling | None:
+    if params.temperature == 0:
+        return None
+    return Sampling(params.temperature, params.top_k, params.top_p)
 
 
 def _wants_logprobs(params: Any) -> bool:

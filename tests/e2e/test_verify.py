@@ -164,9 +164,13 @@ def test_fields_that_nothing_applies_to_drafts(ask: Any, plain_complete: Complet
 
 @pytest.mark.parametrize("field", [{"top_k": 20}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}])
 def test_passes_without_drafts_sample_too(ask: Any, field: dict[str, Any]) -> None:
-    """The first pass of a request judges none; plain vLLM's top-k would end the engine there."""
-    assert ask(PROMPTS[0], temperature=0.8, **field).choices[0].text
-    assert ask(PROMPTS[0]).choices[0].text
+    """The first pass of a request judges none; plain vLLM's top-k would end the engine there. In
+    mode "defer" nobody judges: tokens are drawn as they are drafted."""
+    for mode in ("verify", "defer"):
+        fields = {"exit_mode": mode, "exit_threshold": 0.3}
+        assert ask(PROMPTS[0], temperature=0.8, vllm_xargs=fields, **field).choices[0].text
+        likeliest = ask(PROMPTS[0], temperature=1, top_k=1, vllm_xargs=fields).choices[0].text
+        assert likeliest == ask(PROMPTS[0], vllm_xargs=fields).choices[0].text
 
 
 def test_any_two_fields_together(verifying: LocalServer) -> None:

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from exitserve.engine.host.loop import HostLoop
+from exitserve.policy import ExitPolicy
+
+from .token_pairs import LEVEL, expected_pairs, p_value, sampled_pairs
+from .token_pairs import PROMPT as SHORT
+
 DRAFTING = ["def main(", "class A:\n    def __init__(self", "import os\nimport sys\n"]
 PROMPT = "def read_lines(path):\n    with open(path"
 TOKENS = 32
@@ -82,3 +88,63 @@ def test_nobody_gets_another_answer(
         found = answers(engine, *drafting, (PROMPT, fields | own))
         assert found == [*alone, expected[name]], name
     assert calls["judged"], "log-probabilities need the logits of all rows"
+
+
+@pytest.fixture
+def drafted(monkeypatch) -> list[int]:
+    """How many rows drafted, each time that some did."""
+    found: list[int] = []
+    draft = HostLoop.draft
+
+    def noted(loop: HostLoop, rows: Any) -> None:
+        found.append(len(rows))
+        draft(loop, rows)
+
+    monkeypatch.setattr(HostLoop, "draft", noted)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
+def test_sampled_tokens_are_drafted(start, bundled, mode: str, drafted) -> None:
+    """Of one token that may be drawn, it is the likeliest."""
+    exits = {"mode": mode, "exit_threshold": 0.3, "num_drafts": 4, "exit_checks": "all"}
+    engine = start(bundled, exits=exits, **OPTIONS).engine
+    greedy = answers(engine, *((prompt, {}) for prompt in DRAFTING))
+    one = {"temperature": 1.0, "top_k": 1}
+    drafted.clear()
+    assert answers(engine, *((prompt, one) for prompt in DRAFTING)) == greedy
+    assert drafted
+    mixed = [(prompt, one if index else {}) for index, prompt in enumerate(DRAFTING)]
+    assert answers(engine, *mixed) == greedy
+    drafted.clear()
+    assert answers(engine, *((prompt, one | {"seed": 3}) for prompt in DRAFTING)) == greedy
+    assert not drafted, "a seed's numbers are for vLLM's sampler"
+
+
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
+def test_sampled_tokens_have_the_distribution_of_their_exits(
+    start, make_checkpoint, oracle, mode: str, drafted
+) -> None:
+    model = make_checkpoint("llama", vocab_size=16)
+    exits = {"mode": mode, "exit_threshold": 0.25, "num_drafts": 4, "exit_checks": "all"}
+    engine = start(model, exits=exits, skip_tokenizer_init=True).engine
+    seen = sampled_pairs(engine, SHORT, {})
+    assert sum(drafted) > seen.total() / 2
+    policy, reference = ExitPolicy.confidence(0.25, mode=mode), oracle(model)
+    reference.screens = {}  # as with all checks
+    assert p_value(seen, expected_pairs(reference, SHORT, policy)) > LEVEL
+    wrong = expected_pairs(reference, SHORT, ExitPolicy.off())
+    assert p_value(seen, wrong) < LEVEL, "the test would not see the difference"
+
+
+@pytest.mark.parametrize("mode", ["defer", "verify"])
+def test_nobody_waits_for_drafts_of_others(start, bundled, mode: str, drafted) -> None:
+    """A request that cannot draft would get one token where others get five."""
+    exits = {"mode": mode, "exit_threshold": 0.3, "num_drafts": 4}
+    engine = start(bundled, exits=exits, **OPTIONS).engine
+    other = {"extra_args": FULL_DEPTH}
+    alone = answers(engine, (DRAFTING[0], {}), (DRAFTING[1], {}))
+    assert drafted
+    drafted.clear()
+    assert answers(engine, (DRAFTING[0], {}), (DRAFTING[1], {}), (PROMPT, other))[:2] == alone
+    assert not drafted

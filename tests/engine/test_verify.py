@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 
-from exitserve.engine.requests import Request, read_request
+from exitserve.policy import ExitPolicy
+
+from .token_pairs import LEVEL, PROMPT, expected_pairs, p_value, sampled_pairs
 
 ALWAYS = {"mode": "verify", "exit_threshold": 0.08, "exit_checks": "all"}
 """Drafts wherever the oracle does: a server that finds drafting slow would step aside."""
@@ -165,63 +164,11 @@ def test_the_prefix_cache_holds_what_full_depth_would(start, model, job, random_
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-def as_without_seed(*args: Any, **options: Any) -> Request:
-    request = read_request(*args, **options)
-    request.may_draft = True
-    return request
-
-
-def test_sampling_has_the_distribution_of_full_depth(
-    start, make_checkpoint, oracle, monkeypatch
-) -> None:
-    """Chi-squared, on all pairs of the second and third token of a vocabulary of 16."""
-    import torch
-    from vllm import SamplingParams
-
-    from exitserve.policy import ExitPolicy
-
+def test_sampling_has_the_distribution_of_full_depth(start, make_checkpoint, oracle) -> None:
     model = make_checkpoint("llama", vocab_size=16)
-    prompt, count = [3, 5, 7, 9], 4000
     harness = start(model, exits=ALWAYS, skip_tokenizer_init=True)
-    params = SamplingParams(
-        n=count // 4,
-        max_tokens=4,
-        temperature=0.6,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=verified(0.25),
-    )
-    torch.manual_seed(
-        0
-    )  # of the engine, which is in this process: requests with a seed never draft
-    outputs = harness.engine.generate([{"prompt_token_ids": prompt}] * 4, params, use_tqdm=False)
-    said = [tuple(one.token_ids) for output in outputs for one in output.outputs]
+    seen = sampled_pairs(harness.engine, PROMPT, verified(0.25))
     counted = harness.stats()
-    assert counted["drafted_tokens"] > counted["accepted_tokens"] > count / 8
-
-    reference = oracle(model)
-
-    def probabilities(text: list[int]) -> torch.Tensor:
-        logits = reference.trace(text, len(text), ExitPolicy.off()).logits[-1]
-        return (logits.double() / 0.6).softmax(dim=-1)
-
-    first = probabilities(prompt)
-    expected = torch.zeros(16, 16, dtype=torch.double)
-    for one in range(16):
-        second = probabilities([*prompt, one])
-        for two in range(16):
-            if first[one] * second[two] > 1e-9:
-                third = probabilities([*prompt, one, two])
-                expected[two] += first[one] * second[two] * third
-    seen = Counter((tokens[1], tokens[2]) for tokens in said)
-    cells = sorted((float(expected[a, b]), seen[a, b]) for a in range(16) for b in range(16))
-    # Chi-squared needs cells that are not too small: rare pairs are one cell.
-    rare = [cell for cell in cells if cell[0] * count < 5]
-    common = [cell for cell in cells if cell[0] * count >= 5]
-    shares = [sum(cell[0] for cell in rare), *(cell[0] for cell in common)]
-    counts = [sum(cell[1] for cell in rare), *(cell[1] for cell in common)]
-    distance = sum((n - p * count) ** 2 / (p * count) for n, p in zip(counts, shares, strict=True))
-    freedom = torch.tensor((len(counts) - 1) / 2)
-    p_value = float(torch.special.gammaincc(freedom, torch.tensor(distance / 2)))
-    # The seeds are fixed, so this is no lottery; one in a thousand is the level of the test.
-    assert p_value > 1e-3, (distance, len(counts) - 1)
+    assert counted["drafted_tokens"] > counted["accepted_tokens"] > seen.total() / 8
+    expected = expected_pairs(oracle(model), PROMPT, ExitPolicy.off())
+    assert p_value(seen, expected) > LEVEL

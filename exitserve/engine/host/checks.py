@@ -5,11 +5,12 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from exitserve.engine.compat.sampling import drawn
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import CheckNote, Recorder
@@ -68,12 +69,33 @@ class Checks:
         self.note_checks(rows, layer, step, found.tokens, found.confidence)
         passed = self.settle(step, layer, due, found.exits)
         exits = [number for number, index in enumerate(asked) if index in passed]
-        if step.is_draft:  # nothing is sampled: the next token is the most likely
-            step.guesses.update((rows[number].row, found.tokens[number]) for number in exits)
+        gone = [rows[number] for number in exits]
+        if step.is_draft:
+            tokens = [found.tokens[number] for number in exits]
+            self._guess(gone, tokens, step, lambda: self.head.logits_of(logits, exits))
         elif exits:
-            gone = [rows[number].row for number in exits]
-            step.keep_logits(gone, self.head.logits_of(logits, exits))
+            step.keep_logits([one.row for one in gone], self.head.logits_of(logits, exits))
         return passed
+
+    @staticmethod
+    def _guess(
+        rows: Sequence[Candidate], likeliest: list[int], step: Step, logits: Callable[[], Tensor]
+    ) -> None:
+        """Notes the next tokens of rows in a step that drafts, which vLLM's sampler does not see.
+
+        Args:
+            rows: [N].
+            likeliest: [N] tokens.
+            step: takes them, or for requests that sample, drawn ones.
+            logits: gives those of the rows [N, V].
+        """
+        tokens = likeliest
+        drawing = [place for place, one in enumerate(rows) if one.request.sampling is not None]
+        if drawing:
+            ways = [way for one in rows if (way := one.request.sampling) is not None]
+            for place, token in zip(drawing, drawn(logits()[drawing], ways), strict=True):
+                tokens[place] = token
+        step.guesses.update(zip((one.row for one in rows), tokens, strict=True))
 
     def at_full_depth(self, normed: Tensor, rows: Sequence[int], step: Step) -> None:
         """Reads the head behind the last layer, in a step that drafts.
@@ -81,12 +103,13 @@ class Checks:
         Args:
             normed: [N, D] normed states of the last tokens of `rows`.
             rows: [N] those of the step's that no exit decided.
-            step: takes the most likely tokens.
+            step: takes the next tokens.
         """
         logits = self.head.logits_of(self.head.own_logits(normed), range(len(rows)))
         self._recorder.final_heads += 1
-        full_depth, tokens = self._recorder.num_layers, logits.argmax(dim=-1).tolist()
-        step.guesses.update(zip(rows, tokens, strict=True))
+        full_depth, own = self._recorder.num_layers, {one.row: one for one in step.candidates}
+        likeliest = logits.argmax(dim=-1).tolist()
+        self._guess([own[row] for row in rows], likeliest, step, lambda: logits)
         step.depth.update(dict.fromkeys(rows, full_depth))
         if any(one.request.note_keys for one in step.candidates):
             read = dict(zip(rows, zip(*self.head.read(logits), strict=True), strict=True))

@@ -47,7 +47,7 @@ class Leaving:
         self._last = 0
 
     def _is_faster(self, timing: PassTiming, may_exit: Sequence[Request]) -> bool:
-        if self._rules.num_drafts and all(one.may_draft for one in may_exit):
+        if self._rules.num_drafts and self._requests.all_may_draft:
             return False  # these leave by drafting, which does not pay just now
         number = self._requests.pass_number
         follows, self._last = number == self._last + 1, number

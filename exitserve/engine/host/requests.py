@@ -41,6 +41,11 @@ class HostRequests:
         """The requests by batch row."""
         return self._batch.rows
 
+    @property
+    def all_may_draft(self) -> bool:
+        """Whether nobody in the batch would wait while others draft."""
+        return all(one.may_draft for one in self.rows.values())
+
     def start_pass(self) -> None:
         """Numbers a new pass."""
         self.pass_number += 1
@@ -261,8 +266,10 @@ class HostRequests:
     def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
         """The rows that may draft after a pass, in order.
 
-        None where all of them have just got their first token, and could go on to the most turns:
-        that token is sent first. (Mode "verify" drafts as often as its oracle says.)
+        None where another request of the batch may not: it would wait for several turns for each of
+        its tokens. (`--exit-checks all` does not mind.) And none where all of them have just got
+        their first token, and could go on to the most turns: that token is sent first. (Mode
+        "verify" drafts as often as its oracle says.)
 
         Args:
             sampled: [B] tokens that the pass generated.
@@ -283,7 +290,8 @@ class HostRequests:
                 request.pending.clear()  # all were judged, or went through
             candidate = Candidate(index, request)
             found.append(Draft(candidate, tokens[-1], request.length - 1, min(left, most)))
-        return found if begun else []
+        together = self.all_may_draft or self.rules.always_leaves
+        return found if begun and together else []
 
     def keep_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Notes what each row drafted [B]."""

@@ -141,7 +141,7 @@ class Step:
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]."""
         self.guesses: dict[int, int] = {}
-        """By row, the most likely token of the check that it passed, if the pass drafts."""
+        """By row, the next token by the logits of its depth, if the pass drafts."""
         self._exit_layers = rules.exit_layers
         self.candidates = list(candidates)
         """The rows whose token may exit."""
@@ -317,8 +317,9 @@ def merge_logits(
     if tokens := [step.decided[one] for one in order if one in step.decided]:
         if like is None:
             return None
-        parts.append(torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype))
-        parts[-1][torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0  # the likeliest
+        only = torch.full((len(tokens), like.shape[-1]), -torch.inf, dtype=like.dtype)
+        only[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
+        parts.append(only)
     if len(order) < len(wanted):
         if fresh is None:
             return None
