@@ -203,6 +203,18 @@ def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -
     assert "several tokens, which share" in several[0]
 
 
+def test_what_exits_off_gains_is_not_above_the_limit() -> None:
+    plain = observed(PLAIN, [100.0], [4, 4], checks=0)
+    off, exits = (
+        case_of(observed(setting, [115.0], [4, 4], checks=0), plain, SHAPE, (1, 2))
+        for setting in (OFF, Setting(mode="confidence", exit_threshold=0.5))
+    )
+    assert len(notes_on([exits])) == 1
+    assert notes_on([exits | {"batch_size": 8}, off])[0].startswith("threshold 0.5 at batch 8")
+    (own,) = notes_on([off, exits])
+    assert own.startswith("exits off"), "which nothing else explains"
+
+
 def test_repeats_that_differ_widely_are_flagged_together() -> None:
     plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
     unsteady = case_of(observed(OFF, [80.0, 120.0], [4, 4], checks=0), plain, SHAPE, (1, 2))
