@@ -15,7 +15,9 @@ from exitserve.errors import ExitServeError, nearest, shown
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-BY_CONFIDENCE: tuple[Mode, ...] = ("confidence", "defer", "verify")
+DECIDED: tuple[Mode, ...] = ("confidence", "defer")
+"""Modes in which exits decide tokens by their confidence."""
+BY_CONFIDENCE: tuple[Mode, ...] = (*DECIDED, "verify")
 """Modes in which a token exits where its confidence passes a threshold."""
 EXACT: tuple[Mode, ...] = ("defer", "verify")
 """Modes in which the deeper layers of an exited token run too, later."""

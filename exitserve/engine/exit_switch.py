@@ -21,15 +21,13 @@ from itertools import accumulate
 from typing import Any
 
 from exitserve.engine.recorder import Recorder
-from exitserve.policy import EXACT, NEVER, ExitPolicy, ExitRules, Mode
+from exitserve.policy import DECIDED, EXACT, NEVER, ExitPolicy, ExitRules, Mode
 from exitserve.step_costs.curves import PRECISION, StepCosts
 from exitserve.step_costs.skipping import speedup
 from exitserve.step_costs.turns import turns_speedup
 
 logger = logging.getLogger(__name__)
 
-SWITCHED: tuple[Mode, ...] = ("confidence", "defer")
-"""Modes whose exits may be off: in "verify" nothing is lost, and a fixed layer is not checked."""
 ALONE, TOGETHER = 1.05, 1.2
 """Expected wall speedup from which exits go on, for requests that decode alone and for several.
 Of several, less comes true, 0.86 to 1.02 of it under load (benchmarks/2026-11-26-turns.md), and
@@ -137,7 +135,8 @@ class ExitSwitch:
         self._begun += 1
         if self._begun > REQUESTS:
             self._begun, self._tokens = self._begun // 2, self._tokens // 2
-        if self.costs is None or policy.mode not in SWITCHED:
+        # In mode "verify" nothing is lost by exits, and at a fixed layer nothing is checked.
+        if self.costs is None or policy.mode not in DECIDED:
             return policy, None
         kind = self._kind(policy, drafts)
         rows = min(max(round(self._rows), running), MOST_ROWS)

@@ -20,14 +20,10 @@ from exitserve.engine.compat.sampling import Sampling
 from exitserve.engine.exit_switch import Evidence, ExitSwitch
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.engine.recorder import CheckNote
-from exitserve.policy import EXACT, FULL_TRACE, ExitPolicy, ExitRules, Mode
+from exitserve.policy import DECIDED, EXACT, FULL_TRACE, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
-
-
-DECIDED: tuple[Mode, ...] = ("confidence", "defer")
-"""Modes whose drafts are tokens: exits decide them, and nobody judges them."""
 
 
 @dataclass(frozen=True)

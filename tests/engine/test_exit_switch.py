@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from exitserve.engine.exit_switch import PASSES, SWITCHED
+from exitserve.engine.exit_switch import PASSES
+from exitserve.policy import DECIDED
 from exitserve.step_costs.curves import Curve, StepCosts
 
 PAYING = {"exit_checks": "paying"}
@@ -54,7 +55,7 @@ def test_parts_are_timed_at_start(start: Any, model: Any) -> None:
     assert costs_of({"exit_checks": "screened"}) is None
 
 
-@pytest.mark.parametrize("mode", SWITCHED)
+@pytest.mark.parametrize("mode", DECIDED)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_request_keeps_the_exits_with_which_it_began(
     start: Any, model: Any, job: Any, oracle: Any, expect: Any, mode: str, drafts: bool
@@ -91,7 +92,7 @@ def test_a_request_keeps_the_exits_with_which_it_began(
     assert harness.run(early) == exiting
 
 
-@pytest.mark.parametrize("mode", SWITCHED)
+@pytest.mark.parametrize("mode", DECIDED)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_also_while_it_is_preempted(
     start: Any,

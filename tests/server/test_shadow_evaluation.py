@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from exitserve.policy import ExitPolicy, ExitRules, TraceKeys, check_trace_of_cl
 from exitserve.server import shadow_evaluation
 from exitserve.server.metrics import ShadowMetrics
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
+from exitserve.server.unsupported_features import check_shadow_rate
 
 MODEL = "tiny"
 POINT = OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 0.8})
@@ -256,6 +259,15 @@ def test_a_dead_engine_ends_it() -> None:
         return trial.shadow._task.done()
 
     assert asyncio.run(run())
+
+
+def test_drafts_of_the_first_layers_are_not_compared() -> None:
+    """On GPUs. (On a CPU, what is compared does not draft.)"""
+    arguments = SimpleNamespace(max_logprobs=20, logprobs_mode="raw_logprobs")
+    check_shadow_rate(0.1, RULES, arguments)
+    on_gpu = replace(RULES, modes=("off", "defer", "verify"))
+    with pytest.raises(ExitServeError, match="draft on a GPU"):
+        check_shadow_rate(0.1, on_gpu, arguments)
 
 
 def test_a_client_that_hangs_up_leaves_what_it_got() -> None:

@@ -15,11 +15,7 @@ from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Step
 from exitserve.engine.host.timing import PassTiming
 from exitserve.engine.requests import Request
-from exitserve.policy import ExitRules, Mode
-
-MAY_STAY: tuple[Mode, ...] = ("defer", "confidence")
-"""Modes whose rows leave by their checks, so that they need not. (With a fixed exit layer nothing
-is checked, and nothing gained by staying.)"""
+from exitserve.policy import DECIDED, ExitRules
 
 
 class Leaving:
@@ -34,7 +30,7 @@ class Leaving:
 
     def of_step(self, step: Step) -> bool:
         """Whether the rows of a step leave as its checks say; else none leaves, which counts."""
-        if not step.may_stay(MAY_STAY):
+        if not step.may_stay(DECIDED):  # with a fixed exit layer nothing is gained by staying
             return True
         may_exit = [one.request for one in step.candidates]
         leave = self._timing is None or self._is_faster(self._timing, may_exit)
