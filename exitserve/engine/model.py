@@ -72,7 +72,8 @@ class MultiExitMixin(FirstLayers):
         )
         parts = (self, self._segments, self._head, self.propagation)
         if not on_device:
-            self._direct_calls = call_directly([*model.modules(), *self._segments])
+            compiled = [*model.modules(), *self._segments, self._head.compile(vllm_config)]
+            self._direct_calls = call_directly(compiled)
             self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0

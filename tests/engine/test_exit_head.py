@@ -89,6 +89,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
     assert len(sent) == 3 * ranks, "one for each check"
 
 
+ROUNDING = 1e-6
 LIMIT = st.sampled_from([0.0, 0.1, 0.25, 0.4, 1 / 3, 0.5, 0.9, torch.inf])
 
 
@@ -121,5 +122,8 @@ def test_a_host_decides_the_same(
     found, kept = head.decide(logits, limits)
     truth, _ = head.check(logits, *torch.tensor(limits).reshape(-1, 2).unbind(dim=-1))
     assert kept is logits
-    assert found.exits == truth.exits.tolist()
-    assert found.confidence == pytest.approx(truth.confidence.tolist(), abs=1e-7)
+    # Both are float32, computed in another order; entropy is a difference.
+    assert found.confidence == pytest.approx(truth.confidence.tolist(), abs=ROUNDING)
+    rows_found = zip(found.exits, truth.exits.tolist(), found.confidence, limits, strict=True)
+    for own, other, confidence, both in rows_found:
+        assert own == other or any(abs(confidence - limit) < ROUNDING for limit in both)

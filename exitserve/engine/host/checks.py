@@ -14,6 +14,7 @@ from exitserve.engine.compat.sampling import drawn
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import CheckNote, Recorder
+from exitserve.policy import NEVER
 from exitserve_kernels.exit_check import Decision
 
 
@@ -105,17 +106,15 @@ class Checks:
             rows: [N] those of the step's that no exit decided.
             step: takes the next tokens.
         """
-        logits = self.head.logits_of(self.head.own_logits(normed), range(len(rows)))
         self._recorder.final_heads += 1
         full_depth, own = self._recorder.num_layers, {one.row: one for one in step.candidates}
-        likeliest = logits.argmax(dim=-1).tolist()
-        self._guess([own[row] for row in rows], likeliest, step, lambda: logits)
+        asked = [own[row] for row in rows]
+        found, logits = self.head.decide(normed, [(NEVER, NEVER)] * len(rows))
+        for one, token, confidence in zip(asked, found.tokens, found.confidence, strict=True):
+            step.note(one, CheckNote(full_depth, token, confidence))
+        every = range(len(rows))
+        self._guess(asked, found.tokens, step, lambda: self.head.logits_of(logits, every))
         step.depth.update(dict.fromkeys(rows, full_depth))
-        if any(one.request.note_keys for one in step.candidates):
-            read = dict(zip(rows, zip(*self.head.read(logits), strict=True), strict=True))
-            for one in step.candidates:
-                if one.row in read:
-                    step.note(one, CheckNote(full_depth, *read[one.row]))
 
     def settle(
         self,

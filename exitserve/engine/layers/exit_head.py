@@ -2,7 +2,7 @@
 
 Where kernels run (`exitserve_kernels.dispatch`) and the head's weights can be read, one pass over
 them checks the rows and writes their logits. Elsewhere the logits are vLLM's own, which has the
-head packed for the CPU, or quantised; the check reads them.
+head packed for the CPU, or quantised; the check reads them. On a CPU both are compiled as one unit.
 
 With tensor parallelism every rank holds a slice of the vocabulary. A check then exchanges six
 numbers a row instead of the logits; every rank computes the same answer from them, so all take
@@ -21,7 +21,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -29,6 +29,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from exitserve.engine.compat.compiled import compiled_module
 from exitserve.engine.compat.weights import readable_head
 from exitserve.screens import Screens
 from exitserve_kernels.dispatch import choose
@@ -45,6 +46,7 @@ from exitserve_kernels.exit_check import (
     summarise_logits,
     summarise_slice,
 )
+from exitserve_kernels.exit_check.reference import read
 
 LEAST_SCORES = 1024
 """Scores kept, of so many pairs of exit layer and threshold."""
@@ -63,6 +65,26 @@ class HostDecision:
     """[N]."""
     exits: list[bool]
     """[N]."""
+
+
+class HeadReading(nn.Module):
+    """The whole head, and what its logits say, for a host that decides."""
+
+    def __init__(
+        self,
+        compute_logits: Callable[[Tensor], Tensor],
+        criterion: Criterion,
+        *,
+        vllm_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.compute_logits, self.criterion = compute_logits, criterion
+
+    def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] of normed states [N, D]; tokens and confidences [2, N] (`Reading`)."""
+        logits = self.compute_logits(normed)
+        return logits, read(logits, self.criterion)
 
 
 class ExitHead:
@@ -97,6 +119,7 @@ class ExitHead:
         self._lm_head = model.output_head()
         self._processor = model.logits_processor
         self._compute_logits = compute_logits
+        self._reading = HeadReading(self.own_logits, self._criterion)
         self._ranks = get_tensor_model_parallel_world_size()
         self._rank = get_tensor_model_parallel_rank()
         self._sliced = self._ranks > 1
@@ -113,6 +136,28 @@ class ExitHead:
         self._ends = ends[(ends >= 0) & (ends < self._columns)]
         self._prepared = False
         self._readable: Head | None = None
+
+    def compile(self, vllm_config: Any) -> nn.Module:
+        """Lets `decide` read whole logits in one call, which is compiled where vLLM compiles.
+
+        Returns:
+            What is compiled.
+        """
+        self._reading = compiled_module(
+            vllm_config,
+            f"head_reading_{self._criterion}",
+            HeadReading,
+            HeadReading.forward,
+            ["normed"],
+            compute_logits=self._compute_logits,
+            criterion=self._criterion,
+        )
+        return self._reading
+
+    def warm_up(self, normed: Tensor) -> None:
+        """Compiles that, for some states [N, D]."""
+        if self._is_whole(normed.device):
+            self._reading(normed)
 
     def _least_score(self, layer: int, threshold: float) -> float:
         screen = self.screens.get(layer)
@@ -149,15 +194,15 @@ class ExitHead:
     def decide(self, normed: Tensor, limits: Sequence[Limits]) -> tuple[HostDecision, Tensor]:
         """As `check`, for a host that decides: on a CPU it needs fewer calls."""
         if self._is_whole(normed.device):
-            logits = self.own_logits(normed)
-            read = self.read(logits if len(logits) == len(limits) else logits[: len(limits)])
+            logits, columns = self._reading(normed)
+            tokens, confidence = Reading.of(columns[:, : len(limits)])
             exits = [
-                confidence > _rounded(end if ends else other)
-                for confidence, ends, (other, end) in zip(
-                    read.confidence, self._end(read.tokens, limits, logits), limits, strict=True
+                found > _rounded(end if ends else other)
+                for found, ends, (other, end) in zip(
+                    confidence, self._end(tokens, limits, logits), limits, strict=True
                 )
             ]
-            return HostDecision(*read, exits), logits
+            return HostDecision(tokens, confidence, exits), logits
         thresholds = torch.tensor(limits, device=normed.device).reshape(-1, 2)
         found, logits = self._check_slices(normed, *thresholds.unbind(dim=-1))
         columns = (found.token, found.confidence, found.exits)

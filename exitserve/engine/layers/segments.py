@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.compilation.backends import set_model_tag
-from vllm.compilation.decorators import support_torch_compile
 
+from exitserve.engine.compat.compiled import compiled_module
 from exitserve.screens import Screen, Screens
 
 Stream = tuple[Tensor, Tensor | None]
@@ -106,6 +105,25 @@ class Segment(nn.Module):
         self.run_layer = run_layer
         self.end_with = end_with
 
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Ended:
+        """Runs the layers: positions [T], stream [T, D]."""
+        for layer in self.layers:
+            hidden, residual = self.run_layer(layer, positions, (hidden, residual))
+        return self.end_with((hidden, residual))
+
+    def masked(
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        frozen: Tensor,
+        state: Tensor,
+    ) -> Ended:
+        """As `forward`; frozen tokens get their state back after each layer (`through`)."""
+        stream = (hidden, residual)
+        stream = through(self.layers, self.run_layer, positions, stream, frozen, state)
+        return self.end_with(stream)
+
 
 def compiled_segment(
     vllm_config: Any,
@@ -122,10 +140,6 @@ def compiled_segment(
 
     With `masked` it takes two more arguments and gives frozen tokens their state back after each
     layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
-
-    vLLM's cache of compiled code knows a module by its forward's qualified name
-    (`vllm/compilation/decorators.py`, `_model_hash_key`), so each segment gets a class and a name
-    of its own: with a common one, a segment could be handed another's code.
     """
     screen = screens.get(end)
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
@@ -133,36 +147,17 @@ def compiled_segment(
         name += f"_screen_{len(screen.inner)}"
     end_with = ended(final_norm, screen, is_last=end == len(layers))
 
-    def forward(self: Segment, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Ended:
-        for layer in self.layers:
-            hidden, residual = self.run_layer(layer, positions, (hidden, residual))
-        return self.end_with((hidden, residual))
-
-    def masked_forward(
-        self: Segment,
-        positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
-        frozen: Tensor,
-        state: Tensor,
-    ) -> Ended:
-        stream = (hidden, residual)
-        stream = through(self.layers, self.run_layer, positions, stream, frozen, state)
-        return self.end_with(stream)
-
-    method: Any = masked_forward if masked else forward
-    method.__name__, method.__qualname__ = "forward", f"{name}.forward"
     arguments = ["positions", "hidden", "residual", *(["frozen", "state"] if masked else [])]
-    decorate = support_torch_compile(dynamic_arg_dims={name: {0: "t"} for name in arguments})
-    segment_class: Any = decorate(type(name, (Segment,), {"forward": method}))
-    with set_model_tag(name):
-        segment: Segment = segment_class(
-            vllm_config=vllm_config,
-            prefix=name,
-            layers=layers,
-            start=start,
-            end=end,
-            run_layer=run_layer,
-            end_with=end_with,
-        )
+    segment: Segment = compiled_module(
+        vllm_config,
+        name,
+        Segment,
+        Segment.masked if masked else Segment.forward,
+        arguments,
+        layers=layers,
+        start=start,
+        end=end,
+        run_layer=run_layer,
+        end_with=end_with,
+    )
     return segment

@@ -76,6 +76,12 @@ class Reading(NamedTuple):
     confidence: list[float]
     """[B]; NaN where a logit is NaN or infinite."""
 
+    @classmethod
+    def of(cls, read: Tensor) -> Reading:
+        """As numbers of Python's, what `reference.read` found [2, B]."""
+        tokens, confidence = read.tolist()
+        return cls([int(token) for token in tokens], confidence)
+
 
 class ExitCheck(NamedTuple):
     """The result of a check for each row."""
@@ -183,13 +189,13 @@ def check_logits(
 
 
 def read_logits(logits: Tensor, *, criterion: Criterion = "max_prob") -> Reading:
-    """Reads logits [B, V] of the whole vocabulary, in as few calls as can be.
+    """Reads logits [B, V] of the whole vocabulary.
 
     Raises:
         ValueError: the criterion is unknown.
     """
     criterion_of(criterion)
-    return Reading(*reference.read(logits, criterion))
+    return Reading.of(reference.read(logits, criterion))
 
 
 def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:

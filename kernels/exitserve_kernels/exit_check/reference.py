@@ -114,6 +114,14 @@ def summarise(
 
 def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) -> Tensor:
     """The summary [B, 6] of float32 logits [B, V]; `ends` is a mask [V]."""
+    top, total, token, *others, end = fields_of(logits)
+    if ends is not None:
+        end = logits.masked_fill(~ends, -math.inf).amax(dim=-1)
+    return torch.stack([top, total, (token + first_token).float(), *others, end], dim=-1)
+
+
+def fields_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields for float32 logits [B, V], without ends."""
     top = logits.amax(dim=-1)
     # argmax may return any token of a tie; the first is the same on every rank and in every tile.
     places = torch.arange(logits.shape[1], device=logits.device)
@@ -123,20 +131,8 @@ def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) 
     powers = shifted.exp()
     # 0 times infinity: a logit of -inf adds nothing.
     weighted = (shifted * powers).masked_fill(logits == -math.inf, 0.0)
-    end = torch.full_like(top, -math.inf)
-    if ends is not None:
-        end = logits.masked_fill(~ends, -math.inf).amax(dim=-1)
-    return torch.stack(
-        [
-            top,
-            powers.sum(dim=-1),
-            (token + first_token).float(),
-            others.amax(dim=-1),
-            weighted.sum(dim=-1),
-            end,
-        ],
-        dim=-1,
-    )
+    no_end = torch.full_like(top, -math.inf)
+    return top, powers.sum(dim=-1), token, others.amax(dim=-1), weighted.sum(dim=-1), no_end
 
 
 def of_written(logits: Tensor, criterion: str, ends: Tensor | None, first_token: int = 0) -> Fields:
@@ -192,23 +188,16 @@ def decided_by_logits(
     return confidence, confidence > thresholds
 
 
-def read(logits: Tensor, criterion: str) -> tuple[list[int], list[float]]:
+def read(logits: Tensor, criterion: str) -> Tensor:
     """The most likely token and the confidence of each row, from all logits [B, V].
 
-    In a decode step on a CPU the code of each operation is cold, so each takes 5 to 10 us whatever
-    its size: so these are two of them, and two transfers. (Where the two best tie, either is given;
-    their margin is 0.)
+    To be compiled: what the criterion does not need falls away then, and the rest is a few loops
+    over the logits. As one tensor [2, B] of float64, which holds both exactly, since each transfer
+    to the host takes as long as an operation.
     """
-    chances = logits.softmax(dim=-1, dtype=torch.float32)
-    vocab_size = logits.shape[1]
-    if criterion == "margin" and vocab_size > 1:
-        best = chances.topk(2, dim=-1)
-        margins = [first - second for first, second in best.values.tolist()]
-        return [token for token, _ in best.indices.tolist()], margins
-    confidence, tokens = chances.max(dim=-1)
-    if criterion == "entropy" and vocab_size > 1:
-        confidence = _certainty(chances)
-    return tokens.tolist(), confidence.tolist()
+    fields = Fields(*fields_of(logits.float()))
+    confidence = confidence_of(fields, criterion, logits.shape[1])
+    return torch.stack([fields.token.double(), confidence.double()])
 
 
 def _certainty(chances: Tensor) -> Tensor:
@@ -257,17 +246,21 @@ def decided(
     end_thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The confidence [B], and whether it is above the threshold for the row's top token [B]."""
-    top, total, _, second, weighted, end = fields
-    if criterion == "max_prob":
-        confidence = total.reciprocal()
-    elif criterion == "margin":
-        assert second is not None
-        confidence = (1.0 - torch.exp(second.float() - top.float())) / total
-    else:
-        assert weighted is not None
-        entropy = torch.log(total) - weighted / total
-        confidence = 1.0 - entropy / math.log(max(vocab_size, 2))
+    confidence = confidence_of(fields, criterion, vocab_size)
     if end_thresholds is not None:
-        assert end is not None, "end_thresholds need end-of-sequence tokens"
-        thresholds = torch.where(end == top, end_thresholds, thresholds)
+        assert fields.end is not None, "end_thresholds need end-of-sequence tokens"
+        thresholds = torch.where(fields.end == fields.top, end_thresholds, thresholds)
     return confidence, confidence > thresholds
+
+
+def confidence_of(fields: Fields, criterion: str, vocab_size: int) -> Tensor:
+    """The confidence [B]."""
+    top, total, _, second, weighted, _ = fields
+    if criterion == "max_prob":
+        return total.reciprocal()
+    if criterion == "margin":
+        assert second is not None
+        return (1.0 - torch.exp(second.float() - top.float())) / total
+    assert weighted is not None
+    entropy = torch.log(total) - weighted / total
+    return 1.0 - entropy / math.log(max(vocab_size, 2))
