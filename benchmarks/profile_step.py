@@ -67,8 +67,8 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 LAYERS = "segments: the layers run"
 PLAIN = "vLLM's own forward, where nobody may exit"
-HEAD = "LM head, of checks and at the end"
-CHECK = "exit check, head aside"
+HEAD = "LM head, where no check reads it"
+CHECK = "exit checks, with the head"
 TURN = "turns of drafts: what is left of them"
 
 PROBES = (

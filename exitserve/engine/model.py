@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class MultiExitMixin(FirstLayers):
         )
         parts = (self, self._segments, self._head, self.propagation)
         if not on_device:
-            compiled = [*model.modules(), *self._segments, self._head.compile(vllm_config)]
+            own = [one.compile_parts(vllm_config) for one in (self._head, self.propagation)]
+            compiled = chain(model.modules(), self._segments, *own)
             self._direct_calls = call_directly(compiled)
             self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
             return

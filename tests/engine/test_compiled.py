@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from exitserve_kernels.exit_check import CRITERIA, Criterion, check_logits
+
 WIDTH = 4
 
 
@@ -52,12 +54,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield found
 
 
-def _made(kind: type[nn.Module], config: Any) -> Any:
-    from vllm.compilation.decorators import support_torch_compile
+def _made(kind: Any, config: Any) -> Any:
+    from exitserve.engine.compat.compiled import compiled_module
 
-    decorate = support_torch_compile(dynamic_arg_dims={"x": {0: "t"}, "y": {0: "t"}})
-    own: Any = decorate(type(kind.__name__, (kind,), {"forward": kind.forward}))
-    return own(vllm_config=config)
+    return compiled_module(config, kind.__name__, kind, kind.forward, ["x", "y"])
 
 
 def _check(module: Any, kind: Any, config: Any, *lengths: int) -> None:
@@ -110,3 +110,36 @@ def test_what_is_unclear_is_left_to_vllm(config: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(calls, "_compiled", counted)
     _check(module, Returned, config, 6, 5, 4, 3)
     assert made == [6, 5, 4, 3]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_exit_checks_read_the_same(config: Any, criterion: Criterion) -> None:
+    """Also where logits tie, which those of bfloat16 often do, or cannot be read."""
+    from vllm.forward_context import set_forward_context
+
+    from exitserve.engine.compat.compiled import call_directly, compiled_module
+    from exitserve.engine.layers.exit_head import HeadReading
+
+    module = compiled_module(
+        config,
+        f"head_reading_{criterion}",
+        HeadReading,
+        HeadReading.forward,
+        ["normed"],
+        compute_logits=lambda normed: normed * 2.0,
+        criterion=criterion,
+    )
+    (calls,) = call_directly([module])
+    for rows, odd in ((5, torch.nan), (1, -torch.inf), (3, torch.inf), (2, -torch.inf)):
+        normed = torch.randint(-6, 6, (rows, 300)).bfloat16()
+        normed[0, 7] = odd
+        with set_forward_context(None, config):
+            logits, read = module(normed)
+        torch.testing.assert_close(logits, normed * 2.0, rtol=0.0, atol=0.0, equal_nan=True)
+        whole = check_logits(logits, torch.zeros(rows), criterion=criterion).confidence
+        # Float32 sums of 300 numbers in another order.
+        close = {"atol": 1e-6, "rtol": 1e-5, "equal_nan": True}
+        torch.testing.assert_close(read[1].float(), whole, **close)
+        sound = slice(0 if odd == -torch.inf else 1, None)
+        assert read[0][sound].tolist() == logits.float().argmax(dim=-1)[sound].tolist()
+    assert calls._plan is not None, "vLLM's wrapper is not passed by"

@@ -120,8 +120,8 @@ def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) ->
     logits = torch.tensor([row[:width] for row in rows])
     found = read_logits(logits, criterion=criterion)
     whole = check_logits(logits, torch.zeros(len(rows)), criterion=criterion)
-    # A margin is subtracted in Python's precision here, in float32 there.
-    assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-7)
+    # Both are float32, computed in another order.
+    assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-6)
     chances = logits.softmax(dim=-1)
     best = [row[token] for row, token in zip(chances.tolist(), found.tokens, strict=True)]
     assert best == chances.amax(dim=-1).tolist()

@@ -36,6 +36,7 @@ def layer_caches(attentions: Sequence[Any]) -> KVStore:
     )
     if known and len(kinds) == 1 and choose("propagate_kv", first.kv_cache.device) == "triton":
         return paged_caches(attentions)
+    choose("propagate_kv", first.kv_cache.device, "torch")  # for people: which form runs
     return CacheWriter(attentions)
 
 

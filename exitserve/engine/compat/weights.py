@@ -44,12 +44,18 @@ def readable_head(head: Any, processor: Any, columns: int, ends: Tensor) -> Head
     )
 
 
-def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A linear map [N, D] to [N, K] with `weight` [K, D], packed as vLLM packs its own."""
-    if not current_platform.is_cpu():
-        return lambda x: functional.linear(x, weight, bias)
-    holder: Any = nn.Module()
-    holder.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    holder.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
-    return lambda x: holder.cpu_linear(x, holder.weight, holder.bias)
+class PackedLinear(nn.Module):
+    """A linear map [N, D] to [N, K], packed as vLLM packs its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Takes a weight [K, D] and a bias [K]."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.cpu_linear: Callable[..., Tensor] = functional.linear
+        if current_platform.is_cpu():
+            dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, K] of [N, D]."""
+        return self.cpu_linear(x, self.weight, self.bias)

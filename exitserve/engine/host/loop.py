@@ -53,8 +53,8 @@ from exitserve.engine.layers.segments import Segment, Stream, ended, total_of
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
 
-CHECKED = 64
-"""Most rows of a check that is made only to be compiled."""
+FEW = 64
+"""Most rows of what is run only to be compiled, and later runs for some rows of a pass."""
 
 
 class HostLoop:
@@ -230,15 +230,15 @@ class HostLoop:
         return active.hand_over(left) if active.rows else left
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
-        """Loads what propagation needs, and compiles the segments and the exit check.
+        """Compiles the segments, the exit check and what propagation computes.
 
         Each runs twice more, with other numbers of tokens, so that it can be called directly from
         then on (`exitserve.engine.compat.compiled`). vLLM's own forward pass follows.
         """
-        self._propagation.load(hidden)
         for count in (len(hidden), 2, 1):
             normed = self._run_alone(positions, hidden, count)
-            self.checks.head.warm_up(normed[:CHECKED])
+            self.checks.head.warm_up(normed[:FEW])
+            self._propagation.warm_up(normed[:FEW])
 
     @torch.inference_mode()
     def time_parts(self) -> None:

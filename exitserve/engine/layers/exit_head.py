@@ -137,7 +137,7 @@ class ExitHead:
         self._prepared = False
         self._readable: Head | None = None
 
-    def compile(self, vllm_config: Any) -> nn.Module:
+    def compile_parts(self, vllm_config: Any) -> list[nn.Module]:
         """Lets `decide` read whole logits in one call, which is compiled where vLLM compiles.
 
         Returns:
@@ -152,7 +152,7 @@ class ExitHead:
             compute_logits=self._compute_logits,
             criterion=self._criterion,
         )
-        return self._reading
+        return [self._reading]
 
     def warm_up(self, normed: Tensor) -> None:
         """Compiles that, for some states [N, D]."""

@@ -2,7 +2,7 @@
 
 A row that exits fills every layer above at once: one GEMM for each *span* (the layers between two
 exits; spans are shared by the exits below them), then `exitserve_kernels.propagate_kv` for key
-norm, rotary embedding and cache.
+norm, rotary embedding and cache. On a CPU all but the write into the cache is compiled as one unit.
 
 Shapes: N rows, S layers above an exit, D hidden, H kv heads, P head size, R rotated part of it.
 """
@@ -16,10 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitserve.engine.compat.caches import layer_caches, layer_slots
-from exitserve.engine.compat.weights import packed_linear
+from exitserve.engine.compat.caches import CacheWriter, layer_caches, layer_slots
+from exitserve.engine.compat.compiled import compiled_module
+from exitserve.engine.compat.weights import PackedLinear
 from exitserve.engine.layers.key_values import LayerKV, Norm, rotation_table
-from exitserve_kernels.propagate_kv import KeyNorm, KVStore, Rotary, fill, normalised
+from exitserve_kernels.propagate_kv import (
+    KeyNorm,
+    KVStore,
+    Rotary,
+    fill,
+    keys_and_values,
+    normalised,
+)
 
 
 class Propagation(nn.Module):
@@ -37,9 +45,33 @@ class Propagation(nn.Module):
         """
         super().__init__()
         self._read_layers, self._exit_layers, self._longest = read_layers, exit_layers, longest
-        self._input_norm: Norm | None = None
-        self._spans: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._projected = {depth: Projected() for depth in exit_layers}
         self._above = nn.ModuleDict()
+
+    def compile_parts(self, vllm_config: Any) -> list[nn.Module]:
+        """Lets keys and values be made in one call, which is compiled where vLLM compiles.
+
+        Returns:
+            What is compiled.
+        """
+        self._projected = {
+            depth: compiled_module(
+                vllm_config,
+                f"projected_from_{depth}",
+                Projected,
+                Projected.forward,
+                ["state", "positions"],
+            )
+            for depth in self._exit_layers
+        }
+        return list(self._projected.values())
+
+    def warm_up(self, states: Tensor) -> None:
+        """Compiles that, for some states [N, D]."""
+        self.load(states)
+        positions = torch.zeros(len(states), dtype=torch.long, device=states.device)
+        for one in self._above.values():
+            one.warm_up(states, positions)  # type: ignore[operator]  # an `_Above`
 
     def load(self, like: Tensor) -> None:
         """Reads the K/V weights of the layers above the first exit; does nothing if it has.
@@ -50,18 +82,20 @@ class Propagation(nn.Module):
         if self._above or not self._exit_layers:
             return
         layers, first = self._read_layers(), self._exit_layers[0]
-        self._input_norm = layers[0].input_norm
         bounds = [*self._exit_layers, len(layers)]
-        self._spans = {
-            start: _projection(layers[start:end], like) for start, end in pairwise(bounds)
-        }
+        spans = {start: _projection(layers[start:end], like) for start, end in pairwise(bounds)}
         # vLLM shares one module between layers that agree; so do the tables.
         tables = {
             id(layer.rotary): rotation_table(layer, self._longest, like) for layer in layers[first:]
         }
-        for depth in self._exit_layers:
-            own = [tables[id(layer.rotary)] for layer in layers[depth:]]
-            self._above[str(depth)] = _Above(layers[depth:], depth, own)
+        for depth, projected in self._projected.items():
+            own = layers[depth:]
+            projected.take(
+                [one for start, one in spans.items() if start >= depth],
+                own,
+                [tables[id(layer.rotary)] for layer in own],
+            )
+            self._above[str(depth)] = _Above(own, depth, projected)
 
     def fill(
         self,
@@ -81,20 +115,55 @@ class Propagation(nn.Module):
             depths: [N] the exit layer of each, where those differ.
         """
         self.load(state)
-        norm = self._input_norm
-        if norm is not None:
-            state = normalised(state, norm.epsilon, centred=norm.centred)
-        parts = [project(state) for start, project in self._spans.items() if start >= depth]
-        projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         above: Any = self._above[str(depth)]
-        above.fill(projected, positions, tokens, depths)
+        above.fill(state, positions, tokens, depths)
 
 
-def _projection(layers: Sequence[LayerKV], like: Tensor) -> Callable[[Tensor], Tensor]:
+def _projection(layers: Sequence[LayerKV], like: Tensor) -> PackedLinear:
     """Makes keys and values of normalised states [N, D]: layer by layer, keys first."""
     weights, biases = zip(*(layer.folded(like) for layer in layers), strict=True)
     bias = torch.cat(biases)
-    return packed_linear(torch.cat(weights), bias if bias.any() else None)
+    return PackedLinear(torch.cat(weights), bias if bias.any() else None)
+
+
+class Projected(nn.Module):
+    """Keys and values of all layers above an exit, from states that froze there."""
+
+    def __init__(self, *, vllm_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        self.input_norm: Norm | None = None
+        self.key_norm: KeyNorm | None = None
+        self.rotary: Rotary | None = None
+
+    def take(
+        self,
+        spans: Sequence[PackedLinear],
+        layers: Sequence[LayerKV],
+        tables: Sequence[Tensor | None],
+    ) -> None:
+        """Takes what it needs of S layers: their weights, span by span, and rotation tables [S]."""
+        self.spans, self.layers = nn.ModuleList(spans), len(layers)
+        self.heads: int = layers[0].attention.num_kv_heads
+        self.input_norm, self.rotary = layers[0].input_norm, _rotary(layers, tables)
+        norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
+        if norms:
+            assert not norms[0].centred, "key norms are root-mean-square norms"
+            self.key_norm = KeyNorm(torch.stack([one.gain for one in norms]), norms[0].epsilon)
+
+    def linear(self, state: Tensor) -> Tensor:
+        """[N, S, 2, H * P] of states [N, D]: keys before their norm and rotation, and values."""
+        norm = self.input_norm
+        if norm is not None:
+            state = normalised(state, norm.epsilon, centred=norm.centred)
+        parts = [project(state) for project in self.spans]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return projected.view(len(state), self.layers, 2, -1)
+
+    def forward(self, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, S, H, P] as caches hold them, of states [N, D]."""
+        projected = self.linear(state)
+        keys, values = keys_and_values(projected, positions, self.heads, self.key_norm, self.rotary)
+        return keys.to(values.dtype), values.contiguous()
 
 
 class _Above(nn.Module):
@@ -105,41 +174,39 @@ class _Above(nn.Module):
     `vllm/v1/worker/utils.py`), so that nothing of ours holds the memory either.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerKV], depth: int, tables: Sequence[Tensor | None]
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerKV], depth: int, projected: Projected) -> None:
         super().__init__()
         self._below = torch.arange(depth, depth + len(layers))[:, None]
         """[S, 1] layers below each."""
         self._attentions = [layer.attention for layer in layers]
         self._addresses: list[int] = []
         self.kv_cache: KVStore | list[Any] = []
-        norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
-        self._key_norm: KeyNorm | None = None
-        if norms:
-            assert not norms[0].centred, "key norms are root-mean-square norms"
-            self._key_norm = KeyNorm(torch.stack([one.gain for one in norms]), norms[0].epsilon)
-        self._rotary = _rotary(layers, tables)
+        # A tuple, so that the copies of weights are no parameters of vLLM's model.
+        self._projected = (projected,)
+
+    def warm_up(self, state: Tensor, positions: Tensor) -> None:
+        """See `Propagation.warm_up`."""
+        self._projected[0](state, positions)
 
     def fill(
-        self,
-        projected: Tensor,
-        positions: Tensor,
-        tokens: Tensor | None,
-        depths: Tensor | None,
+        self, state: Tensor, positions: Tensor, tokens: Tensor | None, depths: Tensor | None
     ) -> None:
-        """Writes `projected` [N, S * 2 * H * P] into the cache; see `Propagation.fill`."""
-        caches = self._bound_caches()
+        """See `Propagation.fill`."""
+        caches, (projected,) = self._bound_caches(), self._projected
         slots = layer_slots(self._attentions, tokens)
         if depths is not None:
             slots = slots.expand(caches.layers, -1).masked_fill(self._below < depths, -1)
+        if isinstance(caches, CacheWriter):
+            keys, values = projected(state, positions)
+            caches.write(keys, values, slots)
+            return
         fill(
-            projected.view(projected.shape[0], caches.layers, 2, -1),
+            projected.linear(state),
             positions,
             slots,
             caches,
-            key_norm=self._key_norm,
-            rotary=self._rotary,
+            key_norm=projected.key_norm,
+            rotary=projected.rotary,
         )
 
     def _bound_caches(self) -> KVStore:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from exitserve_kernels.dispatch import Asked, choose
 from exitserve_kernels.propagate_kv import reference
-from exitserve_kernels.propagate_kv.reference import normalised
+from exitserve_kernels.propagate_kv.reference import keys_and_values, normalised
 
-__all__ = ["Caches", "KVStore", "KeyNorm", "Rotary", "fill", "normalised"]
+__all__ = ["Caches", "KVStore", "KeyNorm", "Rotary", "fill", "keys_and_values", "normalised"]
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
