@@ -109,6 +109,11 @@ class Request:
         """Tokens that are known: the prompt, and what was generated."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether it has as many tokens as it asked for."""
+        return 0 < self.max_tokens <= len(self.output_ids)
+
     def pass_over(self) -> None:
         """Forgets what was decided: the pass that it was decided for is over."""
         self.drafts, self.decided = [], []
@@ -368,4 +373,6 @@ class Batch:
     def num_pending(self) -> int:
         """Tokens that wait at exit layers, of all requests."""
         every = (*self.rows.values(), *self.preempted.requests())
-        return sum(len(one.pending) for one in every if one.pending is not None)
+        # vLLM takes a request that has ended out of the batch with its next pass.
+        waits = (one for one in every if not one.has_all_tokens)
+        return sum(len(one.pending) for one in waits if one.pending is not None)
