@@ -104,7 +104,7 @@ def rails_options(
     """vLLM engine arguments of a model whose first layers draft, beside those of runner V2.
 
     To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
-    our worker sees to it that no second model is loaded (`exitserve.engine.hooks.workers`).
+    our worker sees to it that no second model is loaded (`exitserve.engine.rails.worker`).
 
     Args:
         model_dir: the checkpoint.
@@ -134,9 +134,9 @@ def rails_options(
     config = cut_config(read_config(model_dir, revision), rules.num_layers)
     if given is None and (by_batch := paying_drafts(config, rules)):
         speculation["num_speculative_tokens_per_batch_size"] = by_batch
-    worker = "ExitCPUWorker" if current_platform.is_cpu() else "ExitWorker"
+    worker = "cpu_worker" if current_platform.is_cpu() else "gpu_worker"
     return {
-        "worker_cls": f"exitserve.engine.hooks.workers.{worker}",
+        "worker_cls": f"exitserve.engine.hooks.{worker}.ExitWorker",
         "speculative_config": speculation,
     }
 

@@ -1,4 +1,5 @@
-"""What decides on the device mixes its tensors with none of the host's.
+"""What runs on a card: nothing of vLLM's CPU stands in for it, and what decides on the device mixes
+its tensors with none of the host's.
 
 A card is played by fake tensors on "meta": fake ones on "cuda" fail in a PyTorch without it, as
 soon as one is indexed.
@@ -6,6 +7,8 @@ soon as one is indexed.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +33,24 @@ from .toy_pass import LAYERS, MOST, WIDTH, Parts, add, decode, request_of, reque
 CARD = torch.device("meta")
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 COLUMNS = 12
+
+
+CPU_ALONE = "exitserve.engine.hooks.cpu_worker"
+IMPORTS = f"""
+import importlib, pkgutil, sys
+import exitserve.engine
+for one in pkgutil.walk_packages(exitserve.engine.__path__, "exitserve.engine."):
+    if one.name != {CPU_ALONE!r}:
+        importlib.import_module(one.name)
+found = [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
+sys.exit(f"imported: {{found}}" if found else 0)
+"""
+
+
+def test_a_card_is_served_without_the_cpus_stand_ins() -> None:
+    """vLLM's CPU worker replaces `torch.cuda`'s events and streams by stand-ins that do nothing."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class OneDevice(TorchDispatchMode):

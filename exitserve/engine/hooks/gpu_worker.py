@@ -1,0 +1,10 @@
+"""vLLM's worker of a GPU, which drafts with the model's first layers; `--worker-cls` names it."""
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from exitserve.engine.hooks.worker_extension import ExitWorkerExtension
+from exitserve.engine.rails.worker import RailsWorker
+
+
+class ExitWorker(RailsWorker, Worker, ExitWorkerExtension):
+    """See `RailsWorker`."""

@@ -1,0 +1,29 @@
+"""A worker whose runner V2 drafts with the model's first layers.
+
+vLLM's configuration asks for a draft model, which reserves the cache slots and schedules the
+drafts; the speculator that it makes for one is replaced before anything is loaded, so there never
+is a second model.
+
+vLLM gives its worker class the extension as a base, once, and refuses it to a class that has its
+methods from elsewhere: from vLLM's own worker, if another engine of this process gave it to that.
+So `exitserve.engine.hooks.gpu_worker` and `cpu_worker` each name it as a base themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exitserve.engine.rails.speculator import FirstLayersSpeculator
+
+
+class RailsWorker:
+    """Put it before one of vLLM's workers."""
+
+    vllm_config: Any
+    device: Any
+    model_runner: Any
+
+    def init_device(self) -> None:
+        """Makes the runner, which has loaded nothing yet."""
+        super().init_device()  # type: ignore[misc]  # of the worker behind this
+        self.model_runner.speculator = FirstLayersSpeculator(self.vllm_config, self.device)
