@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+import if_nodes
 import torch
 from torch import Tensor
 
@@ -45,6 +46,8 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 def main() -> int:
     """Writes the facts; the exit status is 1 if a replay did anything but its flags said."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    are_ours = if_nodes.are_missing()
+    if_nodes.install()
     size = 64
     weight = torch.eye(size, device=device)
     flags = torch.ones(2, dtype=torch.bool, device=device)
@@ -66,6 +69,7 @@ def main() -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "if_nodes": device.type == "cuda" and can_branch_in_graphs(),
+        "from": "CUDA's bindings" if are_ours else "PyTorch",
         "graph_bytes": torch.cuda.memory_reserved() - before if device.type == "cuda" else 0,
         "wrong": wrong,
     }

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import if_nodes
+from environment import PLUGIN
 from shapes import Work
 from stages import StageError, last_lines
 
@@ -147,6 +149,10 @@ def _serve(pipe: Connection, spec: EngineSpec, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(spec.variables)
+    if spec.exits is not None and if_nodes.are_missing():
+        if_nodes.install()
+        # Naming plugins there turns the variable into an allow list, which exitserve extends.
+        os.environ["VLLM_PLUGINS"] = PLUGIN
     engine = None
     try:
         engine, facts = _start(spec)

@@ -21,6 +21,8 @@ UNPACK = ROOT / ".gpu" / "part-00" / "unpack.sh"
 """Of a vLLM that was packed for a machine without a network; see README.md."""
 METADATA = "EXITSERVE_GPU_METADATA"
 """In the environment of the script's second start: the folder with this checkout's metadata."""
+PLUGIN = "exitserve_if_nodes"
+"""vLLM's name for `if_nodes.install`, which it calls in each of its processes if it is named."""
 
 
 def is_ready() -> bool:
@@ -39,7 +41,8 @@ def start_again(arguments: list[str]) -> NoReturn:
     folder = tempfile.mkdtemp(prefix="exitserve-metadata-")
     write_metadata(Path(folder))
     given = os.environ.get("PYTHONPATH")
-    paths = [*map(str, (ROOT, ROOT / "kernels", ROOT / "training")), folder]
+    own = (ROOT, ROOT / "kernels", ROOT / "training", Path(__file__).parent)
+    paths = [*map(str, own), folder]
     environment = os.environ | {
         METADATA: folder,
         "PYTHONPATH": os.pathsep.join(paths + ([given] if given else [])),
@@ -59,7 +62,8 @@ def clean_up() -> None:
 
 
 def write_metadata(folder: Path) -> Path:
-    """What an installation of this checkout would say of itself: its name and entry points.
+    """What an installation of this checkout would say of itself: its name and entry points, and
+    that of `if_nodes`.
 
     vLLM finds plugins by entry points, in each of its processes. An installed exitserve may be
     another checkout; what comes first on the path counts.
@@ -76,9 +80,11 @@ def write_metadata(folder: Path) -> Path:
     info.mkdir()
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (info / "METADATA").write_text(head, encoding="utf-8")
+    points = {"console_scripts": project["scripts"], **project["entry-points"]}
+    points["vllm.general_plugins"][PLUGIN] = "if_nodes:install"
     lines = []
-    for group, points in {"console_scripts": project["scripts"], **project["entry-points"]}.items():
-        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in points.items()), ""]
+    for group, own in points.items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in own.items()), ""]
     (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
     return info
 

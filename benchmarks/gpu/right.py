@@ -2,19 +2,21 @@
 
 A small model with random weights, whose confidences spread, in float32: one pass in graphs with our
 kernels, and the same requests without both, must give the same tokens at the same depths; and mode
-`verify` must give plain vLLM's tokens. In bfloat16 rounding may decide between two tokens, so there
-the share that is the same is shown.
+`verify` must give plain vLLM's tokens. In bfloat16, and between compiled code and code that is not,
+rounding may decide between two tokens, so there the share that is the same is shown.
 
-Nothing is said of the size of the cache, so vLLM profiles: it binds small caches, captures graphs
-to see what they need, lets both go, and does it again.
+The last engine is not told the size of its cache, so vLLM profiles: it binds small caches, captures
+graphs to see what they need, lets both go, and does it again.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from exitserve.arguments import verify_options
 from exitserve.bench.settings import PLAIN, Fields, Setting
 from exitserve.checkpoint import MultiExit, write_multi_exit
-from exitserve.report import markdown_table
 
 VOCABULARY = 512
 EXIT_LAYERS = (2, 4)
@@ -76,7 +77,6 @@ LLM: dict[str, Any] = {
     "num_gpu_blocks_override": 80,
     "gpu_memory_utilization": 0.5,
 }
-IN_TORCH = {"EXITSERVE_KERNELS": "torch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,36 +90,71 @@ class EachOther(Setting):
 
 EXITS = EachOther(mode="mixed")
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
+DEFER = Setting(mode="defer", exit_threshold=0.1)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two engines whose answers must be the same."""
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """An engine, and what it is asked for."""
 
-    name: str
-    dtype: str
     setting: Setting
-    reference: tuple[Setting, dict[str, Any] | None, dict[str, Any], dict[str, str]]
-    """Its setting, exits, more arguments of `vllm.LLM`, and more of the environment."""
-    options: dict[str, Any]
-    """Of the engine with exits."""
-    must_be_same: bool
+    exits: Mapping[str, Any] | None
+    """None for plain vLLM."""
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of `vllm.LLM`."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More of the environment."""
 
 
-_MADE = {"exit_layers": list(EXIT_LAYERS), "exit_checks": "all"}
-_EAGER = (EXITS, _MADE, {"enforce_eager": True}, IN_TORCH)
-PAIRS = (
-    Pair("graphs and kernels", "float32", EXITS, _EAGER, _MADE, True),
-    Pair(
-        "verify beside plain vLLM",
-        "float32",
-        VERIFY,
-        (PLAIN, None, {}, {}),
-        {**verify_options(), "exit_layers": [EXIT_LAYERS[0]], "exit_checks": "all"},
-        True,
+_EXITS = {"exit_layers": list(EXIT_LAYERS), "exit_checks": "all"}
+_DRAFTS = {"exit_layers": [EXIT_LAYERS[0]], "exit_checks": "all"}
+_VERIFY = {**verify_options(), **_DRAFTS}
+_DEFER = {"mode": "defer", "exit_threshold": DEFER.exit_threshold, **_DRAFTS}
+_IN_TORCH = {"EXITSERVE_KERNELS": "torch"}
+_EAGER = {"enforce_eager": True}
+_ROOMY = {"max_num_batched_tokens": 256}
+"""For drafts of all rows."""
+
+
+def _compilation(mode: int, graphs: str) -> dict[str, Any]:
+    return {"compilation_config": {"mode": mode, "cudagraph_mode": graphs}}
+
+
+_GRAPHS = _compilation(0, "FULL_DECODE_ONLY")
+ENGINES = {
+    "simple": Answering(setting=EXITS, exits=_EXITS, llm=_EAGER, variables=_IN_TORCH),
+    "graphs": Answering(setting=EXITS, exits=_EXITS, llm=_GRAPHS),
+    "compiled": Answering(
+        setting=EXITS, exits=_EXITS, llm=_compilation(3, "NONE"), variables=_IN_TORCH
     ),
-    Pair("graphs and kernels", "bfloat16", EXITS, _EAGER, _MADE, False),
+    "compiled graphs": Answering(setting=EXITS, exits=_EXITS),
+    "compiled pieces": Answering(setting=EXITS, exits=_EXITS, llm=_compilation(3, "PIECEWISE")),
+    "plain": Answering(setting=PLAIN, exits=None, llm=_ROOMY | _EAGER),
+    "verify": Answering(setting=VERIFY, exits=_VERIFY, llm=_ROOMY | _GRAPHS),
+    "compiled verify": Answering(setting=VERIFY, exits=_VERIFY, llm=_ROOMY),
+    "simple defer": Answering(
+        setting=DEFER, exits=_DEFER, llm=_ROOMY | _EAGER, variables=_IN_TORCH
+    ),
+    "defer": Answering(setting=DEFER, exits=_DEFER, llm=_ROOMY | _GRAPHS),
+    "compiled defer": Answering(setting=DEFER, exits=_DEFER, llm=_ROOMY),
+}
+"""Simple ones have neither graphs nor kernels of ours."""
+PAIRS = (
+    ("graphs", "simple"),
+    ("compiled graphs", "compiled"),
+    ("compiled pieces", "compiled"),
+    ("verify", "plain"),
+    ("defer", "simple defer"),
+    ("compiled", "simple"),
+    ("compiled verify", "plain"),
+    ("compiled defer", "simple defer"),
 )
+"""Engines, each with the one whose answers it must give in float32."""
+COMPILERS_OWN = PAIRS[-3:]
+"""Compiled code adds in another order: a near tie may fall otherwise, so the share is shown."""
+DTYPES = ("float32", "bfloat16")
+CACHE_BYTES = 64 << 20
+"""More than `num_gpu_blocks_override` takes. vLLM does not profile where it is told."""
 
 
 def branches(run: StageRun) -> StageOutcome:
@@ -130,92 +165,132 @@ def branches(run: StageRun) -> StageOutcome:
         raise StageError(f"branches.py ended with status {status}. {last_lines(log)}")
     facts = json.loads(out.read_text(encoding="utf-8"))
     word = "right" if not facts["wrong"] else "WRONG"
-    kind = "in a graph" if facts["if_nodes"] else "outside of graphs: this torch has no IF nodes"
-    page = f"nested branches {kind}: {word}; torch {facts['torch']}, CUDA {facts['cuda']}"
+    kind = "in a graph" if facts["if_nodes"] else "outside of graphs, which a CPU has none of"
+    page = f"nested branches {kind}: {word}; IF nodes of {facts['from']}"
+    page += f", torch {facts['torch']}, CUDA {facts['cuda']}"
     return StageOutcome(facts, page, list(facts["wrong"]), verdict=[page])
 
 
 def answers(run: StageRun) -> StageOutcome:
-    """Every pair, one engine after the other: a profile wants the card for itself."""
+    """All engines of a type at once; then one by itself, which profiles."""
     outcome = StageOutcome({"pairs": []})
-    rows: list[list[str]] = []
-    for pair in PAIRS[: 1 if run.quick else None]:
-        label = f"{pair.name}, {pair.dtype}"
+    folder = Path(tempfile.mkdtemp(prefix="right-", dir=run.folder))
+    model = small_model(folder)
+    names = ("simple", "graphs") if run.quick else tuple(ENGINES)
+
+    def found(name: str, dtype: str, *, profiles: bool = False) -> Answered | StageError:
         try:
-            facts, found, truth = _both(run, pair)
+            return _answered(run, model, name, dtype, profiles=profiles)
         except StageError as failure:
-            outcome.failures.append(f"{label}: {failure}")
-            outcome.verdict.append(f"{label}: FAILED")
-            continue
-        shares = {work: same(found[work], truth[work], pair.setting) for work in found}
-        own = [[label, work, f"{share:.2%}"] for work, share in shares.items()]
-        rows += own
-        least = min(shares.values())
-        if pair.must_be_same and least < 1:
-            outcome.failures.append(f"{label}: {1 - least:.2%} of the tokens differ")
-        if not any(one.preemptions for one in found.values()) and pair.setting is EXITS:
-            outcome.failures.append(f"{label}: no request was preempted")
-        word = "the same" if least == 1 else f"at least {least:.2%} the same"
-        outcome.verdict.append(f"{label}: {word}; {_engine_line(facts)}")
-        outcome.data["pairs"].append({"pair": label, "same": shares, "engines": facts})
-        outcome.page = markdown_table(["pair", "requests", "tokens and depths the same"], rows)
+            return failure
+
+    def compare(pair: tuple[str, str], own: Any, truth: Any, dtype: str, more: str = "") -> None:
+        must = dtype == DTYPES[0] and pair not in COMPILERS_OWN
+        _compare(outcome, f"{' and '.join(pair)}, {dtype}{more}", own, truth, must=must)
+
+    truth: Answered | StageError | None = None
+    for dtype in DTYPES[: 1 if run.quick else None]:
+        with ThreadPoolExecutor(1 if run.tiny else len(names)) as threads:
+            given = threads.map(lambda name, dtype=dtype: found(name, dtype), names)
+            every = dict(zip(names, given, strict=True))
+        truth = truth or every["simple"]
+        for pair in PAIRS:
+            if pair[0] in every:
+                compare(pair, every[pair[0]], every[pair[1]], dtype)
         run.publish("answers", outcome)
-        say(label)
+    own = found("graphs", DTYPES[0], profiles=True)
+    compare(("graphs", "simple"), own, truth, DTYPES[0], ", sized by vLLM")
     return outcome
 
 
-def _engine_line(facts: dict[str, dict[str, Any]]) -> str:
-    """How the engine with exits ran, and its graphs' memory beside that of the other."""
-    own, other = facts["exits"], facts["reference"]
-    memory = " and ".join(f"{one.get('graph_gib', 0.0):.2f}" for one in (own, other))
-    return f"{own.get('attention', '?')}, graphs {own['graphs']} ({memory} GiB)"
+@dataclass(frozen=True)
+class Answered:
+    """What an engine gave."""
+
+    facts: dict[str, Any]
+    """How it runs."""
+    passed: dict[str, Passed]
+    """By work."""
 
 
-def _both(
-    run: StageRun, pair: Pair
-) -> tuple[dict[str, dict[str, Any]], dict[str, Passed], dict[str, Passed]]:
-    """How both engines ran, and what each of them answered to each work."""
-    folder = Path(tempfile.mkdtemp(prefix="right-", dir=run.folder))
-    model = small_model(folder)
-    setting, exits, llm, variables = pair.reference
-    specs = {
-        "exits": (pair.setting, pair.options, {}, {}),
-        "reference": (setting, exits, llm, variables),
-    }
-    facts: dict[str, dict[str, Any]] = {}
-    answered: dict[str, dict[str, Passed]] = {}
-    for name, (chosen, options, more, environment) in specs.items():
-        spec = EngineSpec(
-            model_dir=model,
-            exits=options,
-            forced=None,
-            llm=LLM | {"dtype": pair.dtype} | more | _of_a_cpu(run) | dict(run.llm),
-            vocab_size=VOCABULARY,
-            variables=environment,
-        )
-        child = Child(spec, folder / f"{name}.log")
-        try:
-            patience = 4 if run.tiny else 1
-            facts[name] = child.ready(run.left(patience * START_SECONDS))
-            answered[name] = {
-                work: child.run(chosen, given, run.left(PASS_SECONDS), traced=chosen is EXITS)
-                for work, given in WORKS.items()
-            }
-        finally:
-            child.stop()
-    return facts, answered["exits"], answered["reference"]
+def _compare(
+    outcome: StageOutcome,
+    label: str,
+    own: Answered | StageError,
+    truth: Answered | StageError,
+    *,
+    must: bool,
+) -> None:
+    """Adds a pair to the outcome, whose answers must be the same or may differ."""
+    for one in (own, truth):
+        if isinstance(one, StageError):
+            outcome.failures.append(f"{label}: {one}")
+            outcome.verdict.append(f"{label}: FAILED")
+            return
+    assert isinstance(own, Answered)
+    assert isinstance(truth, Answered)
+    shares = {work: same(own.passed[work], truth.passed[work]) for work in WORKS}
+    least = min(shares.values())
+    if must and least < 1:
+        outcome.failures.append(f"{label}: {1 - least:.2%} of the tokens differ")
+    if not any(one.preemptions for one in own.passed.values()):
+        outcome.failures.append(f"{label}: no request was preempted")
+    word = "the same" if least == 1 else f"at least {least:.2%} the same"
+    outcome.verdict.append(f"{label}: {word}; {_engine_line(own.facts)}")
+    depths = Counter(
+        depth for one in own.passed.values() for ids in one.depths or [] for depth in ids
+    )
+    outcome.data["pairs"].append(
+        {"pair": label, "same": shares, "depths": depths, "engines": [own.facts, truth.facts]}
+    )
+    rows = "".join(f"| {label} | {work} | {share:.2%} |\n" for work, share in shares.items())
+    header = "| pair | requests | tokens and depths the same |\n| --- | --- | --- |\n"
+    outcome.page = (outcome.page or header) + rows
+    say(label)
 
 
-def _of_a_cpu(run: StageRun) -> dict[str, Any]:
-    return {"enforce_eager": True} if run.tiny else {}
+def _engine_line(facts: Mapping[str, Any]) -> str:
+    """How an engine ran, and its graphs' memory."""
+    memory = f"{facts.get('graph_gib', 0.0):.2f} GiB"
+    return f"{facts.get('attention', '?')}, graphs {facts['graphs']} ({memory})"
 
 
-def same(own: Passed, other: Passed, setting: Setting) -> float:
+def _answered(run: StageRun, model: Path, name: str, dtype: str, *, profiles: bool) -> Answered:
+    """Starts an engine and asks it for all works; raises `StageError`."""
+    engine = ENGINES[name]
+    llm = {**LLM, "dtype": dtype, **engine.llm, **dict(run.llm)}
+    if run.tiny:
+        llm["enforce_eager"] = True
+    if not profiles:
+        llm["kv_cache_memory_bytes"] = CACHE_BYTES
+    spec = EngineSpec(
+        model_dir=model,
+        exits=engine.exits,
+        forced=None,
+        llm=llm,
+        vocab_size=VOCABULARY,
+        variables=engine.variables,
+    )
+    child = Child(spec, model.parent / f"{name}-{dtype}-{profiles}.log")
+    try:
+        facts = child.ready(run.left((4 if run.tiny else 1) * START_SECONDS))
+        passed = {
+            work: child.run(engine.setting, given, run.left(PASS_SECONDS), traced=True)
+            for work, given in WORKS.items()
+        }
+    finally:
+        child.stop()
+    say(f"{name}, {dtype}")
+    return Answered(facts, passed)
+
+
+def same(own: Passed, other: Passed) -> float:
     """Share of the tokens that are the other's, at its depths where both have depths."""
+    both = own.depths is not None and other.depths is not None
 
     def listed(passed: Passed) -> Iterator[tuple[int, int | None]]:
         depths: Sequence[Sequence[int | None]] = [[None] * len(one) for one in passed.tokens]
-        if setting is EXITS:
+        if both:
             depths = passed.depths or depths
         for tokens, own_depths in zip(passed.tokens, depths, strict=True):
             yield from zip(tokens, own_depths, strict=True)

@@ -63,15 +63,15 @@ class Shape:
     config: Mapping[str, Any]
     exit_layers: tuple[int, int]
     """Declared by the checkpoint. Cases exit at the first."""
-    truncated: int
-    """Layers of the truncated model."""
     phases: tuple[tuple[EngineCase, ...], ...]
     """Cases of a phase share their engines. Long contexts are a phase of their own: engines with
     caches for them may not fit on the card together."""
 
     def layers_of(self, engine: str) -> int:
         """How many layers an engine's model has."""
-        return self.truncated if engine == "truncated" else int(self.config["num_hidden_layers"])
+        if engine == "truncated":
+            return self.exit_layers[0]
+        return int(self.config["num_hidden_layers"])
 
     def write(self, directory: Path, engine: str) -> Path:
         """Makes the checkpoint of an engine: `config.json` alone."""
@@ -110,17 +110,17 @@ DRAFTS = 4
 
 
 def _cases(
-    shape: tuple[int, int, int], works: tuple[Work, Work, Work], long: Work, targets: Targets
+    shape: tuple[int, int], works: tuple[Work, Work, Work], long: Work, targets: Targets
 ) -> tuple[tuple[EngineCase, ...], ...]:
     """All phases.
 
     Args:
-        shape: exit layer, layers, layers of the truncated model.
+        shape: exit layer, layers.
         works: one request, a few, many.
         long: many with long prompts.
         targets: some of those that are looked up below.
     """
-    exit_layer, layers, truncated = shape
+    exit_layer, layers = shape
     one, _, many = works
     where = f"{exit_layer} of {layers}"
     fixed = Setting(mode="fixed", exit_layer=exit_layer)
@@ -149,7 +149,11 @@ def _cases(
         case("exits off", "exits", OFF, many, layers, "off"),
         case("no exit, every token checked", "exits", never, one, layers, "check"),
         case(f"{SHARE:.0%} exit at {where}", "forced", never, one, by_lot, "share"),
-        case(f"truncated to {truncated} of {layers}", "truncated", PLAIN, one, truncated, "short"),
+        # What remains of a step when plain vLLM runs no more layers than those that exit.
+        *(
+            case(f"truncated to {where}", "truncated", PLAIN, work, exit_layer, "")
+            for work in works
+        ),
     )
     drafts = tuple(
         case(f"{name}, {DRAFTS} drafts, {SHARE:.0%} right", engine, setting, work, layers, "")
@@ -204,9 +208,8 @@ SHAPES = {
             "vocab_size": 128256,
         },
         exit_layers=(8, 16),
-        truncated=16,
         phases=_cases(
-            (8, 32, 16),
+            (8, 32),
             _SHORT,
             _LONG,
             {
@@ -217,7 +220,6 @@ SHAPES = {
                 "check": 0.93,
                 "share": 1.7,
                 "long": 1.3,
-                "short": 1.85,
             },
         ),
     ),
@@ -239,8 +241,7 @@ SHAPES = {
             "vocab_size": 151936,
         },
         exit_layers=(9, 18),
-        truncated=18,
-        phases=_cases((9, 36, 18), _SHORT, _LONG, {}),
+        phases=_cases((9, 36), _SHORT, _LONG, {}),
     ),
 }
 TINY = Shape(
@@ -256,7 +257,6 @@ TINY = Shape(
         "vocab_size": 8192,
     },
     exit_layers=(4, 8),
-    truncated=8,
-    phases=_cases((4, 16, 8), _works(prompt_tokens=16, max_tokens=17), _TINY_LONG, {}),
+    phases=_cases((4, 16), _works(prompt_tokens=16, max_tokens=17), _TINY_LONG, {}),
 )
 """For a CPU, to see that the script runs."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from environment import ROOT
 
 TAIL = 14
 """Lines shown of what failed."""
+LAST_WORDS_SECONDS = 15
 
 
 @dataclass(kw_only=True)
@@ -84,7 +86,7 @@ def command(
     arguments: Sequence[str],
     most: float,
     variables: Mapping[str, str] | None = None,
-) -> tuple[int, Path]:
+) -> tuple[int | None, Path]:
     """Runs Python with `arguments` in the root of the checkout.
 
     Args:
@@ -95,10 +97,10 @@ def command(
         variables: more of the environment.
 
     Returns:
-        Its exit status, and the file with all that it printed.
+        Its exit status, None if it had to be interrupted; and the file with all that it printed.
 
     Raises:
-        StageError: it took longer.
+        StageError: there is no time for it.
     """
     log = run.folder / f"{name}.log"
     limit = run.left(most)
@@ -114,7 +116,10 @@ def command(
         try:
             return process.wait(limit), log
         except subprocess.TimeoutExpired:
-            raise StageError(f"took more than {limit:.0f} s. {last_lines(log)}") from None
+            process.send_signal(signal.SIGINT)  # pytest says what it has found
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_SECONDS)
+            return None, log
         finally:
             if process.poll() is None:  # with the processes that it started
                 os.killpg(process.pid, signal.SIGKILL)

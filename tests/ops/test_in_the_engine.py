@@ -32,6 +32,7 @@ def engine(
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
+        gpu_memory_utilization=0.1,  # of which vLLM asks that it is free
         max_num_seqs=4,
     )
     yield started
