@@ -54,7 +54,7 @@ def test_no_number_is_read_on_the_way() -> None:
 
 
 HELD = (
-    *("_uploaded", "_any_may_exit", "_depth", "_logits", "_in_order", "_every", "checks", "reads"),
+    *("_uploaded", "_any_may_exit", "_depth", "_logits", "checks", "reads"),
     *("_requests.limits", "_requests.end_limits", "_requests.least_scores"),
 )
 
@@ -74,6 +74,7 @@ def test_logits_are_written_once() -> None:
             written.extend([func] * (found.shape == logits.shape and not func.is_view))
             return found
 
+    every.rows.start()
     with Written():
         every.rows.settle(2, yes, yes, logits)
         every.rows.take_last_logits(logits)
@@ -160,10 +161,26 @@ class Launches(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
         found: Tensor = func(*args, **(kwargs or {}))
-        if found.is_meta and not func.is_view:
+        if not func.is_view and found.is_meta:
             copies = func is torch.ops.aten.copy_.default and not args[1].is_meta
             self.copies, self.others = self.copies + copies, self.others + (not copies)
         return found
+
+
+def test_an_exit_is_few_kernels() -> None:
+    """A graph launches each of them, however little it does."""
+
+    def kernels(*exits: int) -> int:
+        every = requests(ExitRules(num_layers=LAYERS, exit_layers=exits), torch.device("meta"))
+        every.rows.begin((), MOST, warms_up=True)
+        parts = Parts()
+        parts.loop.segments = [Layers(end) for end in (*exits, LAYERS)]
+        with every_branch(), Launches() as seen:
+            parts.run(every.rows)
+        return seen.others
+
+    # Of these, the toy layers and head are about fifteen.
+    assert kernels(2, 4) - kernels(2) <= 45
 
 
 def test_a_pass_is_told_in_one_copy() -> None:

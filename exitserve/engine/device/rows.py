@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exitserve.engine.layers.masked_loop import Places
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 from exitserve_kernels.exit_check import Decision
@@ -59,6 +60,11 @@ class Slots:
         self._table = torch.full(shape, NEVER, dtype=torch.float32, device=device)
         self.limits, self.end_limits, self.least_scores = self._table.unbind(1)
         """[S + 1, E] thresholds for any token, for ends of sequence, and scores of screens."""
+
+    def of(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`limits`, `end_limits` and `least_scores` [B, E] of the requests in some slots [B]."""
+        limits, end_limits, least_scores = self._table[slots].unbind(1)
+        return limits, end_limits, least_scores
 
     def start(self, slot: int, policy: ExitPolicy) -> None:
         """Puts a request into a slot."""
@@ -112,9 +118,8 @@ class DeviceRows:
         """[2] since the start, in passes in which a row may exit: layers, each counted once while
         any row still runs, and heads behind the last one."""
         self.num_rows = 0
-        self._in_order = torch.arange(most_rows, device=device)
-        self._every = torch.ones(most_rows, dtype=torch.bool, device=device)
-        self.places, self.freezes = self._in_order, self._every
+        self.places: Places = slice(0)
+        self.freezes: Tensor | None = None
         self._one_each = True
         self._padding: Tensor | None = None
         self._known_tokens: Tensor | None = None
@@ -154,8 +159,7 @@ class DeviceRows:
         any_may_exit = (self._any_might_before,) + (0,) * (len(self._empty_row) - 1)
         beyond = [self._empty_row] * (padded - len(rows))
         upload([any_may_exit, *rows, *beyond], self._uploaded[: 1 + padded])
-        self.places = self._in_order[:padded] if places is None else places.long()
-        self.freezes = self._every[:padded]
+        self.places = slice(padded) if places is None else places.long()
         self._one_each, self._padding = places is None, padding
         self._known_tokens = None
         if known_depth is not None:
@@ -163,8 +167,16 @@ class DeviceRows:
             upload(known_depth, self._known_tokens)
 
     def start(self) -> None:
-        """Begins the pass, on the device: rows without a request have no depth."""
-        self.depth.copy_(torch.where(self._slots == self._requests.empty, 0, self._num_layers))
+        """Begins the pass, on the device: rows without a request have no depth.
+
+        What exits need of each row is looked up once for all of them: each small operation here is
+        a kernel of its own.
+        """
+        self._is_empty = self._slots == self._requests.empty
+        self.depth.fill_(self._num_layers).masked_fill_(self._is_empty, 0)
+        self._limits, self._end_limits, self._least_scores = self._requests.of(self._slots)
+        self._may_be_due = (self._limits < NEVER) & (self._rows[:, 1:2] != 0)
+        self._unchecked = self._limits == ALWAYS
 
     @property
     def _rows(self) -> Tensor:
@@ -177,7 +189,7 @@ class DeviceRows:
     @property
     def padding(self) -> Tensor | None:
         """[T] bool, on the device: tokens without a request."""
-        return self._slots == self._requests.empty if self._one_each else self._padding
+        return self._is_empty if self._one_each else self._padding
 
     @property
     def known_depth(self) -> Tensor | None:
@@ -201,35 +213,37 @@ class DeviceRows:
 
     def due(self, layer: int, running: Tensor) -> Tensor:
         """See `MaskedRows`."""
-        index = self._requests.exit_layers.index(layer)
-        wanted = self._requests.limits[self._slots, index] < NEVER
-        return running & wanted & (self._rows[:, 1] != 0)
+        return running & self._may_be_due[:, self._index(layer)]
 
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `MaskedRows`."""
-        at = self._slots, self._requests.exit_layers.index(layer)
-        return self._requests.limits[at], self._requests.end_limits[at]
+        index = self._index(layer)
+        return self._limits[:, index], self._end_limits[:, index]
 
     def least_scores(self, layer: int) -> Tensor:
         """See `MaskedRows`."""
-        return self._requests.least_scores[self._slots, self._requests.exit_layers.index(layer)]
+        return self._least_scores[:, self._index(layer)]
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
         """See `MaskedRows`."""
-        self.checks[self._requests.exit_layers.index(layer), 3] += rows.sum()
+        self.checks[self._index(layer), 3].add_(rows.sum())
 
     def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
         """Keeps nothing: captured passes tell the host depths only (`ExitRules.full_trace`)."""
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""
-        index = self._requests.exit_layers.index(layer)
-        unchecked = self._requests.limits[self._slots, index] == ALWAYS
-        exits = due & (self.outcome(index, passed) | unchecked)
+        index = self._index(layer)
+        exits = due & (self.outcome(index, passed) | self._unchecked[:, index])
         self._take_logits(exits, logits)
-        self.depth.copy_(torch.where(exits, layer, self.depth))
-        self.checks[index, :3] += torch.stack([due.sum(), exits.sum(), due.any().long()])
+        self.depth.masked_fill_(exits, layer)
+        self.checks[index, :2].add_(torch.stack([due, exits]).sum(dim=1))
+        self.checks[index, 2].add_(due.any())
         return exits
+
+    def _index(self, layer: int) -> int:
+        """Of an exit layer among all."""
+        return self._requests.exit_layers.index(layer)
 
     def outcome(self, index: int, confident: Tensor) -> Tensor:
         """Which rows pass the check at exit number `index`: the confident ones [B] bool.

@@ -22,8 +22,11 @@ from torch import Tensor
 from exitserve.engine.layers.branches import when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Ended, RunLayer, Stream, restored, through, total_of
+from exitserve.engine.layers.segments import Ended, RunLayer, Stream, through, total_of
 from exitserve_kernels.exit_check import Decision
+
+Places = Tensor | slice
+"""Of the rows' tokens among all: [B], or the first B, which takes no kernel to look up."""
 
 
 class MaskedSegment(Protocol):
@@ -48,10 +51,13 @@ class MaskedSegment(Protocol):
 class MaskedRows(Protocol):
     """The rows of a pass, as the loop needs them. Everything is on the device."""
 
-    places: Tensor
-    """[B] the token of each row that may exit: its last."""
-    freezes: Tensor
-    """[B] bool: rows whose token freezes where it exits; others run on."""
+    @property
+    def places(self) -> Places:
+        """[B] the token of each row that may exit: its last."""
+
+    @property
+    def freezes(self) -> Tensor | None:
+        """[B] bool: rows whose token freezes where it exits, others run on; None if all do."""
 
     @property
     def padding(self) -> Tensor | None:
@@ -133,32 +139,31 @@ class MaskedLoop:
         held = _Held(hidden, rows, room or Room(hidden))
         rows.count_layers(self.segments[0].end)
         held.take(*self.segments[0](positions, held.hidden, None, held.frozen, held.state))
+        was_done: Tensor | None = None
         for segment, following in pairwise(self.segments):
             total = held.total()
-            newly = self._check(segment.end, held, rows)
-            ran = ~held.frozen.all()
-            held.freeze(newly, total)
-            runs = ~held.frozen.all()
+            held.freeze(self._check(segment.end, held, rows), total)
+            is_done = held.frozen.all()
 
             def go_on(end: int = segment.end, following: MaskedSegment = following) -> None:
                 rows.count_layers(following.end - end)
                 with self.attending(held.frozen):
                     held.go_through(following, positions)
 
-            when(runs, go_on)
+            when(~is_done, go_on)
             end = segment.end
             when(
-                ran & ~runs,
+                is_done if was_done is None else is_done & ~was_done,
                 lambda end=end: self.propagation.fill(held.state, positions, end),  # type: ignore[misc]
             )
+            was_done = is_done
         # Of frozen tokens too: the segments that ran since have normed the same state again.
         return held.normed
 
     def _check(self, layer: int, held: _Held, rows: MaskedRows) -> Tensor:
         """Checks the rows that are due; returns the tokens [T, 1] that freeze."""
-        newly = torch.zeros_like(held.frozen)
-        if rows.known_depth is not None:
-            newly |= (rows.known_depth == layer)[:, None]
+        known = rows.known_depth
+        newly = torch.zeros_like(held.frozen) if known is None else (known == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
         if held.is_screened:
             opened = held.scores[rows.places] > rows.least_scores(layer).to(due.device)
@@ -170,7 +175,10 @@ class MaskedLoop:
             found, logits = self.head.check(normed, *rows.thresholds(layer))
             rows.note_checks(layer, due, found, logits)
             exits = rows.settle(layer, due, found.exits & due, logits)
-            newly[rows.places, 0] |= exits & rows.freezes
+            own = newly[rows.places, 0]
+            own |= exits if rows.freezes is None else exits & rows.freezes
+            if not isinstance(rows.places, slice):  # else it is a view
+                newly[rows.places, 0] = own
 
         when(due.any(), check)
         return newly
@@ -223,8 +231,11 @@ class _Held:
             self._residual.copy_(residual)
 
     def go_through(self, segment: MaskedSegment, positions: Tensor) -> None:
-        """Runs a segment."""
-        self._keep(*restored(self.stream, self.frozen, self.state))
+        """Runs a segment, from where frozen tokens have their state (`restored`, in place)."""
+        if self._is_pair:
+            self.hidden.masked_fill_(self.frozen, 0.0)
+        stream = self._residual if self._is_pair else self.hidden
+        torch.where(self.frozen, self.state, stream, out=stream)
         self.take(*segment(positions, *self.stream, self.frozen, self.state))
 
     def total(self) -> Tensor:
@@ -233,5 +244,5 @@ class _Held:
 
     def freeze(self, newly: Tensor, total: Tensor) -> None:
         """Freezes the tokens [T, 1] at `total` [T, D]."""
-        self.state.copy_(torch.where(newly, total, self.state))
+        torch.where(newly, total, self.state, out=self.state)
         self.frozen.logical_or_(newly)
