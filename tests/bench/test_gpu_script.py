@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
@@ -76,9 +77,9 @@ def test_answers_are_compared_with_their_depths(script, tokens, depths, share: f
     right, passed = script("right"), script("child").Passed
     truth = passed(tokens=((1, 2), (3, 4)), times=(), depths=[(6, 2), (6, 4)])
     found = passed(tokens=tokens, times=(), depths=depths)
-    assert right.same(found, truth, right.EXITS) == share
+    assert right.same(found, truth) == share
     plain = passed(tokens=truth.tokens, times=())
-    assert right.same(found, plain, right.VERIFY) == (1.0 if tokens[1][1] == 4 else 0.75)
+    assert right.same(found, plain) == (1.0 if tokens[1][1] == 4 else 0.75)
 
 
 def test_speeds_are_told_by_kind_and_batch(script) -> None:
@@ -97,3 +98,26 @@ def test_speeds_are_told_by_kind_and_batch(script) -> None:
         "tiny, all: 2.00 (1 x 16), failed (8 x 16)",
         "tiny, v: 1.50 (8 x 16)",
     ]
+
+
+WAITS = (
+    "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('found so far')"
+)
+
+
+def test_a_command_without_time_says_what_it_found(script, tmp_path: Path) -> None:
+    class Run:
+        folder = tmp_path
+
+        def left(self, most: float) -> float:
+            return most
+
+    status, log = script("stages").command(Run(), "waits", ["-c", WAITS], most=1.5)
+    assert status is None
+    assert log.read_text().strip() == "found so far"
+
+
+def test_a_pytorch_without_cuda_needs_no_if_nodes(script) -> None:
+    before = vars(torch.cuda.CUDAGraph).copy()
+    script("if_nodes").install()
+    assert torch.version.cuda is not None or vars(torch.cuda.CUDAGraph) == before
