@@ -159,6 +159,9 @@ LEAST_OF_THE_ORACLE = 0.9
 """Share of the tokens that must be the oracle's. A CPU adds in another order, too; behind a near
 tie that falls otherwise, all tokens of a request may be others."""
 DTYPES = ("float32", "bfloat16")
+EXACT_SUMS = {"TRITON_F32_DEFAULT": "ieee"}
+"""Of the environment: products of float32 in Triton's attention are float32's, not tf32's, whose
+rounding depends on how many tokens a row has in a pass."""
 CACHE_BYTES = 64 << 20
 """More than `num_gpu_blocks_override` takes. vLLM does not profile where it is told."""
 
@@ -279,7 +282,7 @@ def _answered(run: StageRun, model: Path, name: str, dtype: str, *, profiles: bo
         forced=None,
         llm=llm,
         vocab_size=VOCABULARY,
-        variables=engine.variables,
+        variables=EXACT_SUMS | dict(engine.variables),
     )
     child = Child(spec, model.parent / f"{name}-{dtype}-{profiles}.log")
     try:

@@ -10,7 +10,7 @@ What stays invisible: memory that a graph's pool gives out twice, streams, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -60,6 +60,17 @@ class Branch:
             run(self.body)
 
 
+def spoil(made: Iterable[Tensor]) -> None:
+    """Puts numbers there that no pass would give."""
+    for one in made:
+        if one.is_floating_point():
+            one.fill_(float("nan"))
+        elif one.dtype != torch.bool:
+            one.fill_(torch.iinfo(one.dtype).max)
+        else:
+            one.random_(0, 2)
+
+
 def run(log: list[Operation | Branch]) -> None:
     for one in log:
         one.again()
@@ -70,6 +81,8 @@ class RecordedGraph:
 
     captures: ClassVar[RecordedGraph | None] = None
     """The one that is being captured."""
+    let_go: ClassVar[list[tuple[RecordedGraph, list[Tensor]]]] = []
+    """What graphs gave that nobody keeps: on a GPU other graphs make theirs in its place."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -109,13 +122,9 @@ class RecordedGraph:
     @torch.inference_mode()
     def replay(self) -> None:
         assert len(self._open) == 1, "a branch was left open"
-        for one in self._made.values():
-            if one.is_floating_point():
-                one.fill_(float("nan"))
-            elif one.dtype != torch.bool:
-                one.fill_(torch.iinfo(one.dtype).max)
-            else:
-                one.random_(0, 2)
+        spoil(self._made.values())
+        for given in (own for graph, own in RecordedGraph.let_go if graph is not self):
+            spoil(given)
         self.replays += 1
         run(self._open[0])
 
@@ -179,6 +188,14 @@ def launched(call: Callable[..., Any]) -> Callable[..., Any]:
         record(lambda: call(executor, *args, **kwargs), *tensors(args, kwargs))
 
     return launch
+
+
+def spent(given: Any) -> Any:
+    """Stands in for vLLM's `weak_ref_tensors`, which it calls while a piece is captured if what
+    that gives is not for another piece."""
+    if (graph := RecordedGraph.captures) is not None:
+        RecordedGraph.let_go.append((graph, tensors(given)))
+    return given
 
 
 def collective(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

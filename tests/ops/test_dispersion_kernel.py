@@ -116,7 +116,7 @@ def test_gradient_is_the_slope_of_float64_differences(device: torch.device) -> N
         direction = torch.randn(units.shape, generator=torch.Generator().manual_seed(seed))
         direction = direction.double().to(device)
         ends = [
-            log_sum(units.double() + sign * step * direction, mask, 0.2)
+            log_sum(units.double() + sign * step * direction, mask, 0.2, "torch")
             @ upstream(2, device).double()
             for sign in (1.0, -1.0)
         ]

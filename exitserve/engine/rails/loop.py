@@ -48,9 +48,7 @@ class RailsLoop:
         self._model, self._head, self._draft_head = model, head, draft_head
         self._first, self._rest = segments
         self._most_tokens = most_tokens
-        self._states: Tensor | None = None
-        """[most_tokens, D] of the last pass after the draft layer, normed; a graph that is
-        replayed writes them to where it was captured."""
+        self._room: _Room | None = None
         self._judged: Judged | None = None
 
     @property
@@ -60,11 +58,15 @@ class RailsLoop:
 
     def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
-        states, _, *stream = self._first(positions, hidden, None)
-        if self._states is None:
-            self._states = hidden.new_empty(self._most_tokens, hidden.shape[1])
-        self._states[: len(hidden)].copy_(states)
-        normed: Tensor = self._rest(positions, *stream)[0]
+        if self._room is None:
+            self._room = _Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
+        room = self._room
+        states, _, *stream = self._first(positions, _kept(hidden, room.hidden), None)
+        _kept(states, room.states)
+        after, residual = stream
+        if residual is not None:
+            residual = _kept(residual, room.residual)
+        normed: Tensor = self._rest(positions, _kept(after, room.hidden), residual)[0]
         return normed
 
     def draft(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -92,11 +94,29 @@ class RailsLoop:
         judged, self._judged = self._judged, None  # prompt logprobs call again, for other states
         if judged is None:
             return logits
-        assert self._states is not None
-        states = self._states[judged.places]
+        assert self._room is not None
+        states = self._room.states[judged.places]
         found, own = self._head.check(states, judged.thresholds, judged.end_thresholds)
         judged.stands.copy_(found.exits)
         if logits is None:  # another rank samples
             return None
         every = self._head.logits_of(own, range(len(own)))
         return torch.where(found.exits[:, None], every, logits)
+
+
+class _Room:
+    """Where a pass keeps what it hands on, [most_tokens, D] each: what goes into a segment, and the
+    states after the draft layer, normed.
+
+    A graph that is replayed reads and writes where it was captured. Of a segment that is captured
+    in pieces, what goes in must lie at one place, and what comes out lies where later pieces put
+    theirs (`vllm/compilation/cuda_graph.py`).
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.hidden, self.residual, self.states = (torch.empty_like(like) for _ in range(3))
+
+
+def _kept(given: Tensor, place: Tensor) -> Tensor:
+    """What was given [T, D], at the place where it is kept."""
+    return place[: len(given)].copy_(given)

@@ -120,6 +120,9 @@ def _fill(
         tl.store(values + to, narrowed(value, CACHE), mask=inside)
 
 
+# The kernel reaches caches by their addresses. To a compiler it writes nothing that anyone reads,
+# so it would be left out.
+@torch.compiler.disable
 def fill(
     projected: Tensor,
     positions: Tensor,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ..recording import RecordedGraph, collective, launched, record, record_graphs
+from ..recording import RecordedGraph, collective, launched, record, record_graphs, spent
 
 SIZES = [1, 2, 4, 8, 16, 32]
 SITE = Path(__file__).parent / "site"
@@ -82,6 +82,39 @@ def update_metadata_in_graphs(patch: pytest.MonkeyPatch, last: LastPass) -> None
     )
 
 
+def capture_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Lets compiled segments be captured piece by piece, between one layer's attention and the
+    next: what TorchDynamo traced runs as it is, since recorded graphs do not see compiled code."""
+    from vllm.compilation import cuda_graph
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        compilation = config.compilation_config
+        mode = compilation.mode
+        update(config)
+        if mode == CompilationMode.VLLM_COMPILE:
+            compilation.mode, compilation.backend = mode, "eager"
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+            compilation.compile_sizes = []
+            compilation.cudagraph_capture_sizes = SIZES
+            compilation.max_cudagraph_capture_size = SIZES[-1]
+
+    wrapper = f"{cuda_graph.__name__}.{cuda_graph.CUDAGraphWrapper.__qualname__}"
+    own = {
+        "check_and_update_config": check_and_update_config,
+        "get_static_graph_wrapper_cls": lambda: wrapper,
+    }
+    for name, function in own.items():
+        patch.setattr(CpuPlatform, name, staticmethod(function))
+    patch.setattr(cuda_graph, "capture_pool", lambda *_: nullcontext())
+    patch.setattr(cuda_graph, "weak_ref_tensors", spent)
+    patch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+
+
 def let_capture(patch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """Lets engines in this process capture decodes, as on a GPU; all graphs that were captured."""
     import torch
@@ -103,7 +136,8 @@ def let_capture(patch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     patch.setattr(CpuPlatform, "graph_pool_handle", lambda _: (0, 0), raising=False)
 
     def chosen(config: Any, *_: Any, **__: Any) -> CUDAGraphMode:
-        config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        if not config.cudagraph_mode.has_piecewise_cudagraphs():
+            config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, SIZES[-1]
         return config.cudagraph_mode
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from ..recording import RecordedGraph
-from .graphs import SITE, SIZES, LastPass, let_capture, update_metadata_in_graphs
+from .graphs import (
+    SITE,
+    SIZES,
+    LastPass,
+    capture_pieces,
+    let_capture,
+    update_metadata_in_graphs,
+)
 
 COMPILATION = {"cudagraph_capture_sizes": SIZES}
 """Engines that are told so capture graphs, and no test without graphs shares them."""
@@ -99,3 +106,34 @@ def test_drafts_and_their_judge(
     assert accepted() - arrived == in_graphs > 0, "a judge hides drafts that are wrong"
     ACCEPTED.add(in_graphs)
     assert len(ACCEPTED) == 1, "however drafts are captured"
+
+
+COMPILED = {"enforce_eager": False, "compilation_config": COMPILATION}
+
+
+def test_exits_and_pieces(start, oracle, expect, make_checkpoint, random_jobs, monkeypatch) -> None:
+    """Prompts, and decodes beside them, run in pieces that are captured by themselves."""
+    monkeypatch.syspath_prepend(str(SITE))
+    capture_pieces(monkeypatch)
+    model = make_checkpoint("llama")
+    every = random_jobs(count=6, max_tokens=12)
+    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    harness = start(
+        model, exits=EXITS, worker_cls="graph_worker.GraphWorker", **COMPILED, **OPTIONS
+    )
+    assert harness.run(jobs, every=3) == [expect(oracle(model), one) for one in jobs]
+    (replayed,) = harness.engine.collective_rpc("graphs_replayed")
+    assert replayed > 2 * len(SIZES), "more than hold whole passes, and drafts"
+
+
+def test_drafts_and_pieces(
+    start, expected, model, asking, random_jobs, drafting, monkeypatch
+) -> None:
+    """See `test_exits_and_pieces`."""
+    monkeypatch.syspath_prepend(str(SITE))
+    capture_pieces(monkeypatch)
+    jobs = asking(random_jobs(count=6, max_tokens=12))
+    harness = start(model, worker_cls="graph_worker.DraftingWorker", **COMPILED, **drafting)
+    assert harness.run(jobs, every=3) == expected(model, jobs)
+    (replayed,) = harness.engine.collective_rpc("graphs_replayed")
+    assert replayed > 2 * len(SIZES), "more than hold whole passes, and drafts"
