@@ -112,7 +112,9 @@ def _case(run: StageRun, shape: Shape, case: EngineCase, found: Found) -> dict[s
     return row | {
         "speed": spread([mine.rate / its.rate for mine, its in pairs]),
         "plain_ms": _milliseconds(its.gaps for _, its in pairs),
-        "ms": _milliseconds(mine.gaps for mine, _ in pairs),
+        "ms": _milliseconds(mine.gaps for mine, _ in pairs)
+        if not case.drafts
+        else round(1e3 * case.work.batch / statistics.median(mine.rate for mine, _ in pairs), 4),
         "plain_tokens_per_second": [round(its.rate, 2) for _, its in pairs],
         "tokens_per_second": [round(mine.rate, 2) for mine, _ in pairs],
         # Drafts, whose work is not that of depths, have no limit here.

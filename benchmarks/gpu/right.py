@@ -158,6 +158,9 @@ COMPILERS_OWN = PAIRS[-3:]
 LEAST_OF_THE_ORACLE = 0.9
 """Share of the tokens that must be the oracle's. A CPU adds in another order, too; behind a near
 tie that falls otherwise, all tokens of a request may be others."""
+LEAST_WITH_TIES = 0.1
+"""Share of the tokens where rounding may decide between two. Right answers of 60 tokens, which are
+others from the first such tie on, have shared 0.26 and more; wrong ones share next to none."""
 DTYPES = ("float32", "bfloat16")
 EXACT_SUMS = {"TRITON_F32_DEFAULT": "ieee"}
 """Of the environment: products of float32 in Triton's attention are float32's, not tf32's, whose
@@ -196,7 +199,7 @@ def answers(run: StageRun) -> StageOutcome:
     def compare(pair: tuple[str, str], own: Any, truth: Any, dtype: str, more: str = "") -> None:
         must = dtype == DTYPES[0] and pair not in COMPILERS_OWN
         label = f"{' and '.join(pair)}, {dtype}{more}"
-        _compare(outcome, label, own, truth, least=float(must))
+        _compare(outcome, label, own, truth, least=1.0 if must else LEAST_WITH_TIES)
 
     truth: Answered | StageError | None = None
     for dtype in DTYPES[: 1 if run.quick else None]:

@@ -20,8 +20,8 @@ from exitserve.step_costs.sources import step_costs
 
 DEFAULT_CPU_CACHE_GIB = "1"
 EXPERIMENTAL = (
-    "exitserve: on GPUs this is experimental: exits have run on one card for minutes, drafts "
-    "(modes verify, defer) on none. docs/gpu.md says what is known, and how to check it on yours."
+    "exitserve: on GPUs this is experimental: it has run on one card for minutes. docs/gpu.md says "
+    "what is known, and how to check it on yours."
 )
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""

@@ -19,7 +19,7 @@ from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
 from exitserve.engine.device import loop
 from exitserve.engine.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch, when
-from exitserve.engine.layers.masked_loop import Room
+from exitserve.engine.layers.masked_loop import MaskedSegment, Room
 from exitserve.engine.layers.segments import ended
 from exitserve.engine.rails.loop import RailsLoop
 from exitserve.engine.rails.requests import Judged
@@ -174,7 +174,7 @@ def test_an_exit_is_few_kernels() -> None:
         every = requests(ExitRules(num_layers=LAYERS, exit_layers=exits), torch.device("meta"))
         every.rows.begin((), MOST, warms_up=True)
         parts = Parts()
-        parts.loop.segments = [Layers(end) for end in (*exits, LAYERS)]
+        parts.loop.segments = [MaskedSegment(end, Layers(end)) for end in (*exits, LAYERS)]
         with every_branch(), Launches() as seen:
             parts.run(every.rows)
         return seen.others

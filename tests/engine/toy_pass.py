@@ -11,7 +11,7 @@ from torch import Tensor
 from exitserve.engine.device.requests import DeviceRequests, PassRows
 from exitserve.engine.device.rows import DeviceRows
 from exitserve.engine.layers.branches import when
-from exitserve.engine.layers.masked_loop import MaskedLoop
+from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
@@ -59,7 +59,8 @@ class Parts:
         self.filled: list[int] = []
         self.segments = [Layers(2), Layers(4), Layers(LAYERS)]
         fill = SimpleNamespace(fill=lambda state, positions, end: self.filled.append(end))
-        parts: Any = (self.segments, Head(), fill)
+        segments = [MaskedSegment(one.end, one) for one in self.segments]
+        parts: Any = (segments, Head(), fill)
         self.loop = MaskedLoop(*parts)
 
     def run(self, rows: DeviceRows, tokens: int = MOST, hidden: Tensor | None = None) -> Tensor:

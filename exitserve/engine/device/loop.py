@@ -25,6 +25,7 @@ from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment, Room
 from exitserve.engine.layers.propagation import Propagation
+from exitserve.engine.layers.segments import Segment
 
 
 class DeviceLoop:
@@ -33,7 +34,7 @@ class DeviceLoop:
     def __init__(
         self,
         model: Any,
-        segments: Sequence[MaskedSegment],
+        segments: Sequence[Segment],
         head: ExitHead,
         propagation: Propagation,
         most_tokens: int,
@@ -42,7 +43,7 @@ class DeviceLoop:
 
         Args:
             model: a `MultiExitMixin`.
-            segments: see `MaskedLoop`.
+            segments: its layers, from exit to exit, masked.
             head: the model's.
             propagation: of its keys and values.
             most_tokens: of a pass that is captured.
@@ -115,7 +116,7 @@ class DeviceLoop:
     def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
         rows.start()
         loop = MaskedLoop(
-            self._segments,
+            [MaskedSegment(one.end, one) for one in self._segments],
             self._head,
             self._propagation,
             lambda frozen: without_reading_for(frozen, self.attention_groups),

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,9 +46,9 @@ from exitserve.engine.host.rearranged import Rearranged
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, merge_logits
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.layers.masked_loop import MaskedLayers, MaskedLoop
+from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Segment, Stream, ended, total_of
+from exitserve.engine.layers.segments import Segment, Stream, total_of
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.state import EngineState
 
@@ -151,17 +150,7 @@ class HostLoop:
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """All rows through all layers, frozen ones with their state restored after each."""
-        layers, screens = self._model.decoder_layers(), self.checks.head.screens
-        bounds = pairwise([0, *self._rules.exit_layers, len(layers)])
-        segments = [
-            MaskedLayers(
-                tuple(layers[start:end]),
-                end,
-                self._model.run_layer,
-                ended(self._model.final_norm, screens.get(end), is_last=end == len(layers)),
-            )
-            for start, end in bounds
-        ]
+        segments = [MaskedSegment(one.end, one.masked) for one in self._segments]
         self._propagation.load(hidden)
         loop = MaskedLoop(segments, self.checks.head, self._propagation)
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,30 +22,21 @@ from torch import Tensor
 from exitserve.engine.layers.branches import when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Ended, RunLayer, Stream, through, total_of
+from exitserve.engine.layers.segments import Ended, Stream, total_of
 from exitserve_kernels.exit_check import Decision
 
 Places = Tensor | slice
 """Of the rows' tokens among all: [B], or the first B, which takes no kernel to look up."""
 
 
-class MaskedSegment(Protocol):
+class MaskedSegment(NamedTuple):
     """Some layers, after each of which frozen tokens get their state back (`restored`), and the
     final norm behind them."""
 
-    @property
-    def end(self) -> int:
-        """How many layers of the decoder have run after it."""
-
-    def __call__(
-        self,
-        positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
-        frozen: Tensor,
-        state: Tensor,
-    ) -> Ended:
-        """Runs [T, D], given `frozen` [T, 1] bool and `state` [T, D]."""
+    end: int
+    """How many layers of the decoder have run after it."""
+    run: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Ended]
+    """`Segment.masked`, compiled or not."""
 
 
 class MaskedRows(Protocol):
@@ -89,28 +80,6 @@ class MaskedRows(Protocol):
         """Counts layers that run: for all tokens, while any still does."""
 
 
-@dataclass(frozen=True)
-class MaskedLayers:
-    """A masked segment that is not compiled."""
-
-    layers: tuple[Any, ...]
-    end: int
-    run_layer: RunLayer
-    end_with: Callable[[Stream], Ended]
-
-    def __call__(
-        self,
-        positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
-        frozen: Tensor,
-        state: Tensor,
-    ) -> Ended:
-        """See `MaskedSegment`."""
-        stream = (hidden, residual)
-        return self.end_with(through(self.layers, self.run_layer, positions, stream, frozen, state))
-
-
 class Room:
     """Where a pass keeps its state: pieces that are captured by themselves find it there again."""
 
@@ -138,7 +107,7 @@ class MaskedLoop:
         """Runs the embedded tokens [T, D] of a pass; returns their normed states [T, D]."""
         held = _Held(hidden, rows, room or Room(hidden))
         rows.count_layers(self.segments[0].end)
-        held.take(*self.segments[0](positions, held.hidden, None, held.frozen, held.state))
+        held.take(*self.segments[0].run(positions, held.hidden, None, held.frozen, held.state))
         was_done: Tensor | None = None
         for segment, following in pairwise(self.segments):
             total = held.total()
@@ -152,7 +121,7 @@ class MaskedLoop:
 
             when(~is_done, go_on)
             end = segment.end
-            when(
+            when(  # once: what was done at an earlier exit was filled there
                 is_done if was_done is None else is_done & ~was_done,
                 lambda end=end: self.propagation.fill(held.state, positions, end),  # type: ignore[misc]
             )
@@ -236,7 +205,7 @@ class _Held:
             self.hidden.masked_fill_(self.frozen, 0.0)
         stream = self._residual if self._is_pair else self.hidden
         torch.where(self.frozen, self.state, stream, out=stream)
-        self.take(*segment(positions, *self.stream, self.frozen, self.state))
+        self.take(*segment.run(positions, *self.stream, self.frozen, self.state))
 
     def total(self) -> Tensor:
         """The residual stream [T, D]."""

@@ -6,7 +6,7 @@ on a GPU, its CUDA graphs) sees ordinary straight code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,20 +69,6 @@ def restored(stream: Stream, frozen: Tensor, state: Tensor) -> Stream:
     return hidden.masked_fill(frozen, 0.0), torch.where(frozen, state, residual)
 
 
-def through(
-    layers: Iterable[Any],
-    run_layer: RunLayer,
-    positions: Tensor,
-    stream: Stream,
-    frozen: Tensor,
-    state: Tensor,
-) -> Stream:
-    """Runs layers, after each of which frozen tokens get their state back (`restored`)."""
-    for layer in layers:
-        stream = restored(run_layer(layer, positions, stream), frozen, state)
-    return stream
-
-
 class Segment(nn.Module):
     """Layers `start + 1 .. end` of a decoder. `compiled_segment` makes one."""
 
@@ -119,10 +105,19 @@ class Segment(nn.Module):
         frozen: Tensor,
         state: Tensor,
     ) -> Ended:
-        """As `forward`; frozen tokens get their state back after each layer (`through`)."""
-        stream = (hidden, residual)
-        stream = through(self.layers, self.run_layer, positions, stream, frozen, state)
-        return self.end_with(stream)
+        """As `forward`; after each layer frozen tokens get their state back (`restored`).
+
+        Args:
+            positions: [T].
+            hidden: [T, D].
+            residual: [T, D] or None.
+            frozen: [T, 1] bool.
+            state: [T, D] of the frozen ones.
+        """
+        for layer in self.layers:
+            stream = self.run_layer(layer, positions, (hidden, residual))
+            hidden, residual = restored(stream, frozen, state)
+        return self.end_with((hidden, residual))
 
 
 def compiled_segment(
@@ -138,8 +133,7 @@ def compiled_segment(
 ) -> Segment:
     """A segment that is compiled as one unit where vLLM compiles, with the screen at its end.
 
-    With `masked` it takes two more arguments and gives frozen tokens their state back after each
-    layer (`restored`; `exitserve.engine.layers.masked_loop.MaskedSegment`).
+    With `masked` a call of it is `Segment.masked`.
     """
     screen = screens.get(end)
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
