@@ -58,7 +58,12 @@ def anonymous_bytes(process: int) -> int:
 
 def child(model: str, max_layers: int | None) -> None:
     """Starts one engine, makes some tokens, and waits."""
-    from exitserve.engine.launch import greedy_params, start_engine, start_plain_engine
+    from exitserve.engine.launch import (
+        greedy_params,
+        start_engine,
+        start_plain_engine,
+        stop_engine,
+    )
 
     options: dict[str, Any] = {
         "enforce_eager": True,
@@ -74,7 +79,7 @@ def child(model: str, max_layers: int | None) -> None:
     engine.generate(prompt, greedy_params(8), use_tqdm=False)
     print(READY, flush=True)
     sys.stdin.readline()
-    engine.llm_engine.engine_core.shutdown()
+    stop_engine(engine)
 
 
 def measured(model: Path, max_layers: int | None) -> dict[str, int]:

@@ -27,7 +27,7 @@ from stages import StageError, last_lines
 from exitserve.bench.engines import BatchRequest, Engines
 from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.settings import Setting
-from exitserve.engine.launch import start_engine, start_plain_engine
+from exitserve.engine.launch import start_engine, start_plain_engine, stop_engine
 from exitserve.synthetic_shapes import random_prompts
 
 STOP_SECONDS = 20
@@ -170,7 +170,7 @@ def _serve(pipe: Connection, spec: EngineSpec, log: Path) -> None:
         pipe.send(_Failure(f"{type(error).__name__}: {str(error)[:500]}"))
     finally:
         if engine is not None:
-            engine.llm_engine.engine_core.shutdown()
+            stop_engine(engine)
 
 
 def _start(spec: EngineSpec) -> tuple[Any, dict[str, Any]]:

@@ -30,6 +30,7 @@ from exitserve.engine.launch import (
     runs_on_v2,
     start_engine,
     start_plain_engine,
+    stop_engine,
     take_traces,
 )
 from exitserve.policy import BY_CONFIDENCE, Mode
@@ -298,7 +299,7 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
     finally:
         # Each waits for its processes to end.
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda llm: llm.llm_engine.engine_core.shutdown(), started))
+            list(threads.map(stop_engine, started))
 
 
 def _rival(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:

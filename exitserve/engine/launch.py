@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,18 @@ def start_engine(
     return engine
 
 
+def stop_engine(engine: Any) -> None:
+    """Ends the processes of a `vllm.LLM`.
+
+    vLLM kills those that take long, and raises if one ends by itself just then
+    (`vllm/utils/system_utils.py`, `kill_process_tree`).
+    """
+    from psutil import NoSuchProcess
+
+    with suppress(NoSuchProcess):
+        engine.llm_engine.engine_core.shutdown()
+
+
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments `above` over those `below`; mappings in both are joined."""
     joined = {**below, **above}
@@ -334,7 +347,7 @@ def continuations(
     try:
         outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
     finally:
-        engine.llm_engine.engine_core.shutdown()
+        stop_engine(engine)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

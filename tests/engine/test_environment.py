@@ -1,12 +1,19 @@
-"""What starting an engine sets in the environment, where the user has not."""
+"""What starting an engine sets in the environment, where the user has not; and its end."""
 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from exitserve.engine.launch import engine_options, prepare_environment, suit_runner
+from exitserve.engine.launch import (
+    engine_options,
+    prepare_environment,
+    stop_engine,
+    suit_runner,
+)
 from exitserve.errors import ExitServeError
 
 
@@ -48,3 +55,11 @@ def test_kernels_that_cannot_run_here_are_refused_before_anything_starts(monkeyp
     monkeypatch.setenv("EXITSERVE_KERNELS", "fast")
     with pytest.raises(ExitServeError, match="EXITSERVE_KERNELS 'fast' is unknown; allowed: auto"):
         prepare_environment()
+
+
+def test_a_process_that_ends_before_it_is_killed_is_no_error() -> None:
+    def shutdown() -> None:
+        raise psutil.NoSuchProcess(4711)
+
+    core = SimpleNamespace(shutdown=shutdown)
+    stop_engine(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
