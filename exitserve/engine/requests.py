@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from exitserve.engine.compat.sampling import Sampling
+from exitserve.engine.compat.sampling import Sampled
 from exitserve.engine.exit_switch import Evidence, ExitSwitch
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
 from exitserve.engine.recorder import CheckNote
@@ -33,6 +33,8 @@ class Exited:
     token: int
     depth: int
     """Layers that the token before it had run."""
+    sampled: Sampled | None = None
+    """None for one that is simply the likeliest."""
 
 
 @dataclass(eq=False)
@@ -59,13 +61,17 @@ class Request:
     """Tokens that the next pass is to judge (mode "verify"), or to run the deeper layers of."""
     decided: list[Exited] = field(default_factory=list)
     """The next tokens, as far as they are decided, not only drafted; the first are `drafts`."""
-    may_draft: bool = False
-    """Whether its tokens may be drafted: where exits decide them, those that follow from the logits
-    alone, or are drawn without a seed, and of which nobody wants log-probabilities."""
-    sampling: Sampling | None = None
-    """How tokens are drawn that exits decide; None: they are the likeliest."""
-    needs_logits: bool = False
-    """Whether a grammar or log-probabilities need the logits of its tokens."""
+    drafts_from: int | None = None
+    """Generated tokens from which on the next ones may be drafted; None: they may not."""
+    has_seed: bool = False
+    """Whether its tokens are drawn by a seed's random numbers."""
+    is_sampled: bool = False
+    """Whether exits decide its tokens, and these take vLLM's sampler: they are not simply the
+    likeliest, or their log-probabilities are wanted."""
+    wants_logprobs: bool = False
+    """Whether it asked for log-probabilities of its tokens."""
+    has_grammar: bool = False
+    """Whether a grammar constrains its output."""
     none_on: bool = False
     """Whether it asked for exits, and none was on when it began."""
     evidence: Evidence | None = None
@@ -88,6 +94,11 @@ class Request:
     def may_exit(self) -> bool:
         """Whether its tokens may exit, other than as drafts."""
         return self.policy.mode not in ("off", "verify")
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next tokens may be drafted."""
+        return self.drafts_from is not None and len(self.output_ids) >= self.drafts_from
 
     @property
     def note_keys(self) -> tuple[str, ...]:
@@ -165,10 +176,10 @@ def read_request(
     asks = policy.mode != "off"
     given = (params.extra_args or {}).get("exit_trace")
     keys = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
-    may_draft, evidence, pending = _may_draft(params, policy), None, None
+    drafts_from, evidence, pending = _drafts_from(params, policy), None, None
     # Who asks what checks find wants them made.
     if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
-        drafts = may_draft and rules.num_drafts > 0
+        drafts = drafts_from is not None and rules.num_drafts > 0
         policy, evidence = switch.begin(policy, drafts=drafts, running=running)
     if policy.mode in ("defer", "verify"):
         pending = PendingTokens(bounds or Bounds())
@@ -184,45 +195,46 @@ def read_request(
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
         pending=pending,
-        may_draft=may_draft and policy.mode != "off",
-        sampling=_sampling(params) if policy.mode in DECIDED else None,
-        needs_logits=params.structured_outputs is not None or _wants_logprobs(params),
+        drafts_from=None if policy.mode == "off" else drafts_from,
+        has_seed=_has_seed(params),
+        is_sampled=policy.mode in DECIDED and _is_sampled(params),
+        wants_logprobs=params.logprobs is not None,
+        has_grammar=params.structured_outputs is not None,
         none_on=asks and policy.mode == "off",
         evidence=evidence,
     )
 
 
-def _may_draft(params: Any, policy: ExitPolicy) -> bool:
-    """See `Request.may_draft`.
+def _drafts_from(params: Any, policy: ExitPolicy) -> int | None:
+    """See `Request.drafts_from`.
 
-    In mode "verify" sampling judges drafts, whatever else it is told, but a seed's numbers would be
-    used up: how many are judged depends on others, on who is preempted, and on a pass's tokens.
+    Grammars are in the engine's process, vLLM counts tokens towards a least number and a thinking
+    budget once in each pass, and has no log-probabilities of given tokens (`logprob_token_ids`)
+    beside drafts. In mode "verify" vLLM's rejection sampling judges drafts, which knows neither
+    `min_p` nor `logit_bias`, and would use up a seed's numbers: how many are judged depends on
+    others, on who is preempted, and on a pass's tokens.
     """
-    if params.logit_bias or (params.min_p and params.temperature > 0):
-        return False  # vLLM does not apply them to drafts
-    if params.seed is not None and params.temperature > 0:
-        return False
     if policy.mode == "verify":
-        return True
-    if policy.mode not in DECIDED:
-        return False
-    told = (
-        *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
-        *(params.min_tokens, params.bad_words, params.allowed_token_ids),
-        *(params.structured_outputs, params.thinking_token_budget),
-    )
-    return not any(told) and not _wants_logprobs(params)
-
-
-def _sampling(params: Any) -> Sampling | None:
-    if params.temperature == 0:
+        biased = params.logit_bias or (params.min_p and params.temperature > 0)
+        return None if biased or _has_seed(params) else 0
+    told = params.structured_outputs, params.thinking_token_budget, params.logprob_token_ids
+    if policy.mode not in DECIDED or any(told):
         return None
-    return Sampling(params.temperature, params.top_k, params.top_p)
+    return params.min_tokens + 1 if params.min_tokens else 0
 
 
-def _wants_logprobs(params: Any) -> bool:
-    asked = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
-    return any(one is not None for one in asked)
+def _has_seed(params: Any) -> bool:
+    """See `Request.has_seed`."""
+    return params.seed is not None and params.temperature > 0
+
+
+def _is_sampled(params: Any) -> bool:
+    """See `Request.is_sampled`."""
+    told = (
+        *(params.temperature, params.logit_bias, params.bad_words, params.allowed_token_ids),
+        *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
+    )
+    return any(told) or params.logprobs is not None
 
 
 class PreemptedRequests:
@@ -315,6 +327,8 @@ class Batch:
         self.rows: dict[int, Request] = {}
         self.is_traced = False
         """Whether somebody asks for the depths of one of them."""
+        self.verifies = False
+        """Whether one of them, or of those that are preempted or wait, is in mode "verify"."""
         self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
@@ -347,6 +361,8 @@ class Batch:
             if moved is not None:
                 self.rows[target] = moved
         self.is_traced = any(one.trace_keys for one in self.rows.values())
+        every = (*self.rows.values(), *self.preempted.requests())
+        self.verifies = any(one.policy.mode == "verify" for one in every)
 
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from exitserve.engine.compat.config import cached_block, eos_token_ids
+from exitserve.engine.compat.sampling import BatchSampler
 from exitserve.engine.exit_switch import ExitSwitch
 from exitserve.engine.options import rules_from
 from exitserve.engine.pending_tokens import Bounds
@@ -48,6 +49,8 @@ class EngineState:
         """Of runner V1."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once runner V1's batch of a pass is known."""
+        self.sampler: BatchSampler | None = None
+        """Of runner V1, once the worker is up."""
         self.requests: RunningRequests | None = None
         """Set by the loop that runs them."""
 

@@ -146,6 +146,24 @@ def test_drafted_answers_are_those_of_a_server_that_drafts_nothing(
     assert (stopped.text, stopped.exit_layers) == (known["text"], known["exit_layers"])
 
 
+@pytest.mark.parametrize("mode", ["defer", "confidence"])
+def test_drafts_are_sampled_as_on_a_server_that_drafts_nothing(
+    ask: Any, complete: Complete, mode: str
+) -> None:
+    asked = {"temperature": 0.8, "top_k": 20, "seed": 3, "repetition_penalty": 1.1, "logprobs": 1}
+    policy = {"exit_mode": mode, "exit_threshold": 0.3}
+    expected = [complete(one, 32, options=asked, **policy)["choices"][0] for one in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        traced = asked | {"vllm_xargs": {**policy, "exit_trace": True}}
+        answers = [answer.choices[0] for answer in pool.map(partial(ask, **traced), PROMPTS)]
+    for answer, known in zip(answers, expected, strict=True):
+        assert answer.token_ids == known["token_ids"]
+        assert answer.exit_layers == known["exit_layers"]
+        told = known["logprobs"]["token_logprobs"]
+        assert answer.logprobs.token_logprobs == pytest.approx(told, abs=1e-3)
+    assert any(set(answer.exit_layers) > {24} for answer in answers)
+
+
 def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
     for seed in (1, 7):
         sampled = {"temperature": 1, "seed": seed}

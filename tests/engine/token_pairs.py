@@ -32,7 +32,7 @@ def sampled_pairs(engine: Any, prompt: Sequence[int], fields: Mapping[str, Any])
         detokenize=False,
         extra_args=dict(fields),
     )
-    torch.manual_seed(0)  # of the engine: requests with a seed of their own do not draft
+    torch.manual_seed(0)  # of the engine
     prompts = [{"prompt_token_ids": list(prompt)}] * 4
     outputs = engine.generate(prompts, params, use_tqdm=False)
     said = [one.token_ids for output in outputs for one in output.outputs]

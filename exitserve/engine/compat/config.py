@@ -73,7 +73,7 @@ def accept_sampling_fields(input_processor: Any) -> None:
     """Lets a front end accept `min_p` and `logit_bias` where the host drafts.
 
     vLLM refuses both beside speculative decoding (`SamplingParams._validate_spec_decode`). Here
-    requests with them do not draft, and the worker applies them
+    requests with them have no drafts that it judges, and the worker applies them
     (`exitserve.engine.compat.runner.restore_processors`).
     """
     if getattr(input_processor.speculative_config, "model", None) == PROPOSER:

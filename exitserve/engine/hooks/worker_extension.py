@@ -19,6 +19,7 @@ from exitserve.engine.compat.runner import (
     restore_processors,
     watch_ends,
 )
+from exitserve.engine.compat.sampling import BatchSampler
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.hooks.rows_processor import RowsProcessor
@@ -60,7 +61,9 @@ class ExitWorkerExtension:
             self._time_parts(state)
         if state.rules.num_drafts:
             plain_without_drafts(self.model_runner)
-            accept_decided(self.model_runner)
+            state.sampler = BatchSampler(self.model_runner)
+            requests = self.model_runner.get_model().host.requests
+            accept_decided(self.model_runner, requests.decided_drafts)
             draft_to_the_end(self.model_runner)
             own = RowsProcessor(self.vllm_config, torch.device("cpu"), False, state)
             restore_processors(self.model_runner, self.vllm_config, own)

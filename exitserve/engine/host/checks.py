@@ -5,12 +5,11 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from exitserve.engine.compat.sampling import drawn
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import CheckNote, Recorder
@@ -72,31 +71,32 @@ class Checks:
         exits = [number for number, index in enumerate(asked) if index in passed]
         gone = [rows[number] for number in exits]
         if step.is_draft:
-            tokens = [found.tokens[number] for number in exits]
-            self._guess(gone, tokens, step, lambda: self.head.logits_of(logits, exits))
+            self._guess(exits, rows, found.tokens, logits, step)
         elif exits:
             step.keep_logits([one.row for one in gone], self.head.logits_of(logits, exits))
         return passed
 
-    @staticmethod
     def _guess(
-        rows: Sequence[Candidate], likeliest: list[int], step: Step, logits: Callable[[], Tensor]
+        self,
+        places: Sequence[int],
+        rows: Sequence[Candidate],
+        likeliest: Sequence[int],
+        logits: Tensor,
+        step: Step,
     ) -> None:
-        """Notes the next tokens of rows in a step that drafts, which vLLM's sampler does not see.
+        """Notes the next tokens of some rows, in a step that drafts.
 
         Args:
+            places: of those among `rows`.
             rows: [N].
             likeliest: [N] tokens.
-            step: takes them, or for requests that sample, drawn ones.
-            logits: gives those of the rows [N, V].
+            logits: [N, V] of this rank.
+            step: takes the tokens, and the logits of rows whose tokens are to be sampled.
         """
-        tokens = likeliest
-        drawing = [place for place, one in enumerate(rows) if one.request.sampling is not None]
-        if drawing:
-            ways = [way for one in rows if (way := one.request.sampling) is not None]
-            for place, token in zip(drawing, drawn(logits()[drawing], ways), strict=True):
-                tokens[place] = token
-        step.guesses.update(zip((one.row for one in rows), tokens, strict=True))
+        step.guesses.update((rows[place].row, likeliest[place]) for place in places)
+        if sampled := [place for place in places if rows[place].request.is_sampled]:
+            kept = [rows[place].row for place in sampled]
+            step.keep_logits(kept, self.head.logits_of(logits, sampled))
 
     def at_full_depth(self, normed: Tensor, rows: Sequence[int], step: Step) -> None:
         """Reads the head behind the last layer, in a step that drafts.
@@ -112,8 +112,7 @@ class Checks:
         found, logits = self.head.decide(normed, [(NEVER, NEVER)] * len(rows))
         for one, token, confidence in zip(asked, found.tokens, found.confidence, strict=True):
             step.note(one, CheckNote(full_depth, token, confidence))
-        every = range(len(rows))
-        self._guess(asked, found.tokens, step, lambda: self.head.logits_of(logits, every))
+        self._guess(range(len(rows)), asked, found.tokens, logits, step)
         step.depth.update(dict.fromkeys(rows, full_depth))
 
     def settle(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from exitserve.engine.compat.context import slots_ahead
+from exitserve.engine.compat.sampling import Sampled
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks
 from exitserve.engine.host.rearranged import Rearranged
@@ -96,7 +97,8 @@ class Drafting:
             self._rearranged.wait(active, step)
             finished = []
         self._requests.note_drafting(step, rows)
-        return [one for one in rows if self._goes_on(one, step, finished)]
+        sampled = self._sample(rows, step) if step.logits else {}
+        return [one for one in rows if self._goes_on(one, step, finished, sampled.get(one.row))]
 
     def _active(self, rows: Sequence[Draft], step: Step, slots: Slots) -> ActiveTokens:
         """The last tokens of rows, which have not run."""
@@ -106,18 +108,31 @@ class Drafting:
         own = zip(*(slots[one.row, one.position] for one in rows), strict=True)
         return ActiveTokens(step.lengths, positions, (hidden, None), list(own), at)
 
-    def _goes_on(self, one: Draft, step: Step, finished: Sequence[int]) -> bool:
+    def _sample(self, rows: Sequence[Draft], step: Step) -> dict[int, Sampled]:
+        """Samples the next tokens of the rows whose logits a turn kept; returns them by row."""
+        by_row = {one.row: one for one in rows}
+        ahead = {row: by_row[row].found for kept, _ in step.logits for row in kept}
+        wanted = [row for row in ahead if by_row[row].candidate.request.wants_logprobs]
+        logits = torch.cat([some for _, some in step.logits])
+        found = zip(ahead, self._requests.sampler.sample(logits, ahead, wanted), strict=True)
+        return dict(found)
+
+    def _goes_on(
+        self, one: Draft, step: Step, finished: Sequence[int], sampled: Sampled | None
+    ) -> bool:
         """Tells a row what follows its last token; returns whether it drafts on.
 
         Args:
             one: the row.
             step: of the turn.
             finished: the rows that ran all layers.
+            sampled: its next token, if that took vLLM's sampler.
         """
         if one.row not in step.guesses:
             return False
         request, last = one.candidate.request, one.position
-        goes_on = one.take(step.guesses[one.row], step.depth[one.row])
+        token = step.guesses[one.row] if sampled is None else sampled.token
+        goes_on = one.take(token, step.depth[one.row], sampled)
         if one.row in finished:
             assert request.pending is not None
             request.pending.finish(last, len(request.decided), self._requests.pass_number)

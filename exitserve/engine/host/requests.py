@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exitserve.engine.compat.context import BatchShape
+from exitserve.engine.compat.sampling import BatchSampler, Sampled
 from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.pending_tokens import PendingTokens
 from exitserve.engine.recorder import CheckNote, JudgedDraft
@@ -24,13 +25,15 @@ class HostRequests:
     def __init__(self, state: EngineState) -> None:
         """Takes the requests of an engine."""
         self.rules, self.recorder = state.rules, state.recorder
-        self._batch = state.batch
+        self._state, self._batch = state, state.batch
         self.pass_number = 0
         """Of the current pass, or the last one."""
         self.only_decodes = False
         """Whether that had no other tokens than those it samples after."""
         self.after_decodes = False
         """Whether the pass before had none."""
+        self._step: Step | None = None
+        """Of the current pass, if it was asked for."""
         self._switch = state.switch
         self._exited: Mapping[int, int] = {}
         """By row, where tokens exited in that pass."""
@@ -42,14 +45,29 @@ class HostRequests:
         return self._batch.rows
 
     @property
+    def sampler(self) -> BatchSampler:
+        """Of tokens behind a pass."""
+        assert self._state.sampler is not None, "drafts come after the worker is up"
+        return self._state.sampler
+
+    @property
     def all_may_draft(self) -> bool:
         """Whether nobody in the batch would wait while others draft."""
-        return all(one.may_draft for one in self.rows.values())
+        return all(self._may_draft(one) for one in self.rows.values())
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether a request's next tokens may be drafted, in this batch.
+
+        Where vLLM judges drafts of others, it would use up the numbers of a seed, and has no
+        log-probabilities of drafts that were decided.
+        """
+        is_exact = request.has_seed or request.wants_logprobs
+        return request.may_draft and not (is_exact and self._batch.verifies)
 
     def start_pass(self) -> None:
         """Numbers a new pass."""
         self.pass_number += 1
-        self._exited = {}
+        self._exited, self._step = {}, None
         self.after_decodes = self.only_decodes
 
     def decoding(self, shape: BatchShape, positions: Tensor) -> list[Request] | None:
@@ -124,7 +142,7 @@ class HostRequests:
             # A grammar, the end of the context or a preemption may have taken drafts away.
             del request.drafts[drafts[index] :]
             first = last[index] - length + 1
-            drafted = self._drafted_before(request, first, last[index], drafts[index])
+            drafted = self._drafted_before(index, first, last[index], drafts[index])
             if request.pending is not None:
                 waiting[index] = request.pending
             if request.freezes:
@@ -135,6 +153,7 @@ class HostRequests:
                 continue
             # One more than its drafts, if that one was taken away.
             decided[index] = request.decided[: drafts[index] + 1]
+            self._rewind(index, request.decided[drafts[index] :])
             if drafted or not drafts[index]:
                 own = self._candidates(index, drafts[index], ran=drafted == length)
                 # Tokens before one that may exit: what a preempted request computed once.
@@ -146,6 +165,7 @@ class HostRequests:
             for token, depth in known:
                 known_depth[token] = depth
         step = Step(ends, last, self.rules, candidates, known_depth, waiting, drafts, decided)
+        self._step = step
         self.only_decodes = step.num_samples == shape.num_tokens
         return step
 
@@ -166,27 +186,48 @@ class HostRequests:
         left = any(layer > above for layer in self.rules.exit_layers)
         return [Candidate(index, request, above)] if left else []
 
-    def _drafted_before(self, request: Request, first: int, last: int, drafts: int) -> int:
-        """How many tokens of a pass over positions `first` to `last` were drafted after the last.
+    def _rewind(self, index: int, dropped: Sequence[Exited]) -> None:
+        """Takes a seed's random numbers back: vLLM samples anew what was decided first of these."""
+        sampled = dropped[0].sampled if dropped else None
+        if sampled is not None and sampled.seed_state is not None:
+            self.sampler.rewind(index, sampled.seed_state)
+
+    def _drafted_before(self, index: int, first: int, last: int, drafts: int) -> int:
+        """How many tokens of a pass over positions `first` to `last` a row drafted after the last.
 
         Those of a request that was preempted since are computed anew; where they had frozen, what
         they decided is decided anew too.
         """
+        request = self.rows[index]
         if request.pending is None:
             return 0
         request.pending.expect(first, last, self.pass_number, drafts)
         drafted = request.pending.count_from(first)
         if request.freezes and not drafted:
+            self._rewind(index, request.decided)
             request.decided = []
         return drafted
+
+    def decided_drafts(self) -> list[list[Sampled | None]] | None:
+        """[B] the drafts of each row of the current pass; None where exits did not decide all.
+
+        Those that are simply the likeliest are None.
+        """
+        step = self._step
+        if step is None or not step.drafts_decided:
+            return None
+        return [
+            [step.decided[sample].sampled for sample in step.samples(row)[:-1]]
+            for row in range(len(step.row_ends))
+        ]
 
     def samples_last(self, step: Step) -> bool:
         """Whether each row's last sample is all that the sampler needs logits of.
 
-        The others are drafts that exits decided. Where a grammar, log-probabilities or a full trace
-        need the logits of a row, every row must have all of its own.
+        The others are drafts that exits decided. Where a grammar or a full trace needs the logits
+        of a row, every row must have all of its own.
         """
-        needed = step.noted or any(one.needs_logits for one in self.rows.values())
+        needed = step.noted or any(one.has_grammar for one in self.rows.values())
         return step.drafts_decided and not needed
 
     def record(self, step: Step) -> None:
@@ -278,7 +319,7 @@ class HostRequests:
         found, begun = [], False
         for index, tokens in enumerate(sampled):
             request = self.rows.get(index)
-            if request is None or not request.may_draft or not tokens:
+            if request is None or not self._may_draft(request) or not tokens:
                 continue
             request = self._batch.named(index)
             begun |= len(request.output_ids) > 1 or request.policy.mode == "verify"

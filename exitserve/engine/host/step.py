@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from exitserve.engine.compat.sampling import Sampled
 from exitserve.engine.pending_tokens import PendingTokens, Tokens
 from exitserve.engine.recorder import CheckNote
 from exitserve.engine.requests import Exited, Request
@@ -77,7 +78,7 @@ class Draft:
         evidence = self.candidate.request.evidence
         return self.stands and (evidence is None or evidence.goes_through)
 
-    def take(self, token: int, depth: int) -> bool:
+    def take(self, token: int, depth: int, sampled: Sampled | None = None) -> bool:
         """Takes what layer `depth` says of the next token; returns whether the row drafts on.
 
         In mode "verify" a token that ends the answer is not drafted, since nothing may follow it.
@@ -86,7 +87,7 @@ class Draft:
         request = self.candidate.request
         ends = token in request.stop_ids
         if self.stands:
-            request.decided.append(Exited(token, depth))
+            request.decided.append(Exited(token, depth, sampled))
         elif ends:
             return False
         self.found.append(token)
@@ -139,7 +140,8 @@ class Step:
         self.noted: dict[int, int] = {}
         """Rows of such requests that sample, and the index of the first token they generate."""
         self.logits: list[tuple[list[int], Tensor]] = []
-        """Logits of successful checks: rows [N], logits [N, V]."""
+        """Logits of successful checks: rows [N], logits [N, V]. In a step that drafts, of all rows
+        whose tokens are sampled."""
         self.guesses: dict[int, int] = {}
         """By row, the next token by the logits of its depth, if the pass drafts."""
         self._exit_layers = rules.exit_layers
@@ -151,11 +153,11 @@ class Step:
         """[B] after each row's last; the sampler wants logits of its last token and its drafts."""
         self._decided = dict(decided or {})
         self.decided = {
-            self.samples(row).start + place: one.token
+            self.samples(row).start + place: one
             for row, found in self._decided.items()
             for place, one in enumerate(found)
         }
-        """By sample, the token that it is to be."""
+        """By sample, the decided token that it is to be."""
         self.drafts_decided = any(counts.values()) and all(
             count <= len(self._decided.get(row, ())) for row, count in counts.items()
         )
@@ -314,11 +316,15 @@ def merge_logits(
     """
     order = step.with_logits(wanted)
     parts = [logits for _, logits in step.logits]
-    if tokens := [step.decided[one] for one in order if one in step.decided]:
+    if decided := [step.decided[one] for one in order if one in step.decided]:
         if like is None:
             return None
-        only = torch.full((len(tokens), like.shape[-1]), -torch.inf, dtype=like.dtype)
-        only[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
+        only = torch.full((len(decided), like.shape[-1]), -torch.inf, dtype=like.dtype)
+        for logits, one in zip(only, decided, strict=True):
+            if one.sampled is not None and one.sampled.logits is not None:
+                logits.copy_(one.sampled.logits)
+            else:
+                logits[one.token] = 0.0
         parts.append(only)
     if len(order) < len(wanted):
         if fresh is None:
