@@ -47,7 +47,7 @@ SMOOTH = 1 / 32
 RETRY = 256
 """Requests that begin with exits off until their policy is tried anew, since texts change."""
 KINDS = 64
-"""Policies that are remembered, those that were seen last."""
+"""Kinds of requests that are remembered, those that were seen last."""
 REQUESTS = 256
 """Requests by which the length of answers is known: beyond it, older ones count half."""
 SHORTEST, LONGEST = 16, 1024
@@ -80,12 +80,14 @@ class Evidence:
 
 @dataclass
 class _Kind:
-    """The requests of one policy, those that may draft apart from the others."""
+    """The requests of one policy that draft, or do not, and sample, or do not: text that is sampled
+    exits at other depths."""
 
     policy: ExitPolicy
     layers: tuple[int, ...]
     """Where they may exit; none where their thresholds are of layers that are not served."""
     drafts: bool
+    samples: bool
     on: tuple[int, ...]
     """Of these layers: where requests that begin now may exit."""
     expected: float | None = None
@@ -117,16 +119,17 @@ class ExitSwitch:
         self._passes = 0
         self._begun, self._tokens = 0, 0
         """Requests, and tokens of passes that did nothing but decode."""
-        self._kinds: OrderedDict[tuple[ExitPolicy, bool], _Kind] = OrderedDict()
+        self._kinds: OrderedDict[tuple[ExitPolicy, bool, bool], _Kind] = OrderedDict()
 
     def begin(
-        self, policy: ExitPolicy, *, drafts: bool, running: int = 1
+        self, policy: ExitPolicy, *, drafts: bool, samples: bool = False, running: int = 1
     ) -> tuple[ExitPolicy, Evidence | None]:
         """The policy that a request gets which begins now.
 
         Args:
             policy: what it asks for.
             drafts: whether its tokens may be drafted.
+            samples: whether they are drawn, rather than the likeliest.
             running: requests that will be in its batch, itself included.
 
         Returns:
@@ -138,7 +141,7 @@ class ExitSwitch:
         # In mode "verify" nothing is lost by exits, and at a fixed layer nothing is checked.
         if self.costs is None or policy.mode not in DECIDED:
             return policy, None
-        kind = self._kind(policy, drafts)
+        kind = self._kind(policy, drafts, samples)
         rows = min(max(round(self._rows), running), MOST_ROWS)
         is_old = self._passes - kind.judged >= PASSES
         if kind.layers and (is_old or rows > kind.rows):
@@ -167,18 +170,19 @@ class ExitSwitch:
                 "mode": kind.policy.mode,
                 "thresholds": {layer: kind.policy.thresholds_at(layer)[0] for layer in kind.layers},
                 "drafts": kind.drafts,
+                "samples": kind.samples,
                 "on": list(kind.on),
                 "expected_wall_speedup": kind.expected,
             }
             for kind in self._kinds.values()
         ]
 
-    def _kind(self, policy: ExitPolicy, drafts: bool) -> _Kind:
-        key = policy, drafts
+    def _kind(self, policy: ExitPolicy, drafts: bool, samples: bool) -> _Kind:
+        key = policy, drafts, samples
         if key not in self._kinds:
             layers = self._rules.exit_layers
             own = tuple(one for one in layers if policy.thresholds_at(one)[0] < NEVER)
-            self._kinds[key] = _Kind(policy, own, drafts, own, judged=self._passes)
+            self._kinds[key] = _Kind(policy, own, drafts, samples, own, judged=self._passes)
             if len(self._kinds) > KINDS:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)

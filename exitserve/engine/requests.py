@@ -180,7 +180,8 @@ def read_request(
     # Who asks what checks find wants them made.
     if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
         drafts = drafts_from is not None and rules.num_drafts > 0
-        policy, evidence = switch.begin(policy, drafts=drafts, running=running)
+        samples = params.temperature > 0
+        policy, evidence = switch.begin(policy, drafts=drafts, samples=samples, running=running)
     if policy.mode in ("defer", "verify"):
         pending = PendingTokens(bounds or Bounds())
     elif policy.mode == "confidence" and rules.num_drafts:

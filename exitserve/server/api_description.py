@@ -171,12 +171,13 @@ class Period(_Exact):
 
 
 class SwitchedExits(_Exact):
-    """Each of `exit_switch`: where requests of one policy may exit that begin now."""
+    """Each of `exit_switch`: where requests of one policy and kind may exit that begin now."""
 
     engine: int = Field(description="data-parallel rank")
     mode: Literal["confidence", "defer"] = Field(description="of the policy")
     thresholds: dict[int, float] = Field(description="of the policy, by exit layer")
     drafts: bool = Field(description="whether the requests' tokens may be drafted")
+    samples: bool = Field(description="whether they are drawn, rather than the likeliest")
     on: list[int] = Field(description="the exit layers that are on; the others do not pay")
     expected_wall_speedup: float | None = Field(
         description="of these, or of the best ones if none is on: computed from counts and from "

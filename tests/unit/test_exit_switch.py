@@ -55,6 +55,7 @@ def serve(
     rows: int,
     *,
     drafts: bool,
+    samples: bool = False,
     answer: int = 100,
 ) -> ExitPolicy:
     """Several requests at a time, of which such shares of the tokens exit, for a while; with
@@ -64,13 +65,13 @@ def serve(
         The policy of a request that begins then.
     """
     for _ in range(400 // answer):
-        begun = [switch.begin(policy, drafts=drafts) for _ in range(rows)]
+        begun = [switch.begin(policy, drafts=drafts, samples=samples) for _ in range(rows)]
         for token in range(answer):
             switch.note_pass(rows)
             for _, evidence in begun:
                 if evidence is not None:
                     evidence.note_token(depth_at(shares, token / answer))
-    return switch.begin(policy, drafts=drafts)[0]
+    return switch.begin(policy, drafts=drafts, samples=samples)[0]
 
 
 def depth_at(shares: dict[int, float], place: float) -> int:
@@ -99,6 +100,14 @@ def test_exits_are_on_where_they_pay(policy: ExitPolicy, drafts: bool) -> None:
     seldom = serve(make_switch(num_drafts=8 * drafts), policy, SELDOM, 1, drafts=drafts)
     # Drafting spares vLLM's work of a step, also of a token that runs all layers.
     assert (seldom.mode == "off") != drafts
+
+
+def test_requests_that_sample_are_judged_by_their_own_text() -> None:
+    switch = make_switch()
+    assert serve(switch, DEFER, OFTEN, 1, drafts=False) == DEFER
+    assert serve(switch, DEFER, SELDOM, 1, drafts=False, samples=True) == ExitPolicy.off()
+    assert serve(switch, DEFER, OFTEN, 1, drafts=False) == DEFER
+    assert [row["samples"] for row in switch.table()] == [True, False]
 
 
 def test_many_requests_may_pay_where_layers_are_dear() -> None:
