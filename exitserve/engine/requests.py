@@ -339,7 +339,8 @@ class Batch:
         """Follows vLLM: removed, then added, then moved rows."""
         for index in changes.removed:
             self._remove(index)
-        running = len(self.rows) + len(changes.added)
+        # One that ended is not among the removed if another takes its row.
+        running = len(self.rows.keys() | {index for index, *_ in changes.added})
         for index, params, prompt_ids, output_ids in changes.added:
             self._remove(index)
             # One that has begun is back, and has a record (`named`).

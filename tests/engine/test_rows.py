@@ -77,6 +77,21 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
     assert step.depth == {3: 2}
 
 
+def test_requests_that_take_the_place_of_others_are_counted_once(rows, monkeypatch) -> None:
+    """Whether exits pay is judged for those that run together."""
+    switch, counts = rows.state.switch, []
+
+    def begin(policy: ExitPolicy, *, running: int, **_: Any) -> tuple[ExitPolicy, None]:
+        counts.append(running)
+        return policy, None
+
+    monkeypatch.setattr(switch, "begin", begin)
+    _update(rows, added=[(row, _params(), [5, 6], []) for row in range(3)])
+    # Row 0 ended and is left empty, row 1 ended and is taken, row 2 goes on, row 3 is new.
+    _update(rows, removed=[0], added=[(row, _params(), [5, 6], []) for row in (1, 3)])
+    assert counts == [3, 3, 3, 3, 3]
+
+
 def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:
     """A prompt chunk, the last chunk of a prompt, a decode token."""
     added = [
