@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.arguments import training_arguments
-from exitserve_training.chats import ChatTrainer, load_chats
+from exitserve_training.chats import ChatTrainer, chat_collator, load_chats
 from exitserve_training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,7 @@ def chat_trainer(path: Path, *overrides: str) -> ChatTrainer:
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         processing_class=tokenizer,
+        data_collator=chat_collator(recipe, tokenizer),
     )
 
 

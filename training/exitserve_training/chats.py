@@ -21,12 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import pack_dataset
-from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from exitserve.errors import ExitServeError
 from exitserve_training.data_recipe import DataRecipe
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
+from exitserve_training.recipe import Recipe
 from exitserve_training.sources import read_tables
+from exitserve_training.tokenization import padding_id
 from exitserve_training.trainer import MultiExitTraining
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -137,6 +139,18 @@ class PackedChats:
             for name, value in fill.items():
                 columns[name].append([*row[name], *[value] * empty])
         return {name: torch.tensor(values) for name, values in columns.items()}
+
+
+def chat_collator(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Makes batches of chats; TRL's own, but for packed ones.
+
+    TRL would make one by itself, and write the padding token that it chose into the tokenizer and
+    the model's config: a checkpoint would come back with another tokenizer than it had.
+    """
+    pad_id, multiple = padding_id(tokenizer), recipe.training.get("pad_to_multiple_of")
+    if recipe.data.packing:
+        return PackedChats(pad_id, multiple or 1)
+    return DataCollatorForLanguageModeling(pad_id, pad_to_multiple_of=multiple)
 
 
 def _read(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[_Chat]:

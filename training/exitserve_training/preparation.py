@@ -71,7 +71,7 @@ from exitserve_training.routers import router_balance
 from exitserve_training.sources import load_split
 from exitserve_training.streamed import ordered_texts, pack_in_order
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
-from exitserve_training.tokenization import load_tokenizer, train_bpe
+from exitserve_training.tokenization import load_tokenizer, train_bpe, with_padding
 
 NUMBER = "number"
 """What the one output of a regression is called in `config.json`."""
@@ -300,8 +300,6 @@ def _read_labelled(
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
         tokenizer = _trained_tokenizer(recipe, texts, setup.task)
-    if tokenizer.pad_token_id is None:
-        raise ExitServeError("this tokenizer has no padding token, which batches of texts need.")
     length = recipe.data.sequence_length
     encoded = {
         name: encode_texts(side, labels[name], tokenizer, length) for name, side in sides.items()
@@ -392,25 +390,15 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
             task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
             return task_inputs, default_data_collator
         case "labelled", _:
-            return ClassOfText(), DataCollatorWithPadding(processor)
+            return ClassOfText(), DataCollatorWithPadding(with_padding(processor))
         case "chat", _:
-            return NextToken(), _chat_collator(recipe, processor)
+            from exitserve_training.chats import chat_collator
+
+            return NextToken(), chat_collator(recipe, processor)
         case _, "hidden token":
             return MaskedToken(_masking(recipe, processor)), default_data_collator
         case _:
             return NextToken(), default_data_collator
-
-
-def _chat_collator(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """For packed chats; others are padded by TRL, which None leaves to it."""
-    if not recipe.data.packing:
-        return None
-    from exitserve_training.chats import PackedChats
-
-    if tokenizer.pad_token_id is None:
-        raise ExitServeError("this tokenizer has no padding token, which batches of chats need.")
-    multiple = recipe.training.get("pad_to_multiple_of") or 1
-    return PackedChats(tokenizer.pad_token_id, multiple)
 
 
 def _masking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Masking:

@@ -87,3 +87,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"hub id that has one."
         ) from error
     return tokenizer
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What fills the rows of a batch up: TRL's convention where there is no padding token.
+
+    That is the end of text, which Llama 3's tokenizer, for one, leaves as the only choice. Masks
+    come from lengths, so that a real end of text is learnt all the same, and any token would do.
+    """
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(number for number in known if number is not None)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer of a classifier, which needs a padding token itself: batches of texts are
+    padded when it serves, too."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_id(tokenizer))
+    return tokenizer
