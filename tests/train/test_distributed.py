@@ -50,6 +50,7 @@ PROJECTOR: dict[str, Any] = {
     "adagc": {"warmup_steps": 2},
     "training": TRAINING,
 }
+TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
 TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
 
 
@@ -195,10 +196,12 @@ def test_two_processes_overwrite_resume_and_stop_together(
         ["train", recipe],  # whose folder is not empty
         ["train", recipe, "overwrite=true", "NaN"],
         ["train", recipe, "resume=true"],
+        # A process that made one step more than the other would wait for it forever.
+        ["train", recipe, f"output_dir={tmp_path / 'timed'}", *TIMED],
     ]
     first, second = run_commands(tmp_path, "", given)
-    assert [said["code"] for said in first] == [2, 2, 0]
-    assert [said["code"] for said in second] == [2, 2, 0]
+    assert [said["code"] for said in first] == [2, 2, 0, 0]
+    assert [said["code"] for said in second] == [2, 2, 0, 0]
     assert "exists and is not empty" in first[0]["errors"]
     # The second process met it, the first says it, and both end before the step.
     (line,) = [x for x in first[1]["errors"].splitlines() if x.startswith("exitserve: ")]

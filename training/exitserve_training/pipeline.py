@@ -41,6 +41,7 @@ from exitserve_training.models import (
 from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, Sample, TrainingReport
+from exitserve_training.time_limit import TimeLimit
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
 from exitserve_training.watching import ProgressLines, StopOnTerm
 
@@ -167,11 +168,17 @@ def _trainer(
         trainer = ExitTrainer(
             **common, task_inputs=prepared.task_inputs, data_collator=prepared.collator
         )
+    if recipe.max_minutes is not None:
+        # A resumed run has another clock.
+        trainer.time_limit = TimeLimit(
+            60 * recipe.max_minutes, lambda: _callback(trainer, Clock).elapsed
+        )
+        trainer.add_callback(trainer.time_limit)
     if not sys.stdout.isatty():
         # A file keeps every state of a bar, and none of it can be read.
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(ProgressLines())
+        trainer.add_callback(ProgressLines(trainer.time_limit))
     return trainer
 
 
@@ -219,6 +226,8 @@ def _check_ended(trainer: MultiExitTraining) -> None:
     """Raises `RunStoppedError` if the run was told to stop before its last step."""
     stop = _callback(trainer, StopOnTerm)
     step, of = trainer.state.global_step, trainer.state.max_steps
+    if trainer.time_limit is not None and trainer.time_limit.is_over:
+        return
     if stop.asked and step < of:
         raise RunStoppedError(
             f"stopped by SIGTERM after step {step:,} of {of:,}; its work is in "

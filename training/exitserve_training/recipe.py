@@ -120,6 +120,8 @@ class Recipe(Strict):
     """Masked language models: share of tokens that are masked."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of Hugging Face `TrainingArguments`."""
+    max_minutes: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """End training after this time; the learning rate falls by the clock, and is 0 at the end."""
     seed: int = Field(default=0, ge=0)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
@@ -185,6 +187,12 @@ class Recipe(Strict):
 
     def _check_optimizer(self) -> None:
         """Raises `ValueError` for two keys that say what only one can."""
+        shape = self.training.get("lr_scheduler_type", "linear")
+        if self.max_minutes is not None and shape not in ("linear", "cosine"):
+            raise ValueError(
+                f"max_minutes lets the learning rate fall by the clock, so "
+                f"training.lr_scheduler_type must be linear or cosine, not {shape}"
+            )
         if self.adagc is not None and self.training.get("max_grad_norm"):
             raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
         if self.adagc is not None and self.training.get("fp16"):

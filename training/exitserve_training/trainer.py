@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.adapters import merged, with_adapters
+from exitserve_training.adapters import merged, save_adapter, with_adapters
 from exitserve_training.checkpoints import MultiExitCheckpoints
 from exitserve_training.folder import after_failure, set_aside, write_bad_batch
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.models import freeze_head
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
@@ -34,6 +34,7 @@ from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
+from exitserve_training.time_limit import TimeLimit
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""
@@ -102,6 +103,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         )
         self.measured: dict[str, float] = {}
         """What the objectives found in the last evaluation."""
+        self.time_limit: TimeLimit | None = None
         self._sums: dict[str, Tensor] = {}
         self._shares: dict[str, Tensor] = {}
         if recipe.compile_layers:
@@ -132,6 +134,8 @@ class MultiExitTraining(MultiExitCheckpoints):
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self._has_adapters:
             assert self._recipe.lora is not None and self.model is not None
+            if self.args.should_save:
+                save_adapter(self.model, self._recipe, self.exits, self.processing_class)
             self.model = merged(self.model, self._recipe.lora)
         self.save_model(output_dir)
         for layer in self.parts.layers:
@@ -150,6 +154,25 @@ class MultiExitTraining(MultiExitCheckpoints):
         else:
             self.optimizer = kahan_adamw(trained, decayed, self.args)
         return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The recipe's learning rate, by steps or by the clock."""
+        if self.time_limit is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        of = self.optimizer if optimizer is None else optimizer
+        assert of is not None
+        self.lr_scheduler = self.time_limit.scheduler(of, self.args, num_training_steps)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    @property
+    def _total_steps(self) -> int:
+        """Of the run; one that ends by the clock will make as many as its pace so far allows."""
+        step, most = self.state.global_step, max(self.state.max_steps, 1)
+        over = 0.0 if self.time_limit is None else self.time_limit.progress(step, most)
+        return round(step / over) if over > 0.0 and step else most
 
     def labelled_tokens(self, dataset: Any) -> int:
         """Labelled tokens of a data set, or its rows for a classifier."""
@@ -177,7 +200,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         Raises:
             NonFiniteLossError: with the step, the objective, and where the batch was written.
         """
-        request = ExitPass(self.state.global_step, max(self.state.max_steps, 1))
+        request = ExitPass(self.state.global_step, self._total_steps)
         try:
             loss, metrics = model(**self._forward_inputs(inputs), exit_pass=request)
         except NonFiniteLossError as error:

@@ -13,13 +13,17 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from exitserve_training.time_limit import TimeLimit
+
 _LAYER = "loss_layer_"
 
 
 class ProgressLines(TrainerCallback):
     """One line each time the Trainer logs, for output that is kept in a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: TimeLimit | None = None) -> None:
+        """Takes what may end the run before its last step."""
+        self._limit = limit
         self._begun = self._last = (0.0, 0, 0)
         """Time, step and tokens when the session began, and when the last line was written."""
 
@@ -53,7 +57,10 @@ class ProgressLines(TrainerCallback):
         seconds, tokens = now[0] - self._last[0], now[2] - self._last[2]
         # All of this session: the last steps alone may have met a busy machine, or a quiet one.
         per_step = (now[0] - self._begun[0]) / max(now[1] - self._begun[1], 1)
-        left = timedelta(seconds=round(per_step * (state.max_steps - now[1])))
+        seconds_left = per_step * (state.max_steps - now[1])
+        if self._limit is not None:
+            seconds_left = min(seconds_left, self._limit.seconds_left)
+        left = timedelta(seconds=round(seconds_left))
         end = datetime.now().astimezone() + left
         return (
             f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
