@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from exitserve.checkpoint import context_length_of
+from exitserve.checkpoint import BLOCK, context_length_of, read_config
 from exitserve.errors import ExitServeError
+from exitserve.hub import BLOCK_FILE
 from exitserve.policy import AUTO, BY_CONFIDENCE, ExitRules, Mode, check_threshold
 
 Number = TypeVar("Number", int, float)
@@ -31,6 +33,40 @@ def add_revision(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="branch, tag or commit of a MODEL that is a hub id (default: its default branch)",
     )
+
+
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """Adds `--adapter`, for `with_adapter`."""
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="LoRA adapter of MODEL, a directory or hub id: its weights are merged into MODEL's, "
+        "and exits and thresholds are the adapter's",
+    )
+
+
+def with_adapter(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the merged checkpoint as `model`, where `--adapter` was given.
+
+    In any case `model_name` is what reports call it.
+
+    Raises:
+        ExitServeError: the adapter cannot be merged, see `merged_checkpoint`.
+    """
+    if args.adapter is None:
+        return argparse.Namespace(**vars(args), model_name=str(args.model))
+    from exitserve.adapters import merged_checkpoint
+
+    revision = getattr(args, "revision", None)
+    merged = merged_checkpoint(str(args.model), args.adapter, revision)
+    if BLOCK not in read_config(merged) and not getattr(args, "exit_layers", None):
+        print(
+            f"exitserve: '{args.adapter}' names no exits (it has no {BLOCK_FILE}), so tokens take "
+            f"all layers; serve, bench and calibrate can be given --exit-layers.",
+            file=sys.stderr,
+        )
+    changed = {"model": str(merged), "revision": None, "model_name": merged.name}
+    return argparse.Namespace(**{**vars(args), **changed})
 
 
 def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) -> None:
@@ -183,6 +219,8 @@ def check_model_or_synthetic(args: argparse.Namespace) -> None:
     """Raises `ExitServeError` unless exactly one of MODEL and `--synthetic` was given."""
     if (args.model is None) == (args.synthetic is None):
         raise ExitServeError("give either MODEL or --synthetic NAME.")
+    if args.adapter is not None and args.model is None:
+        raise ExitServeError("--adapter belongs to a MODEL; --synthetic has none.")
 
 
 def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:

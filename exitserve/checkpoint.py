@@ -24,7 +24,7 @@ from exitserve.calibration_record import (
 )
 from exitserve.errors import ExitServeError, shown
 from exitserve.files import replace_file
-from exitserve.hub import hub_file
+from exitserve.hub import BLOCK_FILE, hub_file, is_adapter
 
 BLOCK = "multi_exit"
 VERSION = 1
@@ -155,7 +155,10 @@ def read_config(model: Path | str, revision: str | None = None) -> dict[str, Any
     path = directory / "config.json"
     if not directory.is_dir():
         path = hub_file(str(model), "config.json", revision)
-    return read_json_object(path, f"'{directory}' has no config.json, so it is not a checkpoint.")
+    kind = "not a checkpoint"
+    if is_adapter(directory):
+        kind = f"no whole model but an adapter; give its base as MODEL, and --adapter {directory}"
+    return read_json_object(path, f"'{directory}' has no config.json, so it is {kind}.")
 
 
 def read_json_object(path: Path, missing: str) -> dict[str, Any]:
@@ -236,23 +239,32 @@ def read_multi_exit(model: Path | str, revision: str | None = None) -> MultiExit
     return block
 
 
+def block_file(directory: Path) -> Path:
+    """The file of a checkpoint or adapter that holds the block."""
+    return directory / (BLOCK_FILE if is_adapter(directory) else "config.json")
+
+
 def write_multi_exit(
     model_dir: Path | str, block: MultiExit, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Puts the block into the checkpoint's `config.json`, replacing an earlier one.
+    """Puts the block into a checkpoint's `config.json`, or an adapter's `multi_exit.json`.
 
     Screens that it names must be there. Those that it does not are removed afterwards, so at every
     moment the checkpoint has the screens that its `config.json` names.
 
     Args:
-        model_dir: the checkpoint.
+        model_dir: the checkpoint or adapter.
         block: its exits.
-        config: to be written instead of the checkpoint's own.
+        config: to be written instead of the checkpoint's own; of an adapter there is none.
     """
     directory = Path(model_dir)
-    known = read_config(directory) if config is None else config
+    path = block_file(directory)
+    if path.name == BLOCK_FILE:
+        known: Mapping[str, Any] = {}
+    else:
+        known = read_config(directory) if config is None else config
     text = json.dumps({**known, BLOCK: block.to_json()}, indent=2) + "\n"
-    replace_file(directory / "config.json", text.encode())
+    replace_file(path, text.encode())
     for path in (directory / SCREENS_FOLDER).glob("*.safetensors*"):  # and unfinished ones
         if block.screens_file != f"{SCREENS_FOLDER}/{path.name}":
             path.unlink()

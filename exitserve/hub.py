@@ -9,6 +9,12 @@ from exitserve.calibration_record import SCREENS_FOLDER
 from exitserve.errors import ExitServeError
 
 CARD = "README.md"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""PEFT's files."""
+BLOCK_FILE = "multi_exit.json"
+"""Holds the exits of an adapter. Beside a config.json transformers would take the folder for a
+whole model, and no longer look for its base."""
 BESIDE_WEIGHTS = (
     f"{SCREENS_FOLDER}/*.safetensors",
     "draft_head/*.safetensors",
@@ -76,9 +82,6 @@ def local_checkpoint(model: str, revision: str | None = None) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    _check_hub_id(model)
-    from huggingface_hub import snapshot_download
-
     patterns = [
         "config.json",
         CARD,
@@ -86,13 +89,51 @@ def local_checkpoint(model: str, revision: str | None = None) -> Path:
         "model*.safetensors",
         "*.safetensors.index.json",
     ]
+    _check_hub_id(model)
+    return _snapshot(model, patterns, revision)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter, and no whole model."""
+    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def local_adapter(adapter: str) -> Path:
+    """The directory of an adapter; for one of a hub, in the local hub cache.
+
+    Raises:
+        ExitServeError: there is none, it is not whole, or it cannot be fetched.
+    """
+    directory = Path(adapter)
+    if not directory.is_dir():
+        _check_hub_id(adapter, "adapter")
+        patterns = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, BLOCK_FILE, *BESIDE_WEIGHTS]
+        directory = _snapshot(adapter, patterns)
+    if not (directory / ADAPTER_CONFIG).is_file():
+        inside = is_adapter(directory / "adapter")
+        fix = f"give '{directory / 'adapter'}'" if inside else "give a folder of PEFT's format"
+        raise ExitServeError(
+            f"'{adapter}' has no {ADAPTER_CONFIG}, so it is not an adapter; {fix}."
+        )
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        raise ExitServeError(
+            f"'{adapter}' has no {ADAPTER_WEIGHTS}; save it again by PEFT's save_pretrained, which "
+            f"writes safetensors."
+        )
+    return directory
+
+
+def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> Path:
+    """Fetches the files of a hub model."""
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # errors of the hub are subclasses
         at = "" if revision is None else f" at revision {revision!r}"
         raise ExitServeError(
             f"the files of '{model}'{at} could not be fetched ({type(error).__name__}); "
-            f"download the checkpoint and give its directory."
+            f"download them and give the directory."
         ) from error
 
 
@@ -104,10 +145,10 @@ def files_beside_weights(directory: Path) -> Iterator[Path]:
                 yield path.relative_to(directory)
 
 
-def _check_hub_id(model: str) -> None:
+def _check_hub_id(model: str, kind: str = "model") -> None:
     owner, _, name = model.partition("/")
     # A hub id is "owner/name"; a mistyped path must not wait for the network.
     if not owner or not name or "/" in name or Path(owner).is_dir():
         raise ExitServeError(
-            f"no model directory at '{model}'; give a Hugging Face checkpoint directory or hub id."
+            f"no {kind} directory at '{model}'; give a Hugging Face checkpoint directory or hub id."
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import add_revision
+from exitserve.arguments import add_adapter, add_revision, with_adapter
 from exitserve.checkpoint import (
     BLOCK,
     MultiExit,
@@ -74,6 +74,7 @@ def add_import(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     add_revision(parser)
+    add_adapter(parser)
     parser.add_argument(
         "--exit-layers",
         type=_layers,
@@ -95,8 +96,10 @@ def _layers(text: str) -> list[int]:
 
 def _run(args: argparse.Namespace) -> int:
     check_new_folder(Path(args.out))
+    given = args.model if args.adapter is None else f"{args.model} --adapter {args.adapter}"
+    args = with_adapter(args)
     config = read_config(args.model, args.revision)
-    layers = exit_layers_of(config, args.exit_layers, args.model)
+    layers = exit_layers_of(config, args.exit_layers, given)
     directory = local_checkpoint(args.model, args.revision)
     check_shared_head(read_weights(directory).tensors)
     objective = "aligned" if ALIGNED_LAYERS in config else "imported"
@@ -107,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{out}: exits after layers {listed} of {num_layers_of(config)}.")
     print(f"Next: exitserve serve {out} --exit-threshold 0.8, or exitserve calibrate {out} ...")
     if config.get("architectures") == plain_config(config).get("architectures"):
-        print(f"The same without a copy: exitserve serve {args.model} --exit-layers {listed}")
+        print(f"The same without a copy: exitserve serve {given} --exit-layers {listed}")
     return 0
 
 

@@ -237,6 +237,47 @@ def quantised(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def merged_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where checkpoints with adapters go in this test; empty."""
+    place = tmp_path / "assets"
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(place))
+    return place
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path, merged_cache: Path) -> Callable[..., Path]:
+    """Writes an adapter in PEFT's format: random factors of rank 3 for maps of a base."""
+
+    def make(base: Path, exits: tuple[int, ...] = (), name: str = "mine", **config: Any) -> Path:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        from exitserve.checkpoint import MultiExit, write_multi_exit
+
+        drawn, rank = torch.Generator().manual_seed(1), 3
+        transposed = config.get("fan_in_fan_out", False)
+        tensors = {}
+        for key, weight in load_file(base / "model.safetensors").items():
+            if key.endswith(("q_proj.weight", "down_proj.weight", "c_attn.weight")):
+                out, within = weight.T.shape if transposed else weight.shape
+                module = f"base_model.model.{key.removesuffix('.weight')}"
+                a, b = (torch.randn(n, rank, generator=drawn) / n for n in (within, out))
+                tensors[f"{module}.lora_A.weight"] = a.T.contiguous()
+                tensors[f"{module}.lora_B.weight"] = b
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        known = {"peft_type": "LORA", "r": rank, "lora_alpha": 7.0, "bias": "none"}
+        known["base_model_name_or_path"] = str(base)
+        (folder / "adapter_config.json").write_text(json.dumps(known | config))
+        if exits:
+            write_multi_exit(folder, MultiExit(exit_layers=exits))
+        return folder
+
+    return make
+
+
 @dataclass(frozen=True)
 class HubCache:
     """The local cache of a model hub with one model in it, laid out as the hub's client does."""

@@ -16,6 +16,7 @@ from exitserve import synthetic_shapes
 from exitserve.arguments import (
     DEFAULT_THRESHOLDS,
     ENGINE_DTYPES,
+    add_adapter,
     add_out_flags,
     add_revision,
     add_threshold_flags,
@@ -27,6 +28,7 @@ from exitserve.arguments import (
     numbers,
     thresholds_of,
     verify_options,
+    with_adapter,
 )
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
@@ -69,6 +71,7 @@ def add_command(subparsers: Any) -> None:
         "model", nargs="?", metavar="MODEL", help="a checkpoint directory or hub id"
     )
     add_revision(parser)
+    add_adapter(parser)
     add_out_flags(parser)
     _add_settings(parser)
     _add_work(parser)
@@ -211,6 +214,7 @@ def job_of(args: argparse.Namespace) -> Iterator[BenchJob]:
             raise ExitServeError(
                 "--prompt-tokens belongs to --synthetic; with a MODEL write longer --prompts."
             )
+        args = with_adapter(args)
         served_architecture(args.model, args.revision)
         yield _job(args, local_checkpoint(args.model, args.revision))
         return
@@ -258,7 +262,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     prompts, source = _prompts(args, model_dir, count)
     return BenchJob(
         model_dir=model_dir,
-        model_name=f"synthetic {args.synthetic}" if is_synthetic else str(args.model),
+        model_name=f"synthetic {args.synthetic}" if is_synthetic else args.model_name,
         synthetic=is_synthetic,
         rules=rules,
         settings=settings,

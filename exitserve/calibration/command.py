@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import add_revision, check_context, numbers, words
+from exitserve.arguments import (
+    add_adapter,
+    add_revision,
+    check_context,
+    numbers,
+    with_adapter,
+    words,
+)
 from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
 from exitserve.calibration_record import (
     CALIBRATED_MODES,
@@ -17,6 +24,7 @@ from exitserve.calibration_record import (
 )
 from exitserve.checkpoint import (
     MultiExit,
+    block_file,
     check_exit_layers,
     num_layers_of,
     parse_multi_exit,
@@ -24,7 +32,7 @@ from exitserve.checkpoint import (
 )
 from exitserve.errors import ExitServeError
 from exitserve.files import check_writable, is_writable, link_files
-from exitserve.hub import local_checkpoint
+from exitserve.hub import BLOCK_FILE, is_adapter, local_adapter, local_checkpoint
 from exitserve.policy import BY_CONFIDENCE, Mode
 
 if TYPE_CHECKING:
@@ -85,6 +93,7 @@ def add_calibrate(subparsers: Any) -> None:
         "model", metavar="MODEL", help="a checkpoint with exits: directory or hub id"
     )
     add_revision(parser)
+    add_adapter(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help="held-out text or .jsonl")
     parser.add_argument(
         "--out",
@@ -143,11 +152,13 @@ def run(args: argparse.Namespace) -> int:
     from exitserve.progress import step_bars
 
     _modes(args)
+    base, args = args.model, with_adapter(args)
     block, config = _block(args)
     targets = targets_of(args, config)
     check_text(args)
     directory = local_checkpoint(args.model, args.revision)
-    target, out = _places(args, directory)
+    home = directory if args.adapter is None else local_adapter(args.adapter)
+    target, out = _places(args, home)
     work = UnfinishedWork(out, _all_that_decides(args, directory))
     if len(work):
         print(f"Going on with what an interrupted run left in {work.path}.")
@@ -170,12 +181,13 @@ def run(args: argparse.Namespace) -> int:
         for name, data in reports.items():  # first: they hold all that was found
             show_report(prepare_out_dir(out / name, overwrite=True), data)
         if kept and target is not None:
-            _write(directory, target, block, calibration, found)
+            _write(home, target, block, calibration, found)
     except OSError as error:
         raise ExitServeError(f"cannot write what was found: {error}.") from error
     work.finish()
     if kept and target is not None:
-        print(f"Written into {target / 'config.json'}; `exitserve serve {target}` uses it.")
+        served = target if args.adapter is None else f"{base} --adapter {target}"
+        print(f"Written into {block_file(target)}; `exitserve serve {served}` uses it.")
     return 0
 
 
@@ -218,7 +230,8 @@ def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Pat
 
 
 def _is_hub_id(args: argparse.Namespace) -> bool:
-    return not Path(args.model).is_dir()
+    """Whether thresholds would be written to a hub."""
+    return not Path(args.adapter or args.model).is_dir()
 
 
 def _block(args: argparse.Namespace) -> tuple[MultiExit, dict[str, Any]]:
@@ -227,7 +240,8 @@ def _block(args: argparse.Namespace) -> tuple[MultiExit, dict[str, Any]]:
         raise ExitServeError("--dry-run writes nothing but a report: say where with --out DIR.")
     if args.out is None and _is_hub_id(args):
         raise ExitServeError(
-            f"'{args.model}' is a hub id, and thresholds cannot be written there; {_ELSEWHERE}."
+            f"'{args.adapter or args.model}' is a hub id, and thresholds cannot be written there; "
+            f"{_ELSEWHERE}."
         )
     check_context(args.window, config, "--window")
     block = parse_multi_exit(config)
@@ -237,9 +251,9 @@ def _block(args: argparse.Namespace) -> tuple[MultiExit, dict[str, Any]]:
         block = MultiExit(exit_layers=layers, objective=block.objective if block else "unknown")
     if block is None or not block.exit_layers:
         raise ExitServeError(
-            f"'{args.model}' declares no exits, so there is nothing to calibrate: `exitserve plan` "
-            f"tells which exits could pay, and `exitserve train` trains them. Layers that were "
-            f"trained elsewhere can be named with --exit-layers N,N."
+            f"'{args.model_name}' declares no exits, so there is nothing to calibrate: "
+            f"`exitserve plan` tells which exits could pay, and `exitserve train` trains them. "
+            f"Layers that were trained elsewhere can be named with --exit-layers N,N."
         )
     check_exit_layers(block.exit_layers, num_layers)
     return block, config
@@ -318,7 +332,7 @@ def calibrate(
     for job, result in zip(jobs, (found, *others), strict=True):
         record = result.calibration(job, source)
         folder = "" if job is jobs[0] else job.mode
-        reports[folder] = report(str(args.model), block.exit_layers, job, result, record)
+        reports[folder] = report(args.model_name, block.exit_layers, job, result, record)
         records.append(record)
     return records[0].beside(records[1:]), reports, found
 
@@ -426,10 +440,10 @@ def _write(
     from exitserve.screens import save_screens
 
     if target != directory:
-        own = ("config.json", "calibration", SCREENS_FOLDER, Path(FILE).parent.name)
+        own = ("config.json", BLOCK_FILE, "calibration", SCREENS_FOLDER, Path(FILE).parent.name)
         link_files(directory, target, but=own)
     screens = save_screens(target, found.screens) if found.screens else None
     if found.draft_tokens is not None:
         save_draft_tokens(target, found.draft_tokens)
     block = replace(block, criterion=found.criterion, screens=screens, calibration=calibration)
-    write_multi_exit(target, block, read_config(directory))
+    write_multi_exit(target, block, None if is_adapter(directory) else read_config(directory))

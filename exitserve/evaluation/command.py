@@ -15,6 +15,7 @@ from typing import Any
 
 from exitserve.arguments import (
     DEFAULT_THRESHOLDS,
+    add_adapter,
     add_out_flags,
     add_revision,
     add_threshold_flags,
@@ -24,6 +25,7 @@ from exitserve.arguments import (
     modes_of,
     thresholds_of,
     verify_options,
+    with_adapter,
     words,
 )
 from exitserve.calibration_record import EXIT_CHECKS
@@ -61,6 +63,7 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory or hub id")
     add_revision(parser)
+    add_adapter(parser)
     add_out_flags(parser)
     exits = parser.add_argument_group("what is compared with full depth")
     add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
@@ -144,6 +147,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     from exitserve.hub import local_checkpoint
     from exitserve.windows import read_documents
 
+    args = with_adapter(args)
     served_architecture(args.model, args.revision)
     modes = modes_of(args.modes)
     options: dict[str, Any] = {"exit_checks": args.exit_checks}
@@ -155,7 +159,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     window = at_least(prompt_tokens + 2, args.window, "--window")
     check_context(window, read_config(args.model, args.revision), "--window")
     return EvalJob(
-        model=str(args.model),
+        model=args.model_name,
         directory=local_checkpoint(args.model, args.revision),
         rules=rules,
         exit_checks=args.exit_checks,

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from exitserve import synthetic_shapes
+from exitserve.adapters import with_exits_of
 from exitserve.arguments import (
+    add_adapter,
     add_out_flags,
     add_revision,
     batch_sizes_of,
@@ -26,6 +28,7 @@ from exitserve.checkpoint import (
 )
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
+from exitserve.hub import local_adapter
 from exitserve.step_costs.devices import DEVICES
 
 MAX_BATCH_SIZE = 512
@@ -59,6 +62,7 @@ def add_command(subparsers: Any) -> None:
         "model", nargs="?", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
     )
     add_revision(parser)
+    add_adapter(parser)
     parser.add_argument(
         "--synthetic", metavar="NAME", help=f"instead of MODEL: {'|'.join(synthetic_shapes.SHAPES)}"
     )
@@ -160,7 +164,10 @@ def _model_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The parsed config and the model's name."""
     check_model_or_synthetic(args)
     if args.synthetic is None:
-        return read_model(args.model, args.revision), args.model
+        config = read_model(args.model, args.revision)
+        if args.adapter is not None:
+            config = with_exits_of(local_adapter(args.adapter), config)
+        return config, args.model
     synthetic_shapes.check_name(args.synthetic)
     return synthetic_shapes.SHAPES[args.synthetic], f"synthetic {args.synthetic}"
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from exitserve.arguments import add_revision, threshold_or_auto
+from exitserve.arguments import add_adapter, add_revision, threshold_or_auto, with_adapter
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
     check_rules,
@@ -55,6 +55,7 @@ def add_serve(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     add_revision(parser)
+    add_adapter(parser)
     _add_default(parser)
     _add_exits(parser)
     parser.add_argument(
@@ -150,6 +151,7 @@ def serve(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: the checkpoint or an option cannot be served; raised before anything slow.
     """
+    name, args = args.model, with_adapter(args)
     ours = engine_options(
         args.model,
         {
@@ -179,6 +181,8 @@ def serve(args: argparse.Namespace) -> int:
 
     revision = [] if args.revision is None else ["--revision", args.revision]
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
+    if args.adapter is not None:
+        vllm_args.served_model_name = vllm_args.served_model_name or [name]
     check_same_config(vllm_args, args.revision)
     check_rules(args.model, served, args.revision, transfers=transfers_kv(vllm_args))
     if rules.exit_layers:

@@ -67,7 +67,7 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         lambda args: args.enable_lora or args.lora_modules,
         "the keys and values of the layers that an exited token skips come from the base weights, "
         "without the adapter",
-        fix="merge the adapter into the checkpoint and train its exits, or drop the flag",
+        fix="give one adapter for all requests as --adapter DIR, or drop the flag",
     ),
     UnsupportedFeature(
         "speculative decoding (--speculative-config)",

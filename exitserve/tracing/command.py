@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import add_revision, at_least, check_context, threshold_or_auto
+from exitserve.arguments import (
+    add_adapter,
+    add_revision,
+    at_least,
+    check_context,
+    threshold_or_auto,
+    with_adapter,
+)
 from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError
@@ -38,6 +45,7 @@ def add_trace(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     add_revision(parser)
+    add_adapter(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="what to continue")
     text.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
@@ -71,6 +79,7 @@ def _trace(args: argparse.Namespace) -> int:
     _check_out(args.out, overwrite=args.overwrite)
     from exitserve.engine.launch import check_rules
 
+    args = with_adapter(args)
     config = read_config(args.model, args.revision)
     rules = check_rules(args.model, {"exit_checks": args.exit_checks}, args.revision)
     policy = replace(rules, modes=(*rules.modes, "verify")).policy_for(fields)
@@ -95,7 +104,7 @@ def _trace(args: argparse.Namespace) -> int:
         tokens = tuple(traced_tokens(reference, tokenizer, prompt, args.max_tokens, policy))
     trace = Trace(
         made_by="oracle",
-        model=args.model,
+        model=args.model_name,
         num_layers=rules.num_layers,
         exit_layers=rules.exit_layers,
         criterion=rules.criterion,

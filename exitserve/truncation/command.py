@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import add_revision, check_context
+from exitserve.arguments import add_adapter, add_revision, check_context, with_adapter
 from exitserve.checkpoint import context_length_of, num_layers_of, read_config
 from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
@@ -42,6 +42,7 @@ def add_truncate(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     add_revision(parser)
+    add_adapter(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     depth = parser.add_argument_group("how deep (one of these)")
     depth.add_argument("--layers", type=int, metavar="N", help="keep the first N layers")
@@ -81,6 +82,7 @@ def _truncate(args: argparse.Namespace) -> int:
     from exitserve.truncation.fit import depth_table
     from exitserve.truncation.run import truncate
 
+    args = with_adapter(args)
     job, sizes, budget = _job(args)
     console = Console()
     # Before anything is written, so that a user can stop a wrong choice.

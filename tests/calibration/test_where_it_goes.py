@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exitserve.adapters import merged_checkpoint
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.cli import main
@@ -119,6 +120,31 @@ def test_into_the_model(started, model: Path) -> None:
     assert calibrate(model) == 0
     assert (model / "calibration" / "report.json").is_file()
     assert_calibrated(model)
+
+
+def test_into_an_adapter(
+    started, read_only, capsys, make_adapter, merged_cache: Path, model: Path, tmp_path: Path
+) -> None:
+    """Its base and what is cached of both are as good as read-only."""
+    adapter = make_adapter(model, exits=(6, 12, 18))
+    before = contents(model)
+    assert calibrate(model, "--adapter", str(adapter)) == 0
+    (merged,) = started
+    assert contents(model) == before and merged.is_relative_to(merged_cache)
+    said = capsys.readouterr().out
+    assert f"Written into {adapter}/multi_exit.json" in said
+    assert f"`exitserve serve {model} --adapter {adapter}` uses it" in said
+    assert (adapter / "calibration" / "report.json").is_file()
+    assert merged_checkpoint(str(model), str(adapter)) == merged
+    assert_calibrated(merged)
+
+    read_only(adapter)
+    assert calibrate(model, "--adapter", str(adapter)) == 2
+    assert f"'{adapter}' cannot be written to" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert calibrate(model, "--adapter", str(adapter), "--out", str(out)) == 0
+    assert f"`exitserve serve {model} --adapter {out}` uses it" in capsys.readouterr().out
+    assert_calibrated(merged_checkpoint(str(model), str(out)))
 
 
 def test_a_report_elsewhere(started, model: Path, tmp_path: Path) -> None:

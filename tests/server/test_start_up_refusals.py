@@ -96,6 +96,7 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
 
     async def run_server(args: Any) -> None:
         print("the engine would start", args.hf_overrides, "revision", args.revision)
+        print(f"{args.model} is called {args.served_model_name}")
 
     monkeypatch.setattr("vllm.entrypoints.cli.serve.run_server", run_server)
 
@@ -199,6 +200,17 @@ def test_a_revision_that_only_vllm_would_read(serve, tmp_path: Path) -> None:
     file.write_text("revision: shallow\n")
     code, _, error = serve("--config", str(file))
     assert code == 2 and "--revision in a file of --config" in error
+
+
+def test_a_model_with_an_adapter_has_the_name_of_its_base(
+    serve, make_adapter, merged_cache: Path, bundled: Path
+) -> None:
+    adapter = make_adapter(bundled, exits=(4, 8))
+    more = ("--adapter", str(adapter), "--exit-layer", "8")  # of the adapter's exits
+    code, output, error = serve(*more)
+    assert code == 0 and f"/{bundled.name}+mine is called ['{bundled}']" in output, error
+    assert str(merged_cache) in output
+    assert "is called ['other']" in serve(*more, "--served-model-name", "other")[1]
 
 
 def test_a_quantised_checkpoint(serve, checkpoint) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
+from exitserve.adapters import merged_checkpoint
 from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.checkpoints import OBJECTIVES_FILE
@@ -134,6 +135,7 @@ def test_the_result_is_an_ordinary_checkpoint(
     seen: list[dict[str, Tensor]],
     tmp_path: Path,
     train: Train,
+    merged_cache: Path,
     base: str,
 ) -> None:
     assert train(lora_recipe(base, training={"max_steps": 10})) == 0
@@ -160,7 +162,7 @@ def test_the_result_is_an_ordinary_checkpoint(
     # The files are a base model's: the same tensors, and nothing of PEFT's.
     stored, theirs = (load_file(folder / "model.safetensors") for folder in (out, bases[base]))
     assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
-    assert not [*out.glob("adapter*"), *out.rglob("README.md")]
+    assert not [*out.glob("adapter_*"), *out.rglob("README.md")]
     block = read_multi_exit(out)
     assert block is not None and block.exit_layers == (1, 2)
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -173,6 +175,21 @@ def test_the_result_is_an_ordinary_checkpoint(
     for depth, loss in plain_losses(out, depths).items():
         assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)
         assert loss < report["initial_layers"][str(depth)]["loss"]
+
+    # Beside it is the adapter: PEFT's, which transformers puts on the base that it names, ...
+    adapter = out / "adapter"
+    assert read(adapter, "adapter_config.json")["base_model_name_or_path"] == str(bases[base])
+    adapted = AutoModelForCausalLM.from_pretrained(adapter)
+    assert any("lora_" in name for name, _ in adapted.named_parameters())
+    ids = torch.arange(20)[None]
+    # Of (W + BA) x and Wx + BAx, float32 rounds every sum of some 64 numbers otherwise.
+    torch.testing.assert_close(adapted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    # ... and ours, with the exits. What we merge is what PEFT merged.
+    merged = merged_checkpoint(str(bases[base]), str(adapter))
+    assert read_multi_exit(merged) == block
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        # One rounding of float32 of each weight, and one of what is added, which is smaller.
+        torch.testing.assert_close(tensor, stored[name], rtol=3e-7, atol=1e-8)
 
 
 def test_four_bit_maps_come_out_whole(

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): put on by PEFT, merged into the checkpoint at the end.
+"""Low-rank adapters (LoRA): put on by PEFT, kept, and merged into the checkpoint at the end.
 
 With 4-bit maps under them (QLoRA, arXiv 2305.14314) they are merged into what those 4 bits stand
 for, not into the weights that the run began from: the adapters were trained beside the former, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
-from exitserve_training.recipe import Lora
+from exitserve_training.recipe import Lora, Recipe
+
+FOLDER = "adapter"
+"""Of a run's `output_dir`."""
 
 
 def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
@@ -93,6 +98,24 @@ def keep_for_training(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer: Any) -> None:
+    """Writes the adapter and its exits into the run's folder, for `--adapter` and for PEFT.
+
+    With a tokenizer of its own where the recipe gave one: else it is the base's. A model that was
+    grown has no base, so its adapter would be of no use.
+    """
+    if recipe.grow_to_layers is not None:
+        return
+    model: Any = adapted
+    folder = Path(recipe.output_dir) / FOLDER
+    model.peft_config["default"].base_model_name_or_path = recipe.model
+    # Else PEFT asks the hub for the base's config, to see whether its vocabulary has grown.
+    model.save_pretrained(folder, save_embedding_layers=False)
+    write_multi_exit(folder, exits)
+    if recipe.tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def merged(adapted: nn.Module, lora: Lora) -> PreTrainedModel:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from exitserve.arguments import add_adapter, with_adapter
 from exitserve.checkpoint import read_config
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.command import add_data_arguments, data_fields
@@ -48,6 +49,7 @@ def add_inspect(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint: directory or hub id")
+    add_adapter(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
     add_data_arguments(parser)
@@ -83,6 +85,7 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    args = with_adapter(args)
     amount = THOROUGH if args.thorough else QUICK
     if args.rows is None:
         args.rows = THOROUGH.rows if _is_classifier(args.model) else amount.rows
