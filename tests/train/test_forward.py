@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.layer_weights import layer_weights
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.aligned.options import (
     CrossEntropyOptions,
     SeparateClassifiersOptions,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.masking import Masking
 from exitserve_training.objectives.aligned.options import AlignedOptions, CrossEntropyOptions
 from exitserve_training.objectives.options import BuildContext

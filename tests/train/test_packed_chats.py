@@ -13,7 +13,7 @@ from torch import Tensor
 from exitserve.decoder import FAMILIES
 from exitserve_training.chats import PackedChats, packed_chats
 from exitserve_training.forward import ExitPass
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.packing import load_packed
 
 MakeRecipe = Callable[..., Path]

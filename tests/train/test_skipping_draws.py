@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exitserve_training.draws import row_generators
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import ExitAware, LayerDropout
 from exitserve_training.skipping import SkippedPositions, SkipSampler, dropout_rates
 

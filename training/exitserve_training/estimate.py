@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from exitserve.errors import ExitServeError
 from exitserve_training.arguments import training_arguments
-from exitserve_training.losses.chunked import CHUNK_TOKENS
+from exitserve_training.losses.head_losses import chunk_size
 from exitserve_training.models import build_config, build_model, model_config
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.options import BuildContext
@@ -119,7 +119,10 @@ def estimate(recipe: Recipe) -> Estimate:
             "states kept for backward": micro_tokens
             * _kept_per_token(config, parts, checkpointed)
             * (2 if recipe.bf16 else 4),
-            "logits of a chunk": 3 * 4 * min(micro_tokens, CHUNK_TOKENS) * config.vocab_size,
+            "logits of a chunk": 3
+            * 4
+            * min(micro_tokens, chunk_size(arguments.device, config.vocab_size))
+            * config.vocab_size,
         },
         tokens_per_step=accumulated * arguments.world_size,
         seconds_per_step=flops / rate + trained * _ADAMW_TRAFFIC / bandwidth,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from exitserve_training.losses import OutputHead, layer_quality, weighted_layer_squares
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exitserve_training.draws import row_generators
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 
 REPLACED, RANDOM = 0.8, 0.9
 """A uniform draw below the first gives the mask token, below the second a random token."""

@@ -129,7 +129,10 @@ def load_model(
 def freeze_head(model: PreTrainedModel, head: OutputHead) -> None:
     """Headless training leaves the head as it is, and data parallelism must not wait for it."""
     embedding: Any = model.get_input_embeddings()
-    for parameter in head.linear.parameters():
+    parameters = [*head.linear.parameters()]
+    if model.config.model_type in ENCODERS:
+        parameters += head.norm.parameters()  # a masked model's head has a transform of its own
+    for parameter in parameters:
         if parameter is not embedding.weight:
             parameter.requires_grad_(False)
 

@@ -70,8 +70,9 @@ def model_parts(model: Any) -> ModelParts:
     if task == "class":
         return _classifier_parts(model, family)
     if family in ENCODERS:
-        # Encoder layers end with a norm of their own, and the head has its transform.
-        head = OutputHead(nn.Identity(), model.cls.predictions)
+        # Encoder layers end with a norm of their own; the head's transform stands in its place.
+        predictions = model.cls.predictions
+        head = OutputHead(predictions.transform, predictions.decoder)
         return ModelParts(model.bert, model.bert.encoder.layer, nn.Identity(), head, task)
     parts = decoder_parts(model)
     head = OutputHead(parts.norm, parts.head, parts.soft_cap)

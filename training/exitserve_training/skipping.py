@@ -22,7 +22,9 @@ from torch import Tensor
 
 from exitserve_kernels.exit_check import check_logits
 from exitserve_training.draws import row_generators
-from exitserve_training.losses.chunked import CHUNK_TOKENS, IGNORED, Classifier
+from exitserve_training.losses.head import Classifier
+from exitserve_training.losses.head_losses import CHUNK_TOKENS
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import ExitAware, LayerDropout
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exitserve_training.augmentation import Augmentation
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.masking import Masking
 
 

@@ -1,6 +1,5 @@
 """The aligned loss against the plain computation that it must equal."""
 
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +13,10 @@ from exitserve.errors import ExitServeError
 from exitserve_training.losses import (
     OutputHead,
     aligned_cross_entropy,
-    chunked_cross_entropy,
     layer_quality,
     layer_weights,
     weighted_layer_cross_entropy,
 )
-from exitserve_training.losses.chunked import Classifier
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
@@ -28,14 +25,14 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 def problem(
     layers: int = 4, rows: int = 2, tokens: int = 7, width: int = 8, vocab: int = 19
-) -> tuple[list[Tensor], nn.Module, Tensor]:
+) -> tuple[list[Tensor], OutputHead, Tensor]:
     generator = torch.Generator().manual_seed(layers * 1000 + tokens)
     hidden = [
         torch.randn(rows, tokens, width, generator=generator).requires_grad_()
         for _ in range(layers)
     ]
     torch.manual_seed(1)
-    classifier = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, vocab, bias=False))
+    classifier = OutputHead(nn.RMSNorm(width), nn.Linear(width, vocab, bias=False))
     labels = torch.randint(vocab, (rows, tokens), generator=generator)
     return hidden, classifier, labels
 
@@ -54,9 +51,9 @@ def naive(
 
 
 def gradients(
-    loss: Tensor, hidden: list[Tensor], classifier: nn.Module, upstream: float = 1.0
+    loss: Tensor, hidden: list[Tensor], head: OutputHead, upstream: float = 1.0
 ) -> list[Tensor]:
-    leaves = [*hidden, *classifier.parameters()]
+    leaves = [*hidden, *head.norm.parameters(), *head.linear.parameters()]
     found = torch.autograd.grad(loss * upstream, leaves, allow_unused=True)
     return [
         torch.zeros_like(leaf) if grad is None else grad
@@ -104,12 +101,9 @@ def test_value_and_gradients_equal_the_full_logit_computation(
     layers=st.integers(1, 5),
     rows=st.integers(1, 3),
     tokens=st.integers(1, 9),
-    chunk=st.integers(1, 30),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_chunk_and_mask(
-    layers: int, rows: int, tokens: int, chunk: int, seed: int
-) -> None:
+def test_any_shape_and_mask(layers: int, rows: int, tokens: int, seed: int) -> None:
     hidden, classifier, labels = problem(layers, rows, tokens)
     mask = torch.rand(rows, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
     mask[0, 0] = True
@@ -120,10 +114,6 @@ def test_any_shape_chunk_and_mask(
     by_label = aligned_cross_entropy(hidden, classifier, masked)
     torch.testing.assert_close(by_mask, expected, **CLOSE)
     torch.testing.assert_close(by_label, expected, **CLOSE)
-    kept = hidden[0][mask]
-    whole = chunked_cross_entropy(kept, classifier, labels[mask], chunk_tokens=10_000)
-    parts = chunked_cross_entropy(kept, classifier, labels[mask], chunk_tokens=chunk)
-    torch.testing.assert_close(parts, whole, **CLOSE)
 
 
 def test_exit_subset_counts_those_layers_and_the_last() -> None:
@@ -164,34 +154,15 @@ def test_nothing_to_predict_is_zero_with_zero_gradient() -> None:
 def test_bfloat16_hidden_states_are_summed_in_float32() -> None:
     hidden, classifier, labels = problem(tokens=300)
     half = [states.detach().bfloat16() for states in hidden]
-    loss = aligned_cross_entropy(half, classifier.bfloat16(), labels)
-    expected = naive(hidden, classifier.float(), labels, layer_weights(range(1, 5)))
+    classifier.norm.bfloat16()
+    classifier.linear.bfloat16()
+    loss = aligned_cross_entropy(half, classifier, labels)
+    classifier.norm.float()
+    classifier.linear.float()
+    expected = naive(hidden, classifier, labels, layer_weights(range(1, 5)))
     assert loss.dtype == torch.float32
     # bf16 keeps 8 bits: logits of size ~1 are off by up to 2^-8 each; their mean by far less.
     torch.testing.assert_close(loss, expected, rtol=4e-3, atol=0.0)
-
-
-def test_logits_of_one_chunk_at_a_time() -> None:
-    """The memory claim: no logits survive the chunk that made them, until backward or in it."""
-    hidden, classifier, labels = problem(layers=3, rows=4, tokens=64)
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def watched(states: Tensor) -> Tensor:
-        nonlocal most
-        logits: Tensor = classifier(states)
-        alive.append(weakref.ref(logits))
-        most = max(most, sum(ref() is not None for ref in alive))
-        return logits
-
-    total = torch.zeros(())
-    for states in hidden:
-        flat = states.flatten(0, 1)
-        total = total + chunked_cross_entropy(flat, watched, labels.flatten(), chunk_tokens=32)
-    assert sum(ref() is not None for ref in alive) == 0
-    total.backward()
-    assert len(alive) == 2 * 3 * 8, "each chunk is classified once forward, once in backward"
-    assert most == 1
 
 
 @pytest.mark.parametrize(
@@ -212,29 +183,7 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
         aligned_cross_entropy(hidden, classifier, labels, **change)  # type: ignore[arg-type]
 
 
-def readers(classifier: nn.Module, soft_cap: float | None = None) -> dict[str, Classifier]:
-    """The same function with gradients made in forward, and through checkpoints."""
-    assert isinstance(classifier, nn.Sequential)
-    head = OutputHead(classifier[0], classifier[1], soft_cap)
-    return {"head": head, "any": lambda states: head(states)}
-
-
-@pytest.mark.parametrize("soft_cap", [None, 0.7])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_head_gives_what_any_classifier_gives(masked: bool, soft_cap: float | None) -> None:
-    hidden, classifier, labels = problem()
-    labels[:, -1] = -100
-    mask = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0)) < 0.6
-    found = []
-    for reader in readers(classifier, soft_cap).values():
-        loss = aligned_cross_entropy(hidden, reader, labels, mask=mask if masked else None)
-        found.append([loss, *gradients(loss, hidden, classifier)])
-    for mine, truth in zip(*found, strict=True):
-        torch.testing.assert_close(mine, truth, **CLOSE)
-
-
-@pytest.mark.parametrize("reader", ["head", "any"])
-def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight(reader: str) -> None:
+def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight() -> None:
     """Each layer's mean is over its own tokens; the sum divides by those that count at all."""
     hidden, classifier, labels = problem()
     labels[0, 3] = -100
@@ -246,7 +195,7 @@ def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight(reader: str)
     scale = {1: 0.5, 2: 0.0, 3: 2.0, 4: 1.0}
     states = dict(enumerate(hidden, start=1))
     loss, means = weighted_layer_cross_entropy(
-        states, readers(classifier)[reader], labels, scale, mask=mask, masks=masks
+        states, classifier, labels, scale, mask=mask, masks=masks
     )
     expected = torch.zeros(())
     for layer in (1, 2, 3):
@@ -263,24 +212,22 @@ def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight(reader: str)
         torch.testing.assert_close(mine, truth, **CLOSE)
 
 
-@pytest.mark.parametrize("reader", ["head", "any"])
-def test_no_token_counts_at_any_layer(reader: str) -> None:
+def test_no_token_counts_at_any_layer() -> None:
     hidden, classifier, labels = problem(layers=2)
     nothing = torch.full_like(labels, -100)
     loss, means = weighted_layer_cross_entropy(
-        dict(enumerate(hidden)), readers(classifier)[reader], nothing, {0: 1.0, 1: 2.0}
+        dict(enumerate(hidden)), classifier, nothing, {0: 1.0, 1: 2.0}
     )
     loss.backward()
     assert [loss.item(), *[mean.item() for mean in means.values()]] == [0.0, 0.0, 0.0]
     assert all(states.grad is not None and not states.grad.any() for states in hidden)
 
 
-@pytest.mark.parametrize("reader", ["head", "any"])
-def test_evaluation_gives_mean_and_accuracy(reader: str) -> None:
+def test_evaluation_gives_mean_and_accuracy() -> None:
     # More tokens than are classified at once, some of which do not count.
     hidden, classifier, labels = problem(layers=1, tokens=1100)
     labels[:, ::7] = -100
-    loss, accuracy = layer_quality(hidden[0], readers(classifier)[reader], labels)
+    loss, accuracy = layer_quality(hidden[0], classifier, labels)
     counted = labels != -100
     logits = classifier(hidden[0].detach())[counted]
     torch.testing.assert_close(loss, functional.cross_entropy(logits, labels[counted]), **CLOSE)
@@ -306,4 +253,4 @@ def test_bad_arguments_of_layers_are_named(change: dict[str, object], message: s
     hidden, classifier, labels = problem(layers=2)
     given = {"hidden": dict(enumerate(hidden, 1)), "labels": labels, "scale": {1: 1.0, 2: 1.0}}
     with pytest.raises(ExitServeError, match=message):
-        weighted_layer_cross_entropy(classifier=classifier, **(given | change))  # type: ignore[arg-type]
+        weighted_layer_cross_entropy(head=classifier, **(given | change))  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """The cosine and the KL alignment of layers against their definitions."""
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from exitserve.errors import ExitServeError
 from exitserve_training.layer_weights import layer_weights
-from exitserve_training.losses import last_layer
+from exitserve_training.losses import OutputHead
 from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
 from exitserve_training.losses.reference import last_layer as reference
 
@@ -22,15 +21,25 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 def problem(
     layers: int = 4, rows: int = 2, tokens: int = 5, width: int = 6, vocab: int = 11, seed: int = 0
-) -> tuple[list[Tensor], nn.Module]:
+) -> tuple[list[Tensor], OutputHead]:
     generator = torch.Generator().manual_seed(seed * 1000 + layers * 10 + tokens)
     hidden = [
         torch.randn(rows, tokens, width, generator=generator).requires_grad_()
         for _ in range(layers)
     ]
     torch.manual_seed(1)
-    classifier = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, vocab, bias=False))
-    return hidden, classifier
+    return hidden, OutputHead(nn.RMSNorm(width), nn.Linear(width, vocab, bias=False))
+
+
+def reading_as_it_is(width: int) -> OutputHead:
+    """A head whose logits are the states."""
+    linear = nn.Linear(width, width, bias=False)
+    nn.init.eye_(linear.weight)
+    return OutputHead(nn.Identity(), linear)
+
+
+def parameters(head: OutputHead) -> list[Tensor]:
+    return [*head.norm.parameters(), *head.linear.parameters()]
 
 
 def gradients(loss: Tensor, leaves: list[Tensor], upstream: float = 1.0) -> list[Tensor]:
@@ -202,7 +211,7 @@ def test_cosine_hides_no_nan_that_counts() -> None:
 def test_nothing_to_compare_is_zero_with_zero_gradients(value: float) -> None:
     hidden = [torch.full((1, 2, 3), value, requires_grad=True) for _ in range(2)]
     nothing = torch.zeros(1, 2, dtype=torch.bool)
-    classifier = nn.Linear(3, 5)
+    classifier = OutputHead(nn.Identity(), nn.Linear(3, 5))
     for loss in (
         cosine_alignment(hidden, mask=nothing),
         cosine_alignment(hidden, exit_layers=[]),
@@ -226,7 +235,7 @@ def test_kl_equals_the_reference(weights: str | list[float], temperature: float)
     scale = layer_weights(range(1, 5), weights)
     truth = reference.kl_to_last(hidden, classifier, scale, temperature)
     torch.testing.assert_close(mine, truth, **CLOSE)
-    gradients_equal(mine, truth, [*hidden, *classifier.parameters()])
+    gradients_equal(mine, truth, [*hidden, *parameters(classifier)])
 
 
 def test_kl_by_hand() -> None:
@@ -234,9 +243,9 @@ def test_kl_by_hand() -> None:
     first = torch.zeros(1, 1, 2)
     last = torch.tensor([[[math.log(3.0), 0.0]]])
     divergence = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    loss = kl_to_last([first, last], nn.Identity())
+    loss = kl_to_last([first, last], reading_as_it_is(2))
     assert loss.item() == pytest.approx(divergence / 3, rel=1e-5)
-    assert kl_to_last([last, last], nn.Identity()).item() == pytest.approx(0.0, abs=1e-7)
+    assert kl_to_last([last, last], reading_as_it_is(2)).item() == pytest.approx(0.0, abs=1e-7)
 
 
 def test_kl_at_high_temperature_is_half_the_variance_of_the_logits_difference() -> None:
@@ -244,7 +253,9 @@ def test_kl_at_high_temperature_is_half_the_variance_of_the_logits_difference() 
     hidden = [states.detach().double() for states in problem(2)[0]]
     difference = hidden[0] - hidden[1]
     limit = difference.var(-1, correction=0).mean() / 2 / 3
-    loss = kl_to_last(hidden, nn.Identity(), temperature=1e4)
+    head = reading_as_it_is(6)
+    head.linear.double()
+    loss = kl_to_last(hidden, head, temperature=1e4)
     # The next term of the expansion is smaller by 1/T.
     assert loss.item() == pytest.approx(limit.item(), rel=1e-3)
 
@@ -261,10 +272,9 @@ def test_kl_teaches_the_shallow_layers_only() -> None:
 @given(
     rows=st.integers(1, 3),
     tokens=st.integers(1, 6),
-    chunk=st.integers(1, 20),
     seed=st.integers(0, 50),
 )
-def test_kl_chunks_masks_and_order(rows: int, tokens: int, chunk: int, seed: int) -> None:
+def test_kl_masks_and_order(rows: int, tokens: int, seed: int) -> None:
     hidden, classifier = problem(3, rows, tokens, seed=seed)
     mask = some_mask(rows, tokens, seed)
     kept = [states[mask][None] for states in hidden]
@@ -272,11 +282,9 @@ def test_kl_chunks_masks_and_order(rows: int, tokens: int, chunk: int, seed: int
     order = torch.randperm(kept[0].shape[1], generator=torch.Generator().manual_seed(seed))
     moved = kl_to_last([states[:, order] for states in kept], classifier)
     torch.testing.assert_close(moved, dropped, **CLOSE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(last_layer, "CHUNK_TOKENS", chunk)
-        masked = kl_to_last(hidden, classifier, mask=mask)
-        torch.testing.assert_close(masked, dropped, **CLOSE)
-        gradients_equal(masked, dropped, [*hidden, *classifier.parameters()])
+    masked = kl_to_last(hidden, classifier, mask=mask)
+    torch.testing.assert_close(masked, dropped, **CLOSE)
+    gradients_equal(masked, dropped, [*hidden, *parameters(classifier)])
     assert dropped.item() > -1e-6
 
 
@@ -284,10 +292,11 @@ def test_kl_gradients_numerically() -> None:
     hidden, classifier = problem(3, 1, 2, 3, 4)
     leaves = [states.detach().double().requires_grad_() for states in hidden[:-1]]
     last = hidden[-1].detach().double()
-    wide = classifier.double()
+    classifier.norm.double()
+    classifier.linear.double()
 
     def loss(*inner: Tensor) -> Tensor:
-        return kl_to_last([*inner, last], wide, temperature=2.0)
+        return kl_to_last([*inner, last], classifier, temperature=2.0)
 
     assert loss(*leaves).dtype == torch.float64
     assert torch.autograd.gradcheck(loss, leaves)
@@ -299,7 +308,9 @@ def test_kl_gradients_numerically() -> None:
 def test_kl_is_finite(tokens: int, size: float, dtype: torch.dtype) -> None:
     hidden, _ = problem(3, 1, tokens)
     leaves = [(size * states.detach().sign()).to(dtype).requires_grad_() for states in hidden]
-    loss = kl_to_last(leaves, nn.Identity())
+    head = reading_as_it_is(6)
+    head.linear.to(dtype)
+    loss = kl_to_last(leaves, head)
     assert loss.dtype == torch.float32
     assert all_finite(loss, leaves)
 
@@ -307,33 +318,15 @@ def test_kl_is_finite(tokens: int, size: float, dtype: torch.dtype) -> None:
 def test_kl_in_float32_whatever_the_classifier() -> None:
     hidden, classifier = problem(tokens=50)
     half = [states.detach().bfloat16() for states in hidden]
-    loss = kl_to_last(half, classifier.bfloat16())
-    expected = kl_to_last([states.float() for states in half], classifier.float())
+    classifier.norm.bfloat16()
+    classifier.linear.bfloat16()
+    loss = kl_to_last(half, classifier)
+    classifier.norm.float()
+    classifier.linear.float()
+    expected = kl_to_last([states.float() for states in half], classifier)
     assert loss.dtype == torch.float32
     # bf16 keeps 8 bits: logits of size ~1 are off by up to 2^-8 each; their mean by far less.
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0.0)
-
-
-def test_kl_logits_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory claim: one layer's logits of one chunk, with the teacher's beside them."""
-    monkeypatch.setattr(last_layer, "CHUNK_TOKENS", 8)
-    hidden, classifier = problem(layers=4, rows=2, tokens=16)
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def watched(states: Tensor) -> Tensor:
-        nonlocal most
-        logits: Tensor = classifier(states)
-        assert states.shape[0] <= 8
-        alive.append(weakref.ref(logits))
-        most = max(most, sum(ref() is not None for ref in alive))
-        return logits
-
-    loss = kl_to_last(hidden, watched)
-    assert sum(ref() is not None for ref in alive) == 0
-    loss.backward()
-    assert len(alive) == 2 * 2 * 3 * 4, "two sides, forward and backward, 3 layers, 4 chunks"
-    assert most <= 2
 
 
 # --- both ---------------------------------------------------------------------------------
@@ -369,7 +362,7 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
     with pytest.raises(ExitServeError, match=message):
         cosine_alignment(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ExitServeError, match=message):
-        kl_to_last(**arguments, classifier=nn.Identity())  # type: ignore[arg-type]
+        kl_to_last(**arguments, head=reading_as_it_is(3))  # type: ignore[arg-type]
 
 
 def test_bad_reduction_and_temperature_are_named() -> None:

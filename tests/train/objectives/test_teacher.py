@@ -45,7 +45,7 @@ def test_every_exit_and_the_last_layer_learn_what_the_teacher_says(
     assert not wrapped.objectives.state_dict()
     loss.backward()
     assert model.lm_head.weight.grad.abs().max() > 0
-    teacher = wrapped.objectives.members[0].teacher.model
+    teacher = wrapped.objectives.members[0].frozen.model
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 

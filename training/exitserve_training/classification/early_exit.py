@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses.head import Classifier
 from exitserve_training.parts import model_parts
 
 

@@ -29,7 +29,7 @@ from exitserve_training.classification.inputs import batch_rows, data_format, en
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
 from exitserve_training.classification.scores import Scores, scores
 from exitserve_training.data_recipe import data_from
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses.head import Classifier
 from exitserve_training.models import check_model, load_model
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext

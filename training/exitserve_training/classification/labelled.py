@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.sources import load_dataset, matching_files, read_table
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")

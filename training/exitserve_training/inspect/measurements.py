@@ -18,7 +18,7 @@ from exitserve.decoder import capture_hidden
 from exitserve_training.inspect.condensation import Condensation
 from exitserve_training.inspect.data import InspectionData
 from exitserve_training.losses import effective_rank, layer_quality
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.parts import ModelParts, model_parts
 
 

@@ -11,12 +11,12 @@ from exitserve_training.losses.aligned import (
     layer_quality,
     weighted_layer_cross_entropy,
 )
-from exitserve_training.losses.chunked import chunked_cross_entropy
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
+from exitserve_training.losses.head import OutputHead, Reading, Teacher
+from exitserve_training.losses.head_losses import head_losses
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
 from exitserve_training.losses.implicit import Projector, nitp
 from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
-from exitserve_training.losses.linear import OutputHead, linear_cross_entropy
 from exitserve_training.losses.measures import effective_rank, mean_cosine
 from exitserve_training.losses.similarity import simreg, simreg_weight
 from exitserve_training.losses.spread import (
@@ -32,9 +32,10 @@ __all__ = [
     "AdaGC",
     "OutputHead",
     "Projector",
+    "Reading",
+    "Teacher",
     "aligned_cross_entropy",
     "balanced_cross_entropy",
-    "chunked_cross_entropy",
     "contrastive_weight_tying",
     "cosine_alignment",
     "cpretrain",
@@ -42,11 +43,11 @@ __all__ = [
     "decorrelation",
     "dispersion",
     "effective_rank",
+    "head_losses",
     "kl_to_last",
     "l2_repel",
     "layer_quality",
     "layer_weights",
-    "linear_cross_entropy",
     "mean_cosine",
     "nitp",
     "orthogonalization",

@@ -18,18 +18,14 @@ from torch.nn import functional
 
 from exitserve.errors import ExitServeError
 from exitserve_training.layer_weights import counted_layers, layer_weights
-from exitserve_training.losses.chunked import (
-    CHUNK_TOKENS,
-    IGNORED,
-    Classifier,
-    chunked_cross_entropy,
-)
-from exitserve_training.losses.linear import OutputHead, TokenGroup, grouped_cross_entropy
+from exitserve_training.losses.head import Classifier, OutputHead, Reading
+from exitserve_training.losses.head_losses import CHUNK_TOKENS, head_losses
+from exitserve_training.losses.tokens import IGNORED
 
 
 def aligned_cross_entropy(
     hidden_states: Sequence[Tensor | None],
-    classifier: Classifier,
+    head: OutputHead,
     labels: Tensor,
     *,
     exit_layers: Sequence[int] | None = None,
@@ -41,9 +37,7 @@ def aligned_cross_entropy(
     Args:
         hidden_states: L tensors [B, T, D], the un-normed residual stream after layers 1..L.
             Entries of layers that do not count may be None.
-        classifier: maps [N, D] to [N, V]: final norm, then LM head. An `OutputHead` is the fastest;
-            anything else is called on chunks of tokens and once more in backward, so it must be
-            deterministic.
+        head: final norm and LM head, shared by all layers.
         labels: targets [B, T], already shifted; -100 is ignored.
         exit_layers: depths in 1..L that count besides L; None for every layer.
         weights: `"linear"` (eq. 3; over a subset renormalised to sum to 1), `"uniform"`, or one
@@ -64,12 +58,12 @@ def aligned_cross_entropy(
         raise ExitServeError(f"hidden_states has no tensor for layers {missing}, which count.")
     hidden = {layer: tensor for layer, tensor in given.items() if tensor is not None}
     of_layer = dict(zip(layers, scale, strict=True))
-    return weighted_layer_cross_entropy(hidden, classifier, labels, of_layer, mask=mask)[0]
+    return weighted_layer_cross_entropy(hidden, head, labels, of_layer, mask=mask)[0]
 
 
 def weighted_layer_cross_entropy(
     hidden: Mapping[int, Tensor],
-    classifier: Classifier,
+    head: OutputHead,
     labels: Tensor,
     scale: Mapping[int, float],
     *,
@@ -81,12 +75,11 @@ def weighted_layer_cross_entropy(
     The sum is a differentiable scalar, the means are detached. The means are over each layer's
     own counted tokens. In the sum every layer is divided by the tokens that count without
     `masks`: a token weighs the same whatever others do, so that the sum does not depend on how a
-    batch is split. A layer without any token contributes 0, with zero gradients. A plain
-    `OutputHead` takes 3 products of its size per token instead of 4 (see `losses.linear`).
+    batch is split. A layer without any token contributes 0, with zero gradients.
 
     Args:
         hidden: layer to un-normed hidden states [B, T, D].
-        classifier: maps [N, D] to [N, V].
+        head: final norm and LM head.
         labels: targets [B, T], already shifted; -100 is ignored.
         scale: layer to the weight of its mean, for every layer of `hidden`; others are ignored.
         mask: bool [B, T]; tokens where it is False are ignored at every layer.
@@ -105,7 +98,7 @@ def weighted_layer_cross_entropy(
     counted = _counted_tokens(labels, mask)
     shared = _tokens_at(counted, labels)
     tokens = max(len(shared[1]), 1)
-    groups: list[TokenGroup] = []
+    readings: list[Reading] = []
     for layer, states in hidden.items():
         _check_states(layer, states, labels)
         rows, targets = shared
@@ -113,32 +106,11 @@ def weighted_layer_cross_entropy(
             _check_mask(f"mask of layer {layer}", masks[layer], labels)
             rows, targets = _tokens_at(counted & masks[layer].reshape(-1).bool(), labels)
         weight = torch.full_like(targets, scale[layer] / tokens, dtype=torch.float32)
-        groups.append(TokenGroup(states.reshape(-1, states.shape[-1]), targets, weight, rows))
-    if isinstance(classifier, OutputHead) and classifier.is_plain:
-        # All layers in one call share one sum [V, D] of the head's gradients. Their states go in
-        # as a list and are read chunk by chunk, so that they are not copied into one tensor.
-        total, losses = grouped_cross_entropy(groups, classifier)
-        means = [loss.sum() / max(len(loss), 1) for loss in losses]
-        return total, dict(zip(hidden, means, strict=True))
-    of_sums = {layer: scale[layer] / tokens for layer in hidden}
-    return _checkpointed(dict(zip(hidden, groups, strict=True)), classifier, of_sums)
-
-
-def _checkpointed(
-    groups: Mapping[int, TokenGroup], classifier: Classifier, scale: Mapping[int, float]
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """`weighted_layer_cross_entropy` through any classifier."""
-    parts: list[Tensor] = []
-    means: dict[int, Tensor] = {}
-    for layer, tokens in groups.items():
-        flat = tokens.hidden if tokens.rows is None else tokens.hidden[tokens.rows]
-        total = chunked_cross_entropy(flat, classifier, tokens.labels)
-        means[layer] = total.detach() / max(len(tokens.labels), 1)
-        if not len(tokens.labels):
-            # A sum over no entries is 0 and hangs on the graph, whatever the states hold.
-            total = total + tokens.hidden[:0].float().sum()
-        parts.append(scale[layer] * total)
-    return torch.stack(parts).sum(), means
+        readings.append(Reading(states.reshape(-1, states.shape[-1]), targets, weight, rows=rows))
+    total, found = head_losses(readings, head)
+    losses = [one.cross_entropy for one in found if one.cross_entropy is not None]
+    means = [loss.sum() / max(len(loss), 1) for loss in losses]
+    return total, dict(zip(hidden, means, strict=True))
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import IGNORED
 from exitserve_training.losses.pairs import (
     FAR,
     ZERO,
@@ -32,6 +31,7 @@ from exitserve_training.losses.pairs import (
     similarities,
 )
 from exitserve_training.losses.tokens import (
+    IGNORED,
     Reduction,
     check_choice,
     check_reduction,

@@ -21,8 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.losses.tokens import Reduction, at_least_float32, check_reduction
+from exitserve_training.losses.tokens import IGNORED, Reduction, at_least_float32, check_reduction
 
 BLOCK_ROWS = 512
 """Outputs compared with all N targets at once: of the N * N scores 512 * N floats exist at any

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from exitserve.errors import ExitServeError
 from exitserve_training.layer_weights import counted_layers, layer_weights
-from exitserve_training.losses.chunked import CHUNK_TOKENS, Classifier
+from exitserve_training.losses.head import OutputHead, Reading, Teacher
+from exitserve_training.losses.head_losses import head_losses
 from exitserve_training.losses.tokens import (
     Reduction,
     at_least_float32,
@@ -91,37 +91,33 @@ def cosine_alignment(
 
 def kl_to_last(
     hidden_states: Sequence[Tensor | None],
-    classifier: Classifier,
+    head: OutputHead,
     *,
     exit_layers: Sequence[int] | None = None,
     weights: str | Sequence[float] = "linear",
     temperature: float = 1.0,
-    teacher: Classifier | None = None,
+    teacher: OutputHead | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Returns L_KL: the divergence of the layers' predictions from the last layer's (nats).
 
     Self-distillation as multi-exit training uses it (section 3 names it as what the aligned loss
-    does without). The last layer teaches: p^L is detached, so neither h^L nor the classifier
-    learns from that side; the classifier does learn as the reader of the shallow layers. The
-    divergence is KL(p^L || p^l), the mean over p^L of log p^L - log p^l. The factor T^2 keeps
-    the gradients' size as T grows, for they shrink by 1/T^2.
-
-    At any moment the logits of one chunk of tokens exist: one layer's, and the teacher's beside
-    them. The teacher's are computed for each layer anew, because keeping them would cost N * V.
+    does without). The last layer teaches: p^L is detached, so neither h^L nor the head learns from
+    that side; the head does learn as the reader of the shallow layers. The divergence is
+    KL(p^L || p^l), the mean over p^L of log p^L - log p^l. The factor T^2 keeps the gradients' size
+    as T grows, for they shrink by 1/T^2.
 
     Args:
         hidden_states: L tensors [B, T, D], the un-normed residual stream after layers 1..L.
             Entries of layers that do not count may be None.
-        classifier: maps [N, D] to [N, V]: final norm, then LM head. Called again in backward, so
-            it must be deterministic. Its logits are turned into float32 at least.
+        head: final norm and LM head, shared by all layers.
         exit_layers: depths in 1..L that count besides L; None for every layer.
         weights: `"linear"`, `"uniform"`, or one number per counted layer, ascending, L included
             (whose number has no effect, as its divergence is 0).
         temperature: T > 0, dividing the logits of both sides.
-        teacher: what reads the last layer, where `classifier` is the layers' own (the multi-exit
-            models with a classifier per exit, or a teacher that is another model, whose states
-            may have another width); None for the shared one.
+        teacher: what reads the last layer, where `head` is the layers' own (the multi-exit models
+            with a classifier per exit, or a teacher that is another model, whose states may have
+            another width); None for the shared one.
         mask: bool [B, T], the tokens that count; None for all. The loss is a mean over them, and
             0 where none counts.
 
@@ -133,53 +129,18 @@ def kl_to_last(
         raise ExitServeError(f"temperature {temperature} must be a positive number, such as 1.0.")
     inner, last = _weighted_layers(hidden_states, exit_layers, weights, width=teacher is None)
     counted = _counted_tokens(last, mask)
-    target = _rows(last.detach(), counted)
-    tokens = max(target.shape[0], 1)
     # The sum over no entries is 0 and hangs on the graph, whatever the entries are.
-    total = at_least_float32(last.reshape(-1)[:0]).sum()
+    nothing = at_least_float32(last.reshape(-1)[:0]).sum()
+    if not inner:
+        return nothing
+    rows = None if counted is None else counted.nonzero().squeeze(-1)
+    tokens = last.shape[0] * last.shape[1] if rows is None else len(rows)
+    readings = []
     for weight, states in inner:
-        divergence = _chunked_kl(
-            _rows(states, counted), target, classifier, teacher or classifier, temperature
-        )
-        total = total + (weight * temperature**2 / tokens) * divergence
-    return total
-
-
-def _chunked_kl(
-    student: Tensor,
-    target: Tensor,
-    classifier: Classifier,
-    teacher: Classifier,
-    temperature: float,
-) -> Tensor:
-    """Summed KL(target || student) of N tokens, from their hidden states [N, D]."""
-    total = at_least_float32(student.reshape(-1)[:0]).sum()
-    for start in range(0, student.shape[0], CHUNK_TOKENS):
-        part: Tensor = checkpoint(
-            _chunk_kl,
-            student[start : start + CHUNK_TOKENS],
-            target[start : start + CHUNK_TOKENS],
-            classifier,
-            teacher,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        total = total + part
-    return total
-
-
-def _chunk_kl(
-    student: Tensor,
-    target: Tensor,
-    classifier: Classifier,
-    teacher: Classifier,
-    temperature: float,
-) -> Tensor:
-    with torch.no_grad():
-        taught = functional.log_softmax(at_least_float32(teacher(target)) / temperature, dim=-1)
-    found = functional.log_softmax(at_least_float32(classifier(student)) / temperature, dim=-1)
-    return functional.kl_div(found, taught, reduction="sum", log_target=True)
+        each = torch.full((tokens,), weight * temperature**2 / max(tokens, 1), device=last.device)
+        readings.append(Reading(states.flatten(0, 1), divergence=each, rows=rows))
+    taught_by = Teacher(last.detach().flatten(0, 1), teacher or head, temperature)
+    return nothing + head_losses(readings, head, taught_by)[0]
 
 
 def _one_minus_cosine(states: Tensor, target: Tensor, counted: Tensor | None) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import IGNORED
-from exitserve_training.losses.tokens import at_least_float32
+from exitserve_training.losses.tokens import IGNORED, at_least_float32
 
 ROWS = 256
 """Tokens of each sequence compared at once: B * ROWS * T similarities exist at any moment."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses.head import Classifier
 
 
 def weighted_layer_squares(

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from exitserve.errors import ExitServeError, nearest
 
+IGNORED = -100
+"""The label of a token that has no target, as everywhere in Hugging Face."""
+
 Reduction = Literal["mean", "none"]
 
 SHORTEST = 1e-5

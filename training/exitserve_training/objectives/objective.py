@@ -8,10 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses import OutputHead
+from exitserve_training.losses.head import Classifier
+from exitserve_training.losses.tokens import IGNORED
 
 Metrics = dict[str, Tensor]
 """Detached scalars by name."""
@@ -29,8 +32,8 @@ class LossInputs:
     """[B, T], the target of each position; -100 where none. Of a regression numbers, as floats."""
     mask: Tensor
     """Bool [B, T]: tokens, as opposed to padding."""
-    classifier: Classifier
-    """The shared head: [N, D] to [N, V]."""
+    classifier: OutputHead
+    """The shared norm and head: [N, D] to [N, V]."""
     norm: Callable[[Tensor], Tensor]
     """The final norm, [..., D] to [..., D]."""
     embed: Callable[[Tensor], Tensor]
@@ -44,6 +47,15 @@ class LossInputs:
     def reached(self, layer: int) -> Tensor:
         """Bool [B, T]: tokens that have a state of their own at `layer`, not a frozen one."""
         return self.mask if self.depth is None else self.mask & (self.depth >= layer)
+
+    @cached_property
+    def labelled(self) -> Tensor:
+        """Bool [B, T]: positions with a label."""
+        return self.labels != IGNORED
+
+    def counted(self, layer: int) -> Tensor:
+        """Bool [B, T]: positions with a label and a state of their own at `layer`."""
+        return self.labelled if self.depth is None else self.labelled & self.reached(layer)
 
     def state(self, layer: int, normed: bool) -> Tensor:
         """Hidden states [B, T, D], behind the final norm if `normed`."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses.head import Classifier
+from exitserve_training.objectives.head_objective import HeadObjective, read_together
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 
@@ -54,7 +55,15 @@ class Objectives(nn.Module):
         total = torch.zeros((), device=batch.labels.device)
         metrics: Metrics = {}
         losses: dict[str, Tensor] = {}
+        together = self._together(batch)
+        if together:
+            total, told = read_together(together, batch)
+            for name, (loss, found) in told.items():
+                losses[name] = loss
+                metrics |= found
         for part in self.members:
+            if part in together:
+                continue
             with torch.set_grad_enabled(torch.is_grad_enabled() and part.weight != 0.0):
                 loss, found = part(batch)
             if part.weight != 0.0:
@@ -63,6 +72,19 @@ class Objectives(nn.Module):
             losses[part.name] = loss.detach()
         _check_finite(losses)
         return total, metrics
+
+    def _together(self, batch: LossInputs) -> dict[HeadObjective, float]:
+        """Those that read the shared head in one pass, with their weights: one teacher at most."""
+        found: dict[HeadObjective, float] = {}
+        taught = False
+        for part in self.members:
+            if not isinstance(part, HeadObjective) or not part.reads_head(batch):
+                continue
+            if part.has_teacher and taught:
+                continue
+            taught = taught or part.has_teacher
+            found[part] = part.weight
+        return found
 
     @torch.no_grad()
     def measure(self, batch: LossInputs) -> Metrics:

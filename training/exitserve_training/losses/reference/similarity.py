@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 
 
 def simreg(

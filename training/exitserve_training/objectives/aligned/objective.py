@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from exitserve_training.losses import (
     OutputHead,
+    Teacher,
     balanced_cross_entropy,
     cosine_alignment,
     kl_to_last,
@@ -23,7 +23,7 @@ from exitserve_training.losses import (
     weighted_layer_cross_entropy,
     weighted_layer_squares,
 )
-from exitserve_training.losses.chunked import Classifier
+from exitserve_training.losses.head import Classifier
 from exitserve_training.objectives.aligned.options import (
     AlignedOptions,
     CosineAlignmentOptions,
@@ -32,35 +32,66 @@ from exitserve_training.objectives.aligned.options import (
     SeparateClassifiersOptions,
 )
 from exitserve_training.objectives.aligned.teacher import FrozenTeacher
+from exitserve_training.objectives.head_objective import HeadObjective, HeadTerm
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext
 
 
-class CrossEntropy(Objective):
-    """Cross-entropy of the last layer alone: ordinary training."""
+class _LayerCrossEntropy(HeadObjective):
+    """Cross-entropy of the shared head at some layers; of a regression the squared error."""
 
     in_evaluation = False
+
+    def scale(self, step: int) -> Mapping[int, float]:
+        """The weight of each layer in this step."""
+        raise NotImplementedError
+
+    def terms(self, step: int) -> Sequence[HeadTerm]:
+        """See `HeadObjective`."""
+        scale = self.scale(step)
+        return [HeadTerm("cross_entropy", layer, weight) for layer, weight in scale.items()]
+
+    def named(self, step: int, loss: Tensor, means: Mapping[int, Tensor]) -> Metrics:
+        """See `HeadObjective`; each layer's own as `loss_layer_<l>`."""
+        layers = {f"loss_layer_{layer}": mean for layer, mean in means.items()}
+        return {**layers, f"{self.name}_loss": loss}
+
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        if self.reads_head(batch):
+            return super().forward(batch)
+        scale = self.scale(batch.step)
+        states = {layer: batch.hidden[layer] for layer in scale}
+        loss, means = weighted_layer_squares(states, batch.classifier, batch.labels, scale)
+        return loss, self.named(batch.step, loss.detach(), means)
+
+
+class CrossEntropy(_LayerCrossEntropy):
+    """Cross-entropy of the last layer alone: ordinary training."""
 
     def __init__(self, options: CrossEntropyOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
         self.num_layers = context.num_layers
         self.balanced = options.balanced
 
-    def layers(self, step: int) -> Sequence[int]:
+    def scale(self, step: int) -> Mapping[int, float]:
         """The last layer."""
-        return (self.num_layers,)
+        return {self.num_layers: 1.0}
+
+    def reads_head(self, batch: LossInputs) -> bool:
+        """See `HeadObjective`."""
+        return not self.balanced and super().reads_head(batch)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        if self.balanced:
-            logits = batch.classifier(batch.hidden[self.num_layers])
-            loss = balanced_cross_entropy(logits, batch.labels)
-            return loss, {"ce_loss": loss.detach()}
-        loss, losses = _cross_entropy(batch, batch.classifier, {self.num_layers: 1.0})
-        return loss, {**losses, "ce_loss": loss.detach()}
+        if not self.balanced:
+            return super().forward(batch)
+        logits = batch.classifier(batch.hidden[self.num_layers])
+        loss = balanced_cross_entropy(logits, batch.labels)
+        return loss, {"ce_loss": loss.detach()}
 
 
-class Aligned(Objective):
+class Aligned(_LayerCrossEntropy):
     """The aligned loss (eq. 3) at the chosen layers.
 
     Minimising it alone costs the last layer some quality, so with `alternate` (the default, and
@@ -72,41 +103,36 @@ class Aligned(Objective):
     loss is that of all n. The head then runs k + 1 times, whatever n.
     """
 
-    in_evaluation = False
-
     def __init__(self, options: AlignedOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
         self.num_layers = context.num_layers
         layers = options.layers_used(context.exit_layers, context.num_layers)
-        scale = layer_weights(layers, options.weights)
-        self.scale = dict(zip(layers, scale, strict=True))
+        self.all_layers = dict(zip(layers, layer_weights(layers, options.weights), strict=True))
         self.inner = [layer for layer in layers if layer != self.num_layers]
         self.alternate = options.alternate
         self.sample = options.sample
         self.seed = context.seed
 
-    def layers(self, step: int) -> Sequence[int]:
-        """The layers of this step: on a plain one, the last alone."""
-        return tuple(self._scale(step))
-
-    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
-        """See `Objective`."""
-        loss, losses = _cross_entropy(batch, batch.classifier, self._scale(batch.step))
-        name = "ce_loss" if self._is_plain(batch.step) else "aligned_loss"
-        return loss, {**losses, name: loss.detach()}
-
-    def _is_plain(self, step: int) -> bool:
-        return self.alternate and step % 2 == 1
-
-    def _scale(self, step: int) -> dict[int, float]:
+    def scale(self, step: int) -> Mapping[int, float]:
+        """The layers of this step; on a plain one, the last alone."""
         if self._is_plain(step):
             return {self.num_layers: 1.0}
         if self.sample is None or self.sample >= len(self.inner):
-            return self.scale
+            return self.all_layers
         drawn = sorted(random.Random(f"{self.seed} {step}").sample(self.inner, self.sample))
         rarer = len(self.inner) / self.sample
-        scale = {layer: rarer * self.scale[layer] for layer in drawn}
-        return {**scale, self.num_layers: self.scale[self.num_layers]}
+        scale = {layer: rarer * self.all_layers[layer] for layer in drawn}
+        return {**scale, self.num_layers: self.all_layers[self.num_layers]}
+
+    def named(self, step: int, loss: Tensor, means: Mapping[int, Tensor]) -> Metrics:
+        """See `HeadObjective`; the loss of a plain step is named `ce_loss`."""
+        metrics = super().named(step, loss, means)
+        if self._is_plain(step):
+            metrics["ce_loss"] = metrics.pop(f"{self.name}_loss")
+        return metrics
+
+    def _is_plain(self, step: int) -> bool:
+        return self.alternate and step % 2 == 1
 
 
 class SeparateClassifiers(Objective):
@@ -141,14 +167,15 @@ class SeparateClassifiers(Objective):
         """See `Objective`."""
         last = self.num_layers
         if self._is_plain(batch.step):
-            loss, metrics = _cross_entropy(batch, batch.classifier, {last: 1.0})
+            loss, metrics = _cross_entropy(batch, batch.classifier, last, 1.0, batch.hidden[last])
             return loss, {**metrics, "ce_loss": loss.detach()}
-        loss, metrics = _cross_entropy(batch, batch.classifier, {last: self.scale[last]})
+        loss, metrics = _cross_entropy(
+            batch, batch.classifier, last, self.scale[last], batch.hidden[last]
+        )
         for layer in self.inner:
             states = batch.hidden[layer]
             states = states.detach() if self.options.detach else states
-            own = {layer: self.scale[layer]}
-            part, found = _cross_entropy(batch, self._head(layer), own, {layer: states})
+            part, found = _cross_entropy(batch, self._head(layer), layer, self.scale[layer], states)
             loss, metrics = loss + part, {**metrics, **found}
         if self.options.kl > 0.0:
             divergence = self._divergence(batch)
@@ -176,31 +203,24 @@ class SeparateClassifiers(Objective):
                 teacher=batch.classifier,
                 weights=[self.scale[layer], 0.0],
                 temperature=self.options.temperature,
-                mask=_labelled(batch, layer),
+                mask=batch.counted(layer),
             )
             total = total + divergence
         return total
 
 
-Options = TypeVar("Options", CosineAlignmentOptions, KLToLastOptions)
+class CosineAlignment(Objective):
+    """Turns the states of layers towards the last one's: L_sim of appendix C."""
 
-
-class _TowardsLast(Objective, Generic[Options]):
-    """Turns chosen layers towards the last one, in every step."""
-
-    def __init__(self, options: Options, context: BuildContext) -> None:
+    def __init__(self, options: CosineAlignmentOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.options: Options = options
+        self.options = options
         self.num_layers = context.num_layers
         self.chosen = options.layers_used(context.exit_layers, context.num_layers)
 
     def layers(self, step: int) -> Sequence[int]:
         """See `Objective`."""
         return self.chosen
-
-
-class CosineAlignment(_TowardsLast[CosineAlignmentOptions]):
-    """Turns the states of layers towards the last one's: L_sim of appendix C."""
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
@@ -214,70 +234,58 @@ class CosineAlignment(_TowardsLast[CosineAlignmentOptions]):
         return loss, {"cosine_alignment_loss": loss.detach()}
 
 
-class KLToLast(_TowardsLast[KLToLastOptions]):
+class KLToLast(HeadObjective):
     """Turns what layers predict towards what the last one predicts, or a frozen teacher's."""
 
+    has_teacher = True
+
     def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
+        super().__init__(options.name, options.weight)
+        self.num_layers = context.num_layers
+        self.temperature = options.temperature
+        chosen = options.layers_used(context.exit_layers, context.num_layers)
         path = options.teacher_path(context.initial_model)
-        self.teacher = None if path is None else FrozenTeacher(path)
-        self.scale = layer_weights(self.chosen, options.weights)
+        self.frozen = None if path is None else FrozenTeacher(path)
+        scale = dict(zip(chosen, layer_weights(chosen, options.weights), strict=True))
+        if self.frozen is None:
+            del scale[self.num_layers]  # which teaches
+        self.scale = scale
 
-    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
-        """See `Objective`."""
-        if self.teacher is not None:
-            return self._from_teacher(batch, self.teacher)
-        loss = kl_to_last(
-            [batch.hidden.get(layer) for layer in range(1, self.num_layers + 1)],
-            batch.classifier,
-            exit_layers=self.chosen,
-            weights=self.options.weights,
-            temperature=self.options.temperature,
-            mask=_labelled(batch, self.num_layers),
-        )
-        return loss, {"kl_to_last_loss": loss.detach()}
+    def terms(self, step: int) -> Sequence[HeadTerm]:
+        """See `HeadObjective`. T^2 keeps the gradients' size as T grows."""
+        return [
+            HeadTerm("divergence", layer, weight * self.temperature**2)
+            for layer, weight in self.scale.items()
+        ]
 
-    def _from_teacher(self, batch: LossInputs, teacher: FrozenTeacher) -> tuple[Tensor, Metrics]:
-        """The teacher's states stand behind those of all chosen layers, L among them."""
-        loss = kl_to_last(
-            [*(batch.hidden[layer] for layer in self.chosen), teacher.states(batch.inputs)],
-            batch.classifier,
-            weights=[*self.scale, 0.0],
-            temperature=self.options.temperature,
-            teacher=teacher.head,
-            mask=_labelled(batch, self.num_layers),
-        )
-        return loss, {"kl_to_last_loss": loss.detach()}
+    def layers(self, step: int) -> Sequence[int]:
+        """See `Objective`: a last layer that teaches is read, too."""
+        return sorted({*self.scale, self.num_layers} if self.frozen is None else self.scale)
+
+    def counted(self, batch: LossInputs, layer: int) -> Tensor:
+        """See `HeadObjective`: tokens that the teacher, full depth, has a state for."""
+        return batch.counted(self.num_layers)
+
+    def teacher(self, batch: LossInputs) -> Teacher:
+        """See `HeadObjective`."""
+        if self.frozen is None:
+            states, head = batch.hidden[self.num_layers].detach(), batch.classifier
+        else:
+            states, head = self.frozen.states(batch.inputs), self.frozen.head
+        return Teacher(states.flatten(0, 1), head, self.temperature)
 
 
 def _cross_entropy(
-    batch: LossInputs,
-    classifier: Classifier,
-    scale: Mapping[int, float],
-    hidden: Mapping[int, Tensor] | None = None,
+    batch: LossInputs, head: OutputHead, layer: int, weight: float, states: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """The weighted sum over the layers of `scale`, and each layer's own as `loss_layer_<l>`.
-
-    Of a regression it is the squared error instead.
-    """
-    states = batch.hidden if hidden is None else hidden
+    """The weighted loss of one layer, and its own as `loss_layer_<l>`; of a regression squares."""
+    chosen, scale = {layer: states}, {layer: weight}
     if batch.labels.is_floating_point():
-        chosen = {layer: states[layer] for layer in scale}
-        loss, losses = weighted_layer_squares(chosen, classifier, batch.labels, scale)
-        return loss, {f"loss_layer_{layer}": value for layer, value in losses.items()}
-    loss, losses = weighted_layer_cross_entropy(
-        {layer: states[layer] for layer in scale},
-        classifier,
-        batch.labels,
-        scale,
-        masks=None if batch.depth is None else {layer: batch.reached(layer) for layer in scale},
-    )
-    return loss, {f"loss_layer_{layer}": value for layer, value in losses.items()}
-
-
-def _labelled(batch: LossInputs, layer: int) -> Tensor:
-    """Bool [B, T]: positions with a label and a state of their own at `layer`."""
-    return batch.reached(layer) & (batch.labels >= 0)
+        loss, losses = weighted_layer_squares(chosen, head, batch.labels, scale)
+    else:
+        masks = None if batch.depth is None else {layer: batch.reached(layer)}
+        loss, losses = weighted_layer_cross_entropy(chosen, head, batch.labels, scale, masks=masks)
+    return loss, {f"loss_layer_{layer}": losses[layer]}
 
 
 def _copied_head(head: OutputHead) -> nn.ModuleDict:

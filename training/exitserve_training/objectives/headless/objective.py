@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exitserve_training.losses import contrastive_weight_tying
-from exitserve_training.losses.chunked import IGNORED
+from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.headless.options import HeadlessOptions
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext

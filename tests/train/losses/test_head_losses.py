@@ -1,5 +1,6 @@
-"""Cross-entropy with gradients made in the forward pass, against plain autograd."""
+"""Losses with gradients made in the forward pass, against plain autograd."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.decoder import DecoderParts
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import (
-    OutputHead,
-    aligned_cross_entropy,
-    linear,
-    linear_cross_entropy,
-)
-from exitserve_training.losses.linear import TokenGroup, grouped_cross_entropy
+from exitserve_kernels.logit_losses import in_place
+from exitserve_training.losses import OutputHead, Reading, Teacher, head_losses
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
@@ -50,6 +46,17 @@ def some_tokens(
     labels = torch.randint(vocab, (count,), generator=generator)
     scale = torch.rand(count, generator=generator) - 0.3
     return hidden, labels, scale.clamp_min(0.0)
+
+
+def cross_entropy(
+    hidden: Tensor, head: OutputHead, labels: Tensor, scale: Tensor, chunk_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of one reading: the weighted sum, and each token's."""
+    total, (losses,) = head_losses(
+        [Reading(hidden, labels, scale)], head, chunk_tokens=chunk_tokens
+    )
+    assert losses.cross_entropy is not None
+    return total, losses.cross_entropy
 
 
 def plain(hidden: Tensor, head: OutputHead, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +106,7 @@ def test_value_and_gradients_equal_the_full_logit_computation(
 ) -> None:
     head = a_head(soft_cap=soft_cap, bias=bias, vocab=vocab)
     hidden, labels, scale = some_tokens(count, seed, vocab=vocab)
-    total, losses = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=chunk)
+    total, losses = cross_entropy(hidden, head, labels, scale, chunk_tokens=chunk)
     expected, each = plain(hidden, head, labels, scale)
     assert not losses.requires_grad
     assert_all_close([total, losses], [expected, each])
@@ -116,7 +123,7 @@ def test_gradients_equal_finite_differences(soft_cap: float | None) -> None:
     weight, bias = head.linear.weight, head.linear.bias
 
     def total(states: Tensor, *_: Tensor) -> Tensor:
-        return linear_cross_entropy(states, head, labels, scale, chunk_tokens=3)[0]
+        return cross_entropy(states, head, labels, scale, chunk_tokens=3)[0]
 
     points = (hidden.detach().double().requires_grad_(), weight, bias, head.norm.weight)
     assert torch.autograd.gradcheck(total, points)
@@ -126,7 +133,7 @@ def test_autocast_is_near_float32_and_gradients_have_their_inputs_dtype() -> Non
     head = a_head(width=64, vocab=300)
     hidden, labels, scale = some_tokens(50, width=64, vocab=300)
     with torch.autocast("cpu", torch.bfloat16):
-        total, losses = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=16)
+        total, losses = cross_entropy(hidden, head, labels, scale, chunk_tokens=16)
     expected, each = plain(hidden, head, labels, scale)
     assert total.dtype == losses.dtype == torch.float32
     ours, of = gradients(total, leaves(head, hidden)), leaves(head, hidden)
@@ -140,14 +147,14 @@ def test_weights_in_half_precision(
     dtype: torch.dtype, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several slices of a chunk, and several blocks of the weight, none of them even.
-    monkeypatch.setattr(linear, "_SLICE_ELEMENTS", 7 * 300 + 1)
-    monkeypatch.setattr(linear, "_BLOCK_ROWS", 128)
+    monkeypatch.setattr(in_place, "_CPU_ELEMENTS", 7 * 300 + 1)
+    monkeypatch.setattr(sys.modules[head_losses.__module__], "_BLOCK_ROWS", 128)
     head = a_head(soft_cap=soft_cap, width=64, vocab=300)
     hidden, labels, scale = some_tokens(50, width=64, vocab=300)
     head.norm.to(dtype)
     head.linear.to(dtype)
     states = hidden.detach().to(dtype).requires_grad_()
-    total, _ = linear_cross_entropy(states, head, labels, scale, chunk_tokens=16)
+    total, _ = cross_entropy(states, head, labels, scale, chunk_tokens=16)
     ours = gradients(total, leaves(head, states))
     assert total.dtype == torch.float32
     assert all(gradient.dtype == dtype for gradient in ours)
@@ -167,9 +174,9 @@ def test_a_loss_scale_saves_what_float16_would_round_to_nothing() -> None:
     hidden, labels, _ = some_tokens(20)
     states = hidden.detach().half().requires_grad_()
     scale = torch.full((20,), 2.0**-30)
-    total, _ = linear_cross_entropy(states, head, labels, scale)
+    total, _ = cross_entropy(states, head, labels, scale)
     scaled = gradients(total * 2.0**30, leaves(head, states))
-    plainly, _ = linear_cross_entropy(states, head, labels, torch.ones(20))
+    plainly, _ = cross_entropy(states, head, labels, torch.ones(20))
     for mine, truth in zip(scaled, gradients(plainly, leaves(head, states)), strict=True):
         assert torch.equal(mine, truth)
 
@@ -179,7 +186,7 @@ def test_large_logits_stay_finite() -> None:
     hidden, labels, scale = some_tokens(12)
     with torch.no_grad():
         head.linear.weight.mul_(1e4)
-    total, losses = linear_cross_entropy(hidden, head, labels, scale)
+    total, losses = cross_entropy(hidden, head, labels, scale)
     expected, each = plain(hidden, head, labels, scale)
     assert head(hidden).abs().max() > 1e4
     assert bool(losses.isfinite().all())
@@ -192,7 +199,7 @@ def test_large_logits_stay_finite() -> None:
 def test_no_token_is_zero_with_zero_gradients() -> None:
     head = a_head()
     hidden, labels, scale = some_tokens(0)
-    total, losses = linear_cross_entropy(hidden, head, labels, scale)
+    total, losses = cross_entropy(hidden, head, labels, scale)
     assert total.item() == 0.0
     assert losses.shape == (0,)
     total.backward()
@@ -208,7 +215,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> N
     named = {"norm": head.norm.weight, "hidden": hidden, **dict(head.linear.named_parameters())}
     still = named[frozen]
     still.requires_grad_(False)
-    linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
+    cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
     assert still.grad is None
     rest = [leaf for leaf in leaves(head, hidden) if leaf.requires_grad]
     expected = gradients(plain(hidden, head, labels, scale)[0], rest)
@@ -221,10 +228,10 @@ def test_only_the_products_that_are_needed_are_made() -> None:
     for trainable, products in [(True, 3), (False, 2)]:
         head.linear.weight.requires_grad_(trainable)
         with Watch() as watch:
-            linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=5)[0].backward()
+            cross_entropy(hidden, head, labels, scale, chunk_tokens=5)[0].backward()
         assert watch.products == 2 * products, "two chunks"
     with Watch() as watch, torch.no_grad():
-        found = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=5)
+        found = cross_entropy(hidden, head, labels, scale, chunk_tokens=5)
     assert watch.products == 2
     assert not found[0].requires_grad
     assert_all_close(list(found), list(plain(hidden, head, labels, scale)))
@@ -238,7 +245,7 @@ def test_tied_embedding_gets_both_gradients() -> None:
         states = functional.embedding(labels.flip(0), head.linear.weight)
         return gradients(loss(states, head, labels, scale)[0], leaves(head))
 
-    assert_all_close(run(linear_cross_entropy), run(plain))
+    assert_all_close(run(cross_entropy), run(plain))
 
 
 def test_a_hook_of_the_norm_sees_the_whole_gradient_once() -> None:
@@ -246,7 +253,7 @@ def test_a_hook_of_the_norm_sees_the_whole_gradient_once() -> None:
     hidden, labels, scale = some_tokens(12)
     seen: list[Tensor] = []
     head.norm.weight.register_hook(seen.append)
-    linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
+    cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
     assert head.norm.weight.grad is not None
     assert_all_close(seen, [head.norm.weight.grad])
 
@@ -258,7 +265,7 @@ def test_a_norm_whose_weight_is_a_plain_tensor() -> None:
     flat = torch.rand(2 * WIDTH).requires_grad_()
     del head.norm.weight
     head.norm.weight = flat[WIDTH:]
-    total, _ = linear_cross_entropy(hidden, head, labels, scale, chunk_tokens=4)
+    total, _ = cross_entropy(hidden, head, labels, scale, chunk_tokens=4)
     expected, _ = plain(hidden, head, labels, scale)
     assert_all_close(gradients(total, [hidden, flat]), gradients(expected, [hidden, flat]))
 
@@ -267,7 +274,7 @@ def test_gradients_accumulate_over_backward_passes() -> None:
     head = a_head()
     batches = [some_tokens(9, seed) for seed in range(3)]
     for hidden, labels, scale in batches:
-        linear_cross_entropy(hidden, head, labels, scale)[0].backward()
+        cross_entropy(hidden, head, labels, scale)[0].backward()
     inputs = [hidden for hidden, _, _ in batches]
     total = torch.stack([plain(batch[0], head, *batch[1:])[0] for batch in batches]).sum()
     found = [leaf.grad for leaf in leaves(head, *inputs) if leaf.grad is not None]
@@ -277,7 +284,7 @@ def test_gradients_accumulate_over_backward_passes() -> None:
 def test_a_retained_graph_gives_the_same_gradients_again() -> None:
     head = a_head()
     hidden, labels, scale = some_tokens(9)
-    total, _ = linear_cross_entropy(hidden, head, labels, scale)
+    total, _ = cross_entropy(hidden, head, labels, scale)
     of = leaves(head, hidden)
     first = [g.clone() for g in torch.autograd.grad(3.0 * total, of, retain_graph=True)]
     second = torch.autograd.grad(3.0 * total, of)
@@ -289,7 +296,7 @@ def test_a_retained_graph_gives_the_same_gradients_again() -> None:
 def test_second_derivatives_are_refused() -> None:
     head = a_head()
     hidden, labels, scale = some_tokens(9)
-    total, _ = linear_cross_entropy(hidden, head, labels, scale)
+    total, _ = cross_entropy(hidden, head, labels, scale)
     (gradient,) = torch.autograd.grad(total**2, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -323,9 +330,9 @@ def test_one_chunk_of_logits_and_one_sum_of_the_weight_are_all_that_is_large(
     width, vocab, count = 24, 100, 33
     head = a_head(width=width, vocab=vocab, bias=False)
     weight = head.linear.weight
-    groups = [TokenGroup(*some_tokens(count, seed, width, vocab)) for seed in range(3)]
+    readings = [Reading(*some_tokens(count, seed, width, vocab)) for seed in range(3)]
     with Watch() as watch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        grouped_cross_entropy(groups, head, chunk_tokens=chunk)[0].backward()
+        head_losses(readings, head, chunk_tokens=chunk)[0].backward()
     largest = max(size for size, _, _ in watch.made)
     assert largest == max(min(chunk, count) * vocab, width * vocab)
     sums = {
@@ -344,32 +351,22 @@ def test_the_head_is_the_decoders_classifier() -> None:
     assert torch.equal(head(hidden), parts.classify(hidden))
 
 
-class Adapted(nn.Linear):
-    """What LoRA does to a layer."""
+def test_a_head_that_is_more_than_linear_is_refused() -> None:
+    class Adapted(nn.Linear):
+        """What LoRA does to a layer."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 1.5
-
-
-def test_a_head_that_is_more_than_linear_takes_the_checkpointed_path() -> None:
-    plain_head = a_head(bias=False)
-    adapted = OutputHead(plain_head.norm, Adapted(WIDTH, VOCAB, bias=False))
-    assert plain_head.is_plain
-    assert not adapted.is_plain
     hidden, labels, scale = some_tokens(6)
-    with pytest.raises(ExitServeError, match=r"Adapted.*chunked_cross_entropy"):
-        linear_cross_entropy(hidden, adapted, labels, scale)
-    states = [hidden.reshape(2, 3, WIDTH)]
-    total = aligned_cross_entropy(states, adapted, labels.reshape(2, 3))
-    torch.testing.assert_close(total, plain(hidden, adapted, labels, torch.full((6,), 1 / 6))[0])
+    head = OutputHead(nn.RMSNorm(WIDTH), Adapted(WIDTH, VOCAB))
+    with pytest.raises(ExitServeError, match=r"the head is a Adapted.*nn\.Linear itself"):
+        cross_entropy(hidden, head, labels, scale)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"chunk_tokens": 0}, "chunk_tokens 0 must be at least 1"),
-        ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels have shape \(3,\).*6 tokens"),
-        ({"scale": torch.ones(6, 1)}, r"scale \(6, 1\)"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels has shape \(3,\).*6 tokens"),
+        ({"scale": torch.ones(6, 1)}, r"cross_entropy has shape \(6, 1\)"),
         ({"hidden": torch.zeros(2, 3, WIDTH)}, r"expected \[N, D\]"),
     ],
 )
@@ -377,4 +374,93 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
     hidden, labels, scale = some_tokens(6)
     arguments: dict[str, Any] = {"hidden": hidden, "labels": labels, "scale": scale} | change
     with pytest.raises(ExitServeError, match=message):
-        linear_cross_entropy(head=a_head(), **arguments)
+        cross_entropy(head=a_head(), **arguments)
+
+
+# --- several layers and a teacher -----------------------------------------------------------
+
+
+def layers_and_teacher(
+    count: int, layers: int, seed: int, soft_cap: float | None, temperature: float
+) -> tuple[list[Reading], OutputHead, Teacher]:
+    """Layers with cross-entropy, a divergence or both, whose counted tokens differ."""
+    generator = torch.Generator().manual_seed(seed)
+    head, other = a_head(soft_cap=soft_cap), a_head(soft_cap=soft_cap, width=WIDTH + 1)
+    readings = []
+    for layer in range(layers):
+        hidden, labels, scale = some_tokens(count, seed + layer)
+        rows = None
+        if layer % 2:
+            rows = (torch.rand(count, generator=generator) < 0.6).nonzero().squeeze(-1)
+        chosen = slice(None) if rows is None else rows
+        readings.append(
+            Reading(
+                hidden,
+                labels[chosen] if layer % 3 != 1 else None,
+                scale[chosen] if layer % 3 != 1 else None,
+                scale.flip(0)[chosen] if layer % 3 else None,
+                rows,
+            )
+        )
+    states = torch.randn(count, WIDTH + 1, generator=generator)
+    return readings, head, Teacher(states, other, temperature)
+
+
+def plainly(readings: list[Reading], head: OutputHead, teacher: Teacher) -> Tensor:
+    """All logits at once, by torch's own losses."""
+    total = torch.zeros(())
+    for reading in readings:
+        rows = slice(None) if reading.rows is None else reading.rows
+        logits = head(reading.hidden[rows])
+        if reading.labels is not None:
+            losses = functional.cross_entropy(logits, reading.labels, reduction="none")
+            total = total + (losses * reading.cross_entropy).sum()
+        if reading.divergence is not None:
+            with torch.no_grad():
+                taught = teacher.head(teacher.hidden[rows]) / teacher.temperature
+            pair = (torch.log_softmax(one, -1) for one in (logits / teacher.temperature, taught))
+            each = functional.kl_div(*pair, reduction="none", log_target=True).sum(-1)
+            total = total + (each * reading.divergence).sum()
+    return total
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(0, 25),
+    layers=st.integers(1, 4),
+    chunk=st.integers(1, 30),
+    soft_cap=st.sampled_from([None, 0.7]),
+    temperature=st.sampled_from([1.0, 2.5]),
+    seed=st.integers(0, 2**16),
+)
+def test_layers_and_a_teacher_equal_the_full_logit_computation(
+    count: int, layers: int, chunk: int, soft_cap: float | None, temperature: float, seed: int
+) -> None:
+    readings, head, teacher = layers_and_teacher(count, layers, seed, soft_cap, temperature)
+    total, _ = head_losses(readings, head, teacher, chunk_tokens=chunk)
+    expected = plainly(readings, head, teacher)
+    of = leaves(head, *[reading.hidden for reading in readings])
+    assert_all_close([total], [expected])
+    if expected.requires_grad:
+        assert_all_close(gradients(total, of), gradients(expected, of))
+
+
+def test_the_teacher_is_asked_once_a_chunk_whatever_number_of_layers() -> None:
+    """And makes no products in backward: 1 of the teacher and 3 of each layer for each chunk."""
+    hidden, labels, scale = some_tokens(10)
+    head, chunks, layers = a_head(bias=False), 2, 3
+    readings = [Reading(hidden, labels, scale, scale) for _ in range(layers)]
+    teacher = Teacher(hidden.detach(), a_head(bias=False))
+    with Watch() as watch:
+        head_losses(readings, head, teacher, chunk_tokens=5)[0].backward()
+    assert watch.products == chunks * (1 + 3 * layers)
+
+
+def test_a_divergence_needs_a_teacher_of_its_tokens() -> None:
+    hidden, labels, scale = some_tokens(6)
+    reading = Reading(hidden, divergence=scale)
+    for teacher, found in [(None, "none"), (Teacher(hidden[:4].detach(), a_head()), "one of 4")]:
+        with pytest.raises(ExitServeError, match=f"the same 6 tokens; there is {found}"):
+            head_losses([reading], a_head(), teacher)
+    with pytest.raises(ExitServeError, match="labels and cross_entropy go together"):
+        head_losses([Reading(hidden, labels)], a_head())
