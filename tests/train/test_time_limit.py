@@ -93,6 +93,10 @@ def test_the_rate_falls_by_the_clock_or_by_steps(tmp_path: Path, kind: str) -> N
     assert after(1, 100.0) == 0.0
     limit.on_step_end(arguments, state, control)
     assert control.should_training_stop and control.should_save
+    arguments.warmup_steps, clock = 0.2, 10.0
+    limit.on_train_begin(arguments, state, control)
+    rate = limit.scheduler(optimizer, arguments, 10_000).lr_lambdas[0](1)
+    assert 0.4 < rate < 0.5, "half of a warmup that is a share of the run"
 
 
 def test_other_schedules_are_refused() -> None:

@@ -75,15 +75,16 @@ class TimeLimit(TrainerCallback):
 
         Args:
             optimizer: its rates are the highest.
-            args: `lr_scheduler_type` linear or cosine, and the warmup.
+            args: `lr_scheduler_type` linear or cosine, and the warmup; below 1 it is a share of the
+                run.
             max_steps: which may end the run sooner.
         """
-        cosine = args.lr_scheduler_type == "cosine"
-        warmup: int = args.get_warmup_steps(max_steps)
+        cosine, warmup = args.lr_scheduler_type == "cosine", float(args.warmup_steps)
 
         def factor(step: int) -> float:
             over = self.progress(step, max_steps)
             falls = 0.5 * (1.0 + math.cos(math.pi * over)) if cosine else 1.0 - over
-            return falls * min(1.0, step / max(warmup, 1))
+            rises = (step if warmup >= 1.0 else over) / warmup if warmup else 1.0
+            return falls * min(1.0, rises)
 
         return LambdaLR(optimizer, factor)
