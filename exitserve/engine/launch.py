@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -319,36 +319,6 @@ def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
     from vllm import LLM
 
     return LLM(model=str(model_dir), **llm)
-
-
-def continuations(
-    model_dir: Path | str,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    *,
-    temperature: float,
-    seed: int,
-) -> list[list[int]]:
-    """What plain vLLM generates after each prompt of token ids: `tokens` of them, also past an end
-    of sequence; greedy at temperature 0, else drawn by the engine's `seed`."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    prepare_environment()
-    from vllm import SamplingParams
-
-    engine = start_plain_engine(
-        model_dir,
-        max_model_len=max(map(len, prompts)) + tokens,
-        enable_prefix_caching=False,
-        seed=seed,
-    )
-    params = SamplingParams(
-        max_tokens=tokens, temperature=temperature, ignore_eos=True, detokenize=False
-    )
-    try:
-        outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
-    finally:
-        stop_engine(engine)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:

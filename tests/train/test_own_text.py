@@ -1,7 +1,6 @@
 """`data.own_text`: training on what the model writes itself."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -9,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exitserve.engine import launch
 from exitserve.errors import ExitServeError
 from exitserve_training.recipe import load_recipe
 
@@ -32,11 +30,7 @@ def test_sequences_are_continued_by_the_model(
     make_recipe: MakeRecipe,
     text_file: Path,
     train: Train,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Compiling takes a minute.
-    eager = partial(launch.start_plain_engine, enforce_eager=True)
-    monkeypatch.setattr(launch, "start_plain_engine", eager)
     model_dir, runs = make_checkpoint("llama"), {}
     for name, own in (("plain", None), ("own", OWN)):
         data = {"files": [str(text_file)], "sequence_length": LENGTH, "validation_blocks": 4}

@@ -6,12 +6,14 @@ trained on is reported by its name before a run writes anything.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -28,7 +30,7 @@ from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import Recipe
 from exitserve_training.sources import read_tables
-from exitserve_training.tokenization import padding_id
+from exitserve_training.tokenization import padding_id, special_ids
 from exitserve_training.trainer import MultiExitTraining
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -62,9 +64,15 @@ class _Chat:
 
 
 def load_chats(
-    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int
+    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int, own: Path | None = None
 ) -> datasets.DatasetDict:
     """Reads chats and holds some out; columns `input_ids` and `labels`, unpadded.
+
+    Args:
+        recipe: where the chats are, and what of them is learnt.
+        tokenizer: with the chat template.
+        seed: draws their order, and those held out.
+        own: a file of chats that the model has written, if there is one.
 
     Rows have `messages` (a list of {role, content}) or `prompt` and `completion` (text, or lists
     of messages). With `loss_on: completion` only the last answer has labels. Chats are cut to
@@ -72,14 +80,10 @@ def load_chats(
     terminal.
 
     Raises:
-        ExitServeError: a row is not a chat, the tokenizer has no chat template, or nothing is left.
+        ExitServeError: a row is not a chat, or nothing is left.
     """
-    if tokenizer.chat_template is None:
-        raise ExitServeError(
-            "data.format=chat needs a tokenizer with a chat template, and this one has none; put "
-            "a chat_template.jinja beside it, or set tokenizer.path to that of a chat model."
-        )
-    rows = _encoded(_read(recipe, recipe.files, recipe.dataset_split), tokenizer, recipe)
+    files = recipe.files if own is None else [*recipe.files, glob.escape(str(own))]
+    rows = _encoded(_read(recipe, files, recipe.dataset_split), tokenizer, recipe)
     random.Random(seed).shuffle(rows)
     if recipe.validation_files or recipe.validation_split is not None:
         chats = _read(recipe, recipe.validation_files, recipe.validation_split)
@@ -222,7 +226,7 @@ def _encoded(
 ) -> list[dict[str, list[int]]]:
     """Tokens and labels of chats, cut to length; prints how many were cut or left out."""
     length = recipe.sequence_length
-    special = _special_ids(tokenizer)
+    special = special_ids(tokenizer)
     rows = []
     num_cut = 0
     # disable=None: no bar where the output is not a terminal.
@@ -315,10 +319,3 @@ def _rendered(
         reason = " ".join(str(error).split())
         raise ExitServeError(f"{chat.name}: the chat template refuses it: {reason}") from error
     return list(encoded["input_ids"])
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that no text contains, such as ends of turns."""
-    added: dict[int, Any] = tokenizer.added_tokens_decoder  # untyped in transformers
-    marks = (number for number, token in added.items() if token.special)
-    return frozenset({*tokenizer.all_special_ids, *marks})

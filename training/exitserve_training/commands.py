@@ -76,7 +76,8 @@ def _train_recipe(args: argparse.Namespace) -> int:
         if args.estimate:
             return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.
-        from exitserve_training.pipeline import RunStoppedError, train
+        from exitserve_training.pipeline import train
+        from exitserve_training.watching import RunStoppedError
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}; install the extra: "

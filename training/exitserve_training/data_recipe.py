@@ -45,7 +45,19 @@ class OwnText(Strict):
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
 
 
+class OwnChats(Strict):
+    """Train on chats that the model writes itself, questions too, as vLLM serves it."""
+
+    count: int = Field(ge=2)
+    """How many to write."""
+    system: str | None = None
+    """The system prompt of all of them; null: what the chat template does without one."""
+    temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Of the answers; null: 0 and 0.7 by turns. That of the questions is 1."""
+
+
 _ONLY_FOR = {
+    "own_chats": ("chat",),
     "loss_on": ("chat",),
     "packing": ("chat",),
     "python_source": ("text",),
@@ -139,14 +151,17 @@ class DataRecipe(Strict):
     """Tokens per packed sequence."""
     own_text: OwnText | None = None
     """Train on what `model` writes itself, in place of what it continues."""
+    own_chats: OwnChats | None = None
+    """Chats that `model` writes, beside those of `files` and `dataset`, or alone."""
 
     @model_validator(mode="after")
     def _some_source(self) -> DataRecipe:
         if self.from_run is not None:
             self._check_from_run()
-        elif not (self.files or self.dataset or self.python_source):
+        elif not (self.files or self.dataset or self.python_source or self.own_chats):
             raise ValueError(
-                "data needs one of data.files, data.dataset, data.python_source, data.from_run"
+                "data needs one of data.files, data.dataset, data.python_source, data.from_run, "
+                "data.own_chats"
             )
         self._check_held_out()
         if self.own_text is not None and self.own_text.prompt_tokens >= self.sequence_length:

@@ -37,6 +37,9 @@ _KEPT_BY_OPTIMIZERS = (
 """Keys of `training` that a resumed optimizer takes from the checkpoint: a change of the recipe
 would have no effect."""
 
+OWN_CHATS = Path("data") / "own-chats.jsonl"
+"""What the model wrote for its training, in the folder of a run."""
+
 BAD_BATCH = "bad_batch.json"
 """The batch whose loss was not finite."""
 
@@ -71,9 +74,15 @@ def check_output_dir(recipe: Recipe) -> None:
         )
 
 
-def newest_checkpoint(folder: Path) -> str:
-    """The checkpoint to resume from; raises `ExitServeError` where there is none."""
+def newest_checkpoint(folder: Path) -> str | None:
+    """The checkpoint to resume from; raises `ExitServeError` where there is none.
+
+    None for a run that has written chats, which take longer than any other beginning: it goes on
+    with those.
+    """
     complete = _checkpoints(folder)
+    if not complete and (folder / OWN_CHATS).is_file():
+        return None
     if not complete:
         raise ExitServeError(
             f"resume: no checkpoint in '{folder}'; start the run without resume first."

@@ -7,10 +7,11 @@ those (as draft models do; Leviathan et al. 2023, arXiv 2211.17192, call the sha
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import datasets
 
-from exitserve.engine.launch import continuations
+from exitserve.engine.writing import Writer
 from exitserve_training.data_recipe import OwnText
 
 
@@ -32,9 +33,21 @@ def with_own_text(
     chosen = packed["train"].select(rows[: own.sequences])["input_ids"]
     beginnings = [list(ids[: own.prompt_tokens]) for ids in chosen]
     length = len(chosen[0])
-    written = continuations(
-        model, beginnings, length - own.prompt_tokens, temperature=own.temperature, seed=seed
-    )
+    written = _continuations(model, beginnings, length, own.temperature, seed)
     sequences = [first + rest for first, rest in zip(beginnings, written, strict=True)]
     train = datasets.Dataset.from_dict({"input_ids": sequences}, features=packed["train"].features)
     return datasets.DatasetDict(train=train, validation=packed["validation"])
+
+
+def _continuations(
+    model: str, beginnings: Sequence[Sequence[int]], length: int, temperature: float, seed: int
+) -> list[list[int]]:
+    """What follows each beginning, also past an end of text, up to sequences of `length` tokens."""
+    written = {}
+    with Writer(model, length=length, count=len(beginnings), seed=seed) as writer:
+        for number, ids in enumerate(beginnings):
+            tokens = length - len(ids)
+            writer.ask(number, ids, max_tokens=tokens, temperature=temperature, ignore_eos=True)
+        while writer.waiting:
+            written.update({one.number: one.tokens for one in writer.take()})
+    return [written[number] for number in range(len(beginnings))]

@@ -43,15 +43,11 @@ from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, Sample, TrainingReport
 from exitserve_training.time_limit import TimeLimit
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
-from exitserve_training.watching import ProgressLines, StopOnTerm
+from exitserve_training.watching import ProgressLines, RunStoppedError, StopOnTerm
 
 _SAMPLE_TOKENS = 48
 
 _AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
-
-
-class RunStoppedError(ExitServeError):
-    """Somebody ended the run before its last step; a checkpoint keeps what it has done."""
 
 
 def train(recipe: Recipe) -> TrainingReport | None:

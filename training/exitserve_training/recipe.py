@@ -171,8 +171,9 @@ class Recipe(Strict):
 
     def _check_model_only(self) -> None:
         """Raises `ValueError` for what is done to a trained model, where there is none."""
-        if self.data.own_text is not None and self.model is None:
-            raise ValueError("data.own_text is what a trained model writes; give model")
+        for key in ("own_text", "own_chats"):
+            if getattr(self.data, key) is not None and self.model is None:
+                raise ValueError(f"data.{key} is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
             raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
         if self.lora is not None and self.lora.quantization and self.grow_to_layers is not None:

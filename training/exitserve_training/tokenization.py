@@ -105,3 +105,10 @@ def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_id(tokenizer))
     return tokenizer
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that no text contains, such as ends of turns."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder  # untyped in transformers
+    marks = (number for number, token in added.items() if token.special)
+    return frozenset({*tokenizer.all_special_ids, *marks})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
 from typing import Any
@@ -13,9 +15,30 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from exitserve.errors import ExitServeError
 from exitserve_training.time_limit import TimeLimit
 
 _LAYER = "loss_layer_"
+
+
+class RunStoppedError(ExitServeError):
+    """Somebody ended the run before its last step; what it has done is kept."""
+
+
+@contextmanager
+def stopped_by_term(message: str) -> Iterator[None]:
+    """Where SIGTERM comes inside the block, it ends by `RunStoppedError` with the message."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise RunStoppedError(message)
+
+    listens = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, stop) if listens else None
+    try:
+        yield
+    finally:
+        if listens:
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 class ProgressLines(TrainerCallback):
@@ -64,10 +87,16 @@ class ProgressLines(TrainerCallback):
         end = datetime.now().astimezone() + left
         return (
             f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
-            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s | "
+            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
+            f"{_share(logs)} | "
             f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
             f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"
         )
+
+
+def _share(logs: dict[str, float]) -> str:
+    """`, 31% MFU`: of the products that the machine can do, those that it did."""
+    return f", {logs['mfu']:.0%} MFU" if "mfu" in logs else ""
 
 
 def _now(state: TrainerState) -> tuple[float, int, int]:

@@ -1,0 +1,218 @@
+"""`data.own_chats`: chats that the model writes itself, by the turns of its chat template."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from exitserve.engine.writing import Written
+from exitserve.errors import ExitServeError
+from exitserve_training.chats import load_chats
+from exitserve_training.data_recipe import OwnChats
+from exitserve_training.own_chats import ChatTurns, _chats, _Interview
+from exitserve_training.recipe import load_recipe
+
+from ..forks import PythonProcess
+
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+COUNT = 100
+IGNORED = -100
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def writes_chats(
+    make_checkpoint: Callable[..., Path], make_recipe: MakeRecipe, tmp_path: Path
+) -> Path:
+    """A recipe on chats of a random model, whose 128 tokens are characters."""
+    model = tmp_path / "model"
+    model.mkdir()
+    source = make_checkpoint("llama")
+    for file in source.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return make_recipe(
+        model=str(model),
+        config=None,
+        tokenizer=None,
+        data={
+            "format": "chat",
+            "own_chats": {"count": COUNT, "system": "Be brief."},
+            "loss_on": "all",
+            "packing": True,
+            "sequence_length": 160,
+            "validation_fraction": 0.1,
+        },
+        exit_layers=[2, 4],
+    )
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+
+
+def test_a_run_that_is_stopped_while_it_writes_goes_on_with_what_it_has(
+    writes_chats: Path, tmp_path: Path, train: Train
+) -> None:
+    file, log = tmp_path / "out" / "data" / "own-chats.jsonl", tmp_path / "log"
+    process = PythonProcess("exitserve", ["train", str(writes_chats)], log, os.environ)
+    while len(lines(file)) < 2:
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "resume=true" in log.read_text(encoding="utf-8")
+    before = lines(file)
+    assert 2 <= len(before) < COUNT
+    with file.open("a", encoding="utf-8") as chats:
+        chats.write('{"messages": [{"role": "us')  # cut short, as by a kill
+
+    assert train(writes_chats, "resume=true") == 0
+    written = lines(file)
+    assert written[: len(before)] == before
+    rows = [json.loads(line)["messages"] for line in written]
+    assert len({row[1]["content"] for row in rows}) == COUNT
+    for row in rows:
+        assert [m["role"] for m in row] == ["system", "user", "assistant"]
+        assert row[0]["content"] == "Be brief."
+        assert row[1]["content"].strip() and row[2]["content"].strip()
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["steps"] == 4
+
+    # The file serves other runs as any other of chats does.
+    again = load_recipe(writes_chats, ["data.own_chats=null", f"data.files=[{file}]"])
+    sides = load_chats(again.data, AutoTokenizer.from_pretrained(str(again.model)), again.seed)
+    learnt = sum(label != IGNORED for row in sides["train"]["labels"] for label in row[1:])
+    assert learnt == report["train_tokens"]
+
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "{% for m in messages %}<|head|>{{ m['role'] }}<|/head|>\n\n{{ m['content'] | trim }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
+)
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+MARKS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|end|>", "[INST]", "[/INST]"]
+BEGINNINGS = {
+    "ChatML, which adds a system prompt": (
+        CHATML,
+        None,
+        "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\n",
+        {"<|im_end|>", "<|endoftext|>"},
+    ),
+    "ChatML with another": (
+        CHATML,
+        "Hm.",
+        "<|im_start|>system\nHm.<|im_end|>\n<|im_start|>user\n",
+        {"<|im_end|>", "<|endoftext|>"},
+    ),
+    "headers": (HEADERS, None, "<|head|>user<|/head|>\n\n", {"<|end|>", "<|endoftext|>"}),
+    "brackets": (BRACKETS, None, "[INST]", {"[/INST]", "<|endoftext|>"}),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(bundled: Path) -> Any:
+    """Of which no two tests may run at once: they change its template."""
+    loaded: Any = AutoTokenizer.from_pretrained(bundled)
+    loaded.add_special_tokens({"extra_special_tokens": MARKS})
+    return loaded
+
+
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_turns_are_found_in_the_template(tokenizer: Any, case: str) -> None:
+    tokenizer.chat_template, system, beginning, ends = BEGINNINGS[case]
+    turns = ChatTurns(tokenizer, system, 200)
+    assert tokenizer.decode(turns.beginning) == beginning
+    assert {tokenizer.decode([end]) for end in turns.ends} == ends
+    prompt = tokenizer.decode(turns.prompt("Why?"))
+    assert prompt.startswith(beginning) and "Why?" in prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "length", "message"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", 200, "no special token stands"),
+        (CHATML.replace("<|im_start|>{{", "{{ m['content'] }}{{"), 200, "is said 2 times"),
+        ("{{ raise_exception('no') }}", 200, "it refuses them: no"),
+        (CHATML, 20, "data.sequence_length=20 leaves no room for a chat"),
+    ],
+)
+def test_templates_that_do_not_tell_are_refused(
+    tokenizer: Any, template: str, length: int, message: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(ExitServeError, match=message) as error:
+        ChatTurns(tokenizer, None, length)
+    assert "\n" not in str(error.value)
+
+
+class Script:
+    """Says what it is told, in turns."""
+
+    rows = 1
+
+    def __init__(self, tokenizer: Any, *said: tuple[str, bool]) -> None:
+        self.tokenizer, self.said, self.asked = tokenizer, list(said), list[Any]()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.asked)
+
+    def ask(self, number: int, prompt: list[int], **sampling: Any) -> None:
+        self.asked.append(number)
+
+    def take(self) -> list[Written]:
+        text, ended = self.said.pop(0)
+        ids = self.tokenizer(text)["input_ids"]
+        return [Written(self.asked.pop(0), ids, ended)]
+
+
+def test_questions_without_use_are_dropped_until_the_model_is_given_up(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    turns = ChatTurns(tokenizer, None, 200)
+    useless = [(" \n", True), ("On and on", False), ("A<|im_end|>b", True), ("Known?", True)]
+    writer: Any = Script(tokenizer, *useless, ("New?", True), (" Yes. ", True))
+    interview = _Interview(writer, OwnChats(count=2), turns, {"Known?"})
+    (chat,) = _chats(interview, writer, 1)
+    assert chat == [
+        {"role": "user", "content": "New?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    endless: Any = Script(tokenizer, *[("Known?", True)] * 20)
+    interview = _Interview(endless, OwnChats(count=2), turns, {"Known?"})
+    with pytest.raises(ExitServeError, match="of 10 questions that the model wrote, 0 came to"):
+        list(_chats(interview, endless, 1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.own_chats={count: 1}"], "greater than or equal to 2"),
+        (["data.own_chats={count: 9}"], "has no effect with data.format=text"),
+        (["data.own_chats={count: 9}", "data.format=chat"], "a trained model writes; give model"),
+    ],
+)
+def test_what_cannot_be_written(
+    make_recipe: MakeRecipe, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        load_recipe(make_recipe(), overrides)

@@ -1,0 +1,197 @@
+"""The data of a run, with the tokenizer or image processor they were made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from exitserve.errors import ExitServeError
+from exitserve_training.classification.inputs import Channels, image_side
+from exitserve_training.classification.labelled import (
+    class_names,
+    class_numbers,
+    encode_images,
+    encode_texts,
+    label_numbers,
+    load_split_examples,
+)
+from exitserve_training.folder import OWN_CHATS
+from exitserve_training.models import check_fits
+from exitserve_training.packing import pack_split, packed_by_run
+from exitserve_training.parts import Task
+from exitserve_training.recipe import Recipe
+from exitserve_training.sources import load_split
+from exitserve_training.streamed import ordered_texts, pack_in_order
+from exitserve_training.tokenization import load_tokenizer, train_bpe
+
+if TYPE_CHECKING:
+    from exitserve_training.preparation import TrainingSetup
+
+
+def read_data(
+    recipe: Recipe, setup: TrainingSetup, scratch: Path
+) -> tuple[datasets.DatasetDict, Any]:
+    """The data, ready to be batched, and the tokenizer or image processor they were made with.
+
+    Args:
+        recipe: what to train.
+        setup: from `training_setup`.
+        scratch: a folder for data that do not fit into memory.
+    """
+    if recipe.data.format == "images":
+        processor = _image_processor(recipe, setup.config)
+        return _read_images(recipe, setup, processor), processor
+    if recipe.data.format == "chat":
+        return _read_chats(recipe)
+    path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
+    tokenizer = load_tokenizer(path) if path else None
+    if recipe.data.format == "labelled":
+        return _read_labelled(recipe, setup, tokenizer)
+    if recipe.data.from_run is not None:
+        if tokenizer is None:
+            raise ExitServeError(
+                "data.from_run needs a model with its tokenizer, or tokenizer.path."
+            )
+        length = recipe.data.sequence_length
+        packed = packed_by_run(recipe.data.from_run, tokenizer, length)
+        return _written(recipe, setup, tokenizer, packed), tokenizer
+    packed, tokenizer = _packed(recipe, setup, tokenizer, scratch)
+    return _written(recipe, setup, tokenizer, packed), tokenizer
+
+
+def _read_chats(recipe: Recipe) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    # Only here, because it loads TRL.
+    from exitserve_training.chats import load_chats
+
+    tokenizer = chat_tokenizer(recipe)
+    own = None if recipe.data.own_chats is None else Path(recipe.output_dir) / OWN_CHATS
+    return load_chats(recipe.data, tokenizer, recipe.seed, own), tokenizer
+
+
+def chat_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer for chats; raises `ExitServeError` where it has no chat template."""
+    path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
+    if path is None:
+        raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.chat_template is None:
+        raise ExitServeError(
+            "data.format=chat needs a tokenizer with a chat template, and this one has none; put "
+            "a chat_template.jinja beside it, or set tokenizer.path to that of a chat model."
+        )
+    return tokenizer
+
+
+def _packed(
+    recipe: Recipe,
+    setup: TrainingSetup,
+    tokenizer: PreTrainedTokenizerBase | None,
+    scratch: Path,
+) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    """Sequences of the recipe's documents, and the tokenizer, trained if there is none."""
+    data = recipe.data
+    if data.order == "source":
+        if tokenizer is None:
+            tokenizer = _trained_tokenizer(recipe, ordered_texts(data), setup.task)
+        _check_mask(setup.task, tokenizer)
+        return pack_in_order(data, tokenizer, scratch), tokenizer
+    split = load_split(data, recipe.seed)
+    if tokenizer is None:
+        tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], setup.task)
+    _check_mask(setup.task, tokenizer)
+    length, blocks = data.sequence_length, data.validation_blocks
+    return pack_split(split, tokenizer, length, blocks, data.document_end), tokenizer
+
+
+def _check_mask(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    if task == "hidden token" and tokenizer.mask_token_id is None:
+        raise ExitServeError(
+            "this tokenizer has no mask token, which a masked language model needs; set "
+            "tokenizer.path to that of a masked model."
+        )
+
+
+def _written(
+    recipe: Recipe,
+    setup: TrainingSetup,
+    tokenizer: PreTrainedTokenizerBase,
+    packed: datasets.DatasetDict,
+) -> datasets.DatasetDict:
+    """The data, or what the model writes after their beginnings."""
+    if recipe.data.own_text is None:
+        return packed
+    check_fits(setup.config, tokenizer, recipe.data.sequence_length)
+    # Only here, because it loads vLLM.
+    from exitserve_training.own_text import with_own_text
+
+    assert recipe.model is not None
+    return with_own_text(packed, recipe.model, recipe.data.own_text, recipe.seed)
+
+
+def _trained_tokenizer(recipe: Recipe, texts: Iterable[str], task: Task) -> PreTrainedTokenizerBase:
+    assert recipe.tokenizer is not None and recipe.tokenizer.train_bpe is not None
+    size, length = recipe.tokenizer.train_bpe.vocab_size, recipe.data.sequence_length
+    return train_bpe(texts, size, length, task=task)
+
+
+def _read_labelled(
+    recipe: Recipe, setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    train, held_out = load_split_examples(recipe.data, recipe.seed)
+    sides = {"train": train, "validation": held_out}
+    if recipe.data.labels == "numbers":
+        names = None
+        labels: dict[str, Any] = {name: label_numbers(side) for name, side in sides.items()}
+    else:
+        names = class_names(train, _model_classes(recipe, setup))
+        labels = {name: class_numbers(side, names) for name, side in sides.items()}
+    if tokenizer is None:
+        pairs: list[Any] = list(train.inputs)
+        texts = [text for pair in pairs for text in pair if text is not None]
+        tokenizer = _trained_tokenizer(recipe, texts, setup.task)
+    length = recipe.data.sequence_length
+    encoded = {
+        name: encode_texts(side, labels[name], tokenizer, length) for name, side in sides.items()
+    }
+    return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
+
+
+def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datasets.DatasetDict:
+    train, held_out = load_split_examples(recipe.data, recipe.seed)
+    names = class_names(train, _model_classes(recipe, setup))
+    side, channels = int(processor.size["height"]), len(processor.image_mean)
+    sides = {"train": train, "validation": held_out}
+    encoded = {name: encode_images(one, names, side, channels) for name, one in sides.items()}
+    return datasets.DatasetDict(_with_names(encoded, names))
+
+
+def _with_names(
+    sides: dict[str, datasets.Dataset], names: Sequence[str] | None
+) -> dict[str, datasets.Dataset]:
+    """Makes the class names part of the data, where resumed runs find them; None: numbers."""
+    if names is None:
+        return sides
+    classes = datasets.ClassLabel(names=list(names))
+    return {name: side.cast_column("labels", classes) for name, side in sides.items()}
+
+
+def _model_classes(recipe: Recipe, setup: TrainingSetup) -> list[str] | None:
+    """The classes of the model to be fine-tuned."""
+    if recipe.model is None:
+        return None
+    known: dict[Any, str] = setup.config.id2label or {}
+    return [str(name) for _, name in sorted(known.items())]
+
+
+def _image_processor(recipe: Recipe, config: PreTrainedConfig) -> Any:
+    """The model's own, or one that fits its config."""
+    side = image_side(config)
+    channels = Channels.of(recipe.model, int(getattr(config, "num_channels", 3)))
+    return ViTImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=channels.mean, image_std=channels.std
+    )
