@@ -27,6 +27,7 @@ OPERATIONS = (
     "propagate_kv",
     "simreg",
     "dispersion",
+    "logit_losses",
 )
 """Folders with a `fused` module, which has `VARIANTS`."""
 

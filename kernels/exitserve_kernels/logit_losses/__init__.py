@@ -43,8 +43,8 @@ def logit_losses(
         sum over i of ce_scale_i * cross-entropy_i + kl_scale_i * divergence_i
 
     in the logits before the cap is written over the logits, in their type; otherwise they stay as
-    they are. Softmax and sums are float32. A token to which the teacher gives probability 0 adds
-    nothing to the divergence, though the student's logit be -inf.
+    they are. Softmax and sums are float32. A vocabulary entry to which the teacher gives probability 0 adds
+    nothing to the divergence, even where the student's logit is -inf.
 
     Args:
         logits: the head's [N, V], before a soft cap: float32, bfloat16 or float16. (The PyTorch
@@ -68,9 +68,10 @@ def logit_losses(
     for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} {value!r} must be a finite number above 0.")
-    form = choose("logit_losses", logits.device, implementation)
     compute = in_place.logit_losses
-    if form == "triton" and logits.numel():
+    if choose("logit_losses", logits.device, implementation) == "triton" and logits.numel():
+        if logits.dtype == torch.float64:
+            raise ValueError("logits.dtype is torch.float64, which needs implementation='torch'.")
         from exitserve_kernels.logit_losses import fused
 
         compute = fused.logit_losses

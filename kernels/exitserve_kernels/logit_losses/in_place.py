@@ -56,10 +56,12 @@ class _Softmax(NamedTuple):
     """Of logits x [n, V]."""
 
     chances: Tensor
-    """[n, V]."""
+    """[n, V]; each is off by the factor `total`."""
+    total: Tensor
+    """[n, 1], their sum: 1 up to the library's rounding, which reaches 1e-5 at V = 128000."""
     top: Tensor
     """[n, 1], the greatest of x."""
-    log_total: Tensor
+    log_powers: Tensor
     """[n, 1], log sum exp(x - top)."""
 
 
@@ -91,14 +93,16 @@ class _Slices:
         if labels is not None:
             target = labels[:, None]
             p = self._softmax(student, "p")
-            cross_entropy = (p.top - student.gather(-1, target)) + p.log_total
+            cross_entropy = (p.top - student.gather(-1, target)) + p.log_powers
         if teacher is not None:
-            divergence, difference = self._against(teacher, student, p)
+            divergence, difference, total = self._against(teacher, student, p)
             if kl_scale is not None:
-                summands.append((difference, kl_scale / self.temperature))
+                scale = kl_scale.to(self.dtype)[:, None] / self.temperature
+                summands.append((difference, scale / total))
         if p is not None and cross_entropy is not None and ce_scale is not None:
             # p - 1 without cancellation where p is almost 1.
-            summands.append((p.chances.scatter_(-1, target, torch.expm1(-cross_entropy)), ce_scale))
+            p.chances.scatter_(-1, target, torch.expm1(-cross_entropy) * p.total)
+            summands.append((p.chances, ce_scale.to(self.dtype)[:, None] / p.total))
         if differentiate:
             self._write_gradient(logits, student, summands)
         return cross_entropy, divergence
@@ -106,12 +110,12 @@ class _Slices:
     def _write_gradient(
         self, logits: Tensor, student: Tensor, summands: list[tuple[Tensor, Tensor]]
     ) -> None:
-        """Writes the sum of products [n, V] times [n], times the soft cap's slope."""
+        """Writes the sum of products [n, V] times [n, 1], times the soft cap's slope."""
         gradient = logits if logits.dtype == self.dtype else self._buffer("gradient", len(logits))
-        (values, scale), *others = summands
-        torch.mul(values, scale.to(self.dtype)[:, None], out=gradient)
+        first, *others = summands
+        torch.mul(*first, out=gradient)
         for values, scale in others:
-            gradient.addcmul_(values, scale.to(self.dtype)[:, None])
+            gradient.addcmul_(values, scale)
         if self.soft_cap is not None:
             gradient *= student.div_(self.soft_cap).square_().neg_().add_(1.0)
         if gradient is not logits:
@@ -128,27 +132,33 @@ class _Slices:
 
     def _against(
         self, teacher: Tensor, student: Tensor, p: _Softmax | None
-    ) -> tuple[Tensor, Tensor]:
-        """The divergence [n, 1], and P - Q [n, V]; `p` is the student's softmax at T = 1."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The divergence [n, 1], and P - Q as [n, V] divided by [n, 1].
+
+        `p` is the student's softmax at temperature 1, if there is one.
+        """
         if self.temperature != 1.0:
             room = self._buffer("cooled", len(student))
             student, p = torch.div(student, self.temperature, out=room), None
         p = p or self._softmax(student, "p, cooled")
         room = self._buffer("teacher", len(teacher))
         if teacher.dtype != self.dtype or self.temperature != 1.0:
-            teacher = room.copy_(teacher).div_(self.temperature)
+            teacher = room.copy_(teacher)
+        if self.temperature != 1.0:
+            teacher.div_(self.temperature)
         q = self._softmax(teacher, "q")
         gaps = torch.sub(teacher, student, out=room).mul_(q.chances)
         # Infinite gaps times 0 are left out: 0 log 0 is 0.
-        mean_gap = gaps.nansum(-1, keepdim=True)
-        divergence = (mean_gap - (q.top - p.top)) + (p.log_total - q.log_total)
-        return divergence, torch.sub(p.chances, q.chances, out=q.chances)
+        mean_gap = gaps.nansum(-1, keepdim=True) / q.total
+        divergence = (mean_gap - (q.top - p.top)) + (p.log_powers - q.log_powers)
+        ratio = -p.total / q.total
+        return divergence, torch.addcmul(p.chances, q.chances, ratio, out=q.chances), p.total
 
     def _softmax(self, values: Tensor, name: str) -> _Softmax:
         chances = self._buffer(name, len(values))
         torch.softmax(values, -1, out=chances)
-        top, greatest = values.amax(-1, keepdim=True), chances.amax(-1, keepdim=True)
-        return _Softmax(chances, top, greatest.log_().neg_())
+        total, greatest = chances.sum(-1, keepdim=True), chances.amax(-1, keepdim=True)
+        return _Softmax(chances, total, values.amax(-1, keepdim=True), (total / greatest).log_())
 
     def _buffer(self, name: str, rows: int) -> Tensor:
         """[rows, V], made when first asked for."""
