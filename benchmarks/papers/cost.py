@@ -3,6 +3,7 @@
     python benchmarks/papers/cost.py objectives [--hidden-size 1024] [--rounds 4]
     python benchmarks/papers/cost.py checkpointing [--hidden-size 256] [--rounds 4]
     python benchmarks/papers/cost.py vocabulary [--hidden-size 256] [--rounds 4]
+    python benchmarks/papers/cost.py distillation [--rounds 4]
 
 Llamas with random weights (SYNTHETIC: only time and memory are read) make optimizer steps
 (forward, backward, AdamW) with each case in turn, round after round. Time: each case is divided
@@ -12,7 +13,8 @@ process of its own that makes two steps, weights, gradients and optimizer includ
 `objectives`: 12 layers, a vocabulary of 32k; the baseline is transformers' own loss,
 `model(input_ids, labels=...)`, with all logits at once; `ce` is the same loss through this
 project's head. `checkpointing`: the same with and without gradient checkpointing, of a narrow model
-that reads eight sequences, where activations are most of the memory. `vocabulary`: 4 layers,
+that reads eight sequences, where activations are most of the memory. `distillation`: what a
+pretrained model's exits are trained with, at the shape of SmolLM2-135M. `vocabulary`: 4 layers,
 vocabularies from 2k to 128k; the baseline is `ce`, and headless training is what it is compared
 with (headless paper, figure 7b).
 
@@ -30,6 +32,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,6 +64,8 @@ class Case:
     steps: int = 1
     """2 where two kinds of steps alternate: both are timed and count half."""
     exit_aware: dict[str, Any] | None = None
+    distilled: bool = False
+    """Whether an objective has the model itself as its frozen teacher."""
     checkpointing: bool = False
     """Layers keep their inputs alone, and run again in backward."""
 
@@ -97,6 +102,17 @@ CHECKPOINTED: dict[str, Case] = {
     for name, case in WITHOUT.items()
     for how in ("", ", checkpointed")
 }
+WITH_TEACHER: dict[str, Case] = {
+    "ce": CASES["ce"],
+    "aligned, 1 of 3 sampled, kl_to_last at all from a frozen teacher": Case(
+        [
+            {"name": "aligned", "sample": 1, "alternate": False, "weight": 0.25},
+            {"name": "kl_to_last", "teacher": "initial", "weights": [1.0, 1.0, 1.0, 1.0]},
+        ],
+        [6, 12, 20],
+        distilled=True,
+    ),
+}
 BASELINE = "transformers' loss"
 VOCABULARIES = (2_000, 8_000, 32_000, 128_000)
 
@@ -110,6 +126,11 @@ class Size:
     vocabulary: int
     rows: int
     tokens: int
+    inner: int | None = None
+    """Width inside the MLP; None: 11/4 of `hidden`."""
+    key_heads: int | None = None
+    """None: as many as there are heads."""
+    tied: bool = False
 
 
 class Bench:
@@ -121,15 +142,17 @@ class Bench:
         config = LlamaConfig(
             num_hidden_layers=size.layers,
             hidden_size=size.hidden,
-            intermediate_size=size.hidden * 11 // 4,
+            intermediate_size=size.inner or size.hidden * 11 // 4,
             num_attention_heads=size.hidden // 64,
-            num_key_value_heads=size.hidden // 64,
+            num_key_value_heads=size.key_heads or size.hidden // 64,
+            tie_word_embeddings=size.tied,
             vocab_size=size.vocabulary,
             max_position_embeddings=size.tokens,
         )
         self.model = LlamaForCausalLM(config)
         self.input_ids = torch.randint(size.vocabulary, (size.rows, size.tokens))
-        self.optimizer = torch.optim.AdamW(list(self.model.parameters()), lr=1e-5)
+        self.optimizer = torch.optim.AdamW(list(self.model.parameters()), lr=1e-5, fused=True)
+        self.folder = tempfile.TemporaryDirectory(prefix="exitserve-cost-")
 
     def baseline(self) -> float:
         """Seconds of a step with transformers' own loss."""
@@ -164,6 +187,8 @@ class Bench:
             }
         )
         parts = model_parts(self.model)
+        if case.distilled and not any(Path(self.folder.name).iterdir()):
+            self.model.save_pretrained(self.folder.name)
         objectives = build_objectives(
             recipe.objectives,
             BuildContext(
@@ -172,6 +197,7 @@ class Bench:
                 hidden_size=self.model.config.hidden_size,
                 head=parts.head,
                 seed=0,
+                initial_model=self.folder.name,
             ),
         )
         skipping = SkipSampler(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
@@ -188,8 +214,8 @@ class Bench:
 
 def peak_gib(name: str, size: Size) -> float:
     """Peak resident size of a process that makes two steps."""
-    numbers = [size.layers, size.hidden, size.vocabulary, size.rows, size.tokens]
-    command = [sys.executable, __file__, "peak", name, *map(str, numbers)]
+    numbers = json.dumps(dataclasses.asdict(size))
+    command = [sys.executable, __file__, "peak", name, numbers]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
@@ -198,7 +224,9 @@ def peak(name: str, size: Size) -> None:
     """What such a process does."""
     bench = Bench(size)
     for _ in range(2):
-        bench.baseline() if name == BASELINE else bench.case({**CASES, **CHECKPOINTED}[name])
+        bench.baseline() if name == BASELINE else bench.case(
+            {**CASES, **CHECKPOINTED, **WITH_TEACHER}[name]
+        )
     # Not getrusage, whose peak begins at what the process that started this one had.
     told = Path("/proc/self/status").read_text(encoding="utf-8")
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", told)
@@ -262,6 +290,10 @@ MEASURES = {
         functools.partial(objectives, cases=CHECKPOINTED),
         Size(TWELVE, 256, 8_000, rows=8, tokens=512),
     ),
+    "distillation": (
+        functools.partial(objectives, cases=WITH_TEACHER),
+        Size(30, 576, 49_152, rows=2, tokens=512, inner=1536, key_heads=3, tied=True),
+    ),
     "vocabulary": (vocabularies, Size(4, 256, 0, rows=8, tokens=128)),
 }
 
@@ -269,7 +301,7 @@ MEASURES = {
 def main() -> None:
     """Measures, and writes what was found."""
     if sys.argv[1:2] == ["peak"]:
-        peak(sys.argv[2], Size(*map(int, sys.argv[3:])))
+        peak(sys.argv[2], Size(**json.loads(sys.argv[3])))
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

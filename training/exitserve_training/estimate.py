@@ -3,15 +3,14 @@
 The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments, or 2, 2 and
 6 with `weights: bfloat16`; half a byte a weight in 4 bits. What layers keep for backward is a
 formula over their sizes, right within a factor of two for Llama-like ones. Time is that of the
-products and of the optimizer's memory traffic, at rates measured here in a second; whatever else a
-step does comes on top.
+products and of the optimizer's memory traffic (`throughput`); whatever else a step does comes on
+top.
 
 Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,14 @@ from transformers.pytorch_utils import Conv1D
 from exitserve.errors import ExitServeError
 from exitserve_training.arguments import training_arguments
 from exitserve_training.losses.head_losses import chunk_size
-from exitserve_training.models import build_config, build_model, model_config
+from exitserve_training.models import build_config, build_model
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.preparation import TrainingSetup, training_setup
 from exitserve_training.recipe import Recipe
+from exitserve_training.throughput import flops_per_token, measured_rates, teacher_parameters
 from exitserve_training.tokenization import load_tokenizer
 
 GIB = 2**30
@@ -37,10 +37,6 @@ _ADAMW_TRAFFIC = 28
 """Bytes a weight: reads of weight, gradient and two moments, writes of three of them."""
 _NF4_BYTES = 4.127 / 8
 """A weight: 4 bits, and its part of the blocks' scales (QLoRA, section 3)."""
-_PROBES = {"cpu": (512, 2**22)}
-_LARGE_PROBE = (4096, 2**26)
-"""Rows of the square product that is timed, and numbers of the addition, by device: a GPU that gets
-little to do is timed at its latency."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,10 @@ class Estimate:
     tokens_per_step: int
     """Of all processes."""
     seconds_per_step: float
+    flops_per_step: float
+    """Of all processes."""
+    flops_per_second: float
+    """What the device of this process does of products, as measured."""
     steps: int | None
     """None where the length of the data decides."""
 
@@ -71,6 +71,8 @@ class Estimate:
             ("memory in all, about", f"{self.total_bytes / GIB:.2f} GiB"),
             ("tokens a step", f"{self.tokens_per_step:,}"),
             ("a step, at least", f"{self.seconds_per_step:.2f} s"),
+            ("products a step", f"{self.flops_per_step / 1e12:,.2f} TFLOP"),
+            ("this machine's products", f"{self.flops_per_second / 1e12:,.2f} TFLOP/s, measured"),
         ]
         if self.steps is not None:
             hours = self.steps * self.seconds_per_step / 3600
@@ -106,14 +108,14 @@ def estimate(recipe: Recipe) -> Estimate:
     parameters = model.num_parameters()
     frozen = _teacher_parameters(recipe)
     accumulated = micro_tokens * arguments.gradient_accumulation_steps
-    flops = accumulated * _flops_per_token(recipe, parts, parameters, frozen, checkpointed)
-    rate, bandwidth = _rates(arguments.device, recipe.bf16)
+    flops = accumulated * flops_per_token(recipe, parts, config)
+    rates = measured_rates(arguments.device, torch.bfloat16 if recipe.bf16 else torch.float32)
     return Estimate(
         parameters=parameters,
         trained=trained,
         bytes_of={
             "weights": _weight_bytes(recipe, parts, parameters) + 4 * own,
-            "a frozen teacher's": 4 * frozen,
+            "a frozen teacher's": (2 if recipe.bf16 else 4) * frozen,
             "gradients": (2 if small else 4) * trained,
             "optimizer states": (4 if recipe.optimizer == "muon" else 6 if small else 8) * trained,
             "states kept for backward": micro_tokens
@@ -125,7 +127,9 @@ def estimate(recipe: Recipe) -> Estimate:
             * config.vocab_size,
         },
         tokens_per_step=accumulated * arguments.world_size,
-        seconds_per_step=flops / rate + trained * _ADAMW_TRAFFIC / bandwidth,
+        seconds_per_step=flops / rates.flops + trained * _ADAMW_TRAFFIC / rates.bandwidth,
+        flops_per_step=flops * arguments.world_size,
+        flops_per_second=rates.flops,
         steps=arguments.max_steps if arguments.max_steps > 0 else None,
     )
 
@@ -182,13 +186,9 @@ def _trained(recipe: Recipe, model: PreTrainedModel, parts: ModelParts) -> int:
 
 
 def _teacher_parameters(recipe: Recipe) -> int:
-    total = 0
-    for options in recipe.objectives:
-        path = options.teacher_path(recipe.model) if isinstance(options, KLToLastOptions) else None
-        if path is not None:
-            with torch.device("meta"):
-                total += build_model(model_config(path)).num_parameters()
-    return total
+    teachers = (o for o in recipe.objectives if isinstance(o, KLToLastOptions))
+    paths = (options.teacher_path(recipe.model) for options in teachers)
+    return sum(teacher_parameters(path) for path in paths if path is not None)
 
 
 def _kept_per_token(config: PreTrainedConfig, parts: ModelParts, checkpointed: bool) -> int:
@@ -209,50 +209,3 @@ def _kept_by_layer(sizes: Any, hidden: int) -> int:
     if hasattr(sizes, "num_experts_per_tok"):
         inner = sizes.num_experts_per_tok * int(getattr(sizes, "moe_intermediate_size", inner))
     return 6 * hidden + 2 * width * (2 * heads + 2 * keys) + 4 * inner
-
-
-def _flops_per_token(
-    recipe: Recipe, parts: ModelParts, parameters: int, teacher: int, checkpointed: bool
-) -> float:
-    """2 a weight forward, 4 backward; the head once for each layer that is read."""
-    linear: Any = parts.head.linear
-    head: int = sum(p.numel() for p in linear.parameters())
-    read = 1.0
-    for options in recipe.objectives:
-        layers: Any = getattr(options, "layers", None)
-        if layers is not None and getattr(options, "trains_head", False):
-            found = len(options.layers_used(_exits(recipe, parts), parts.num_layers)) - 1
-            sampled = getattr(options, "sample", None)
-            found = found if sampled is None else min(found, sampled)
-            read += found / 2 if getattr(options, "alternate", False) else found
-    body = parameters - head
-    return (8.0 if checkpointed else 6.0) * body + 6.0 * read * head + 2.0 * teacher
-
-
-def _exits(recipe: Recipe, parts: ModelParts) -> list[int]:
-    if recipe.exit_layers == "all":
-        return list(range(1, parts.num_layers))
-    return recipe.exit_layers
-
-
-def _rates(device: torch.device, bf16: bool) -> tuple[float, float]:
-    """Operations and bytes a second of this machine, now: of a product, and of an addition."""
-    kind = torch.bfloat16 if bf16 else torch.float32
-    rows, numbers = _PROBES.get(device.type, _LARGE_PROBE)
-    a = torch.randn(rows, rows, device=device).to(kind)
-    long = torch.zeros(numbers, device=device)
-    product = _seconds(lambda: a @ a, device)
-    addition = _seconds(lambda: long.add_(1.0), device)
-    return 2.0 * rows**3 / product, 2.0 * 4.0 * len(long) / addition
-
-
-def _seconds(work: Any, device: torch.device) -> float:
-    """The median of five, after one that counts not."""
-    times = []
-    for _ in range(6):
-        begun = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begun)
-    return sorted(times[1:])[2]

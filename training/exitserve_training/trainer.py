@@ -34,6 +34,7 @@ from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
+from exitserve_training.throughput import Throughput
 from exitserve_training.time_limit import TimeLimit
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
@@ -106,6 +107,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         self.time_limit: TimeLimit | None = None
         self._sums: dict[str, Tensor] = {}
         self._shares: dict[str, Tensor] = {}
+        self._throughput: Throughput | None = None
         if recipe.compile_layers:
             # Layer by layer: the hooks that read hidden states must stay outside.
             for layer in self.parts.layers:
@@ -120,6 +122,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             head=self.parts.head,
             seed=recipe.seed,
             initial_model=recipe.model,
+            bf16=recipe.bf16,
         )
         return build_objectives(recipe.objectives, context)
 
@@ -258,7 +261,23 @@ class MultiExitTraining(MultiExitCheckpoints):
             logs |= {name: round(mean, 4) for name, mean in zip(self._sums, means, strict=True)}
             self._sums.clear()
             self._shares.clear()
+            logs |= self._reached()
         super().log(logs, start_time)
+
+    def _reached(self) -> dict[str, float]:
+        """`mfu`, the share of the machine's products that was reached since the last log."""
+        if self.parts.task == "class":
+            return {}
+        if self._throughput is None:
+            config = self.language_model.config
+            self._throughput = Throughput(self._recipe, self.args, self.parts, config)
+        share = self._throughput.share(int(self.state.num_input_tokens_seen))
+        if share is None:
+            return {}
+        warning = self._throughput.warning(share)
+        if warning is not None and self.args.should_log:
+            print(warning, flush=True)
+        return {"mfu": round(share, 4)}
 
     def evaluate(
         self,

@@ -35,6 +35,8 @@ class BuildContext:
     """Of everything drawn."""
     initial_model: str | None = None
     """Directory or hub id that the run began from; None from scratch."""
+    bf16: bool = False
+    """Whether products are computed in bfloat16: what does not learn is kept so, too."""
 
 
 class ObjectiveOptions(Strict):

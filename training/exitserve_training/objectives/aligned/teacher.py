@@ -16,9 +16,9 @@ from exitserve_training.parts import model_parts
 class FrozenTeacher:
     """No `Module`: neither checkpoints, nor the optimizer, nor sharding shall see its weights."""
 
-    def __init__(self, path: str) -> None:
-        """Loads the model of a directory or hub id, in float32."""
-        self.model = load_model(path)
+    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
+        """Loads the model of a directory or hub id."""
+        self.model = load_model(path, dtype=dtype)
         self.model.requires_grad_(False)
         self.model.train(False)
         self.parts = model_parts(self.model)
