@@ -179,6 +179,7 @@ def test_the_result_is_an_ordinary_checkpoint(
     # Beside it is the adapter: PEFT's, which transformers puts on the base that it names, ...
     adapter = out / "adapter"
     assert read(adapter, "adapter_config.json")["base_model_name_or_path"] == str(bases[base])
+    assert not (adapter / "tokenizer.json").exists(), "its base's"
     adapted = AutoModelForCausalLM.from_pretrained(adapter)
     assert any("lora_" in name for name, _ in adapted.named_parameters())
     ids = torch.arange(20)[None]
@@ -198,10 +199,13 @@ def test_four_bit_maps_come_out_whole(
     seen: list[dict[str, Tensor]],
     tmp_path: Path,
     train: Train,
+    merged_cache: Path,
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes, the extra `qlora`")
     lora = {"rank": 4, "quantization": "nf4"}
-    assert train(lora_recipe("wide llama", lora=lora, training={"max_steps": 10})) == 0
+    tokenizer = {"path": str(bases["untied llama"])}
+    steps = {"max_steps": 10}
+    assert train(lora_recipe("wide llama", lora=lora, tokenizer=tokenizer, training=steps)) == 0
     maps = {name for name in seen[0] if name.endswith(".base_layer.weight")}
     assert len(maps) == 4 * 7
     assert all(seen[0][name].dtype == torch.uint8 for name in maps)
@@ -211,6 +215,10 @@ def test_four_bit_maps_come_out_whole(
     assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
     assert "quantization_config" not in read(out, "config.json")
+    # The adapter goes with the whole base, and has the tokenizer that the recipe gave.
+    merged = load_file(merged_checkpoint(str(folders[1]), f"{out}/adapter") / "model.safetensors")
+    assert merged.keys() == stored.keys()
+    assert (out / "adapter" / "tokenizer.json").is_file()
     report = read(out, "report.json")
     for depth, loss in plain_losses(out, [1, 2, 4]).items():
         assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)

@@ -220,6 +220,13 @@ def test_another_name_of_the_base_is_said(
     assert f"'{adapter}' was made for 'someone/else'" in capsys.readouterr().err
 
 
+def test_an_adapter_of_a_hub(base: Path, make_adapter: MakeAdapter, hub: Any) -> None:
+    hub.publish(make_adapter(base, exits=(3,)))
+    folder = merged_checkpoint(str(base), hub.model)
+    assert folder.name == f"{base.name}+small"
+    assert read_multi_exit(folder) == MultiExit(exit_layers=(3,))
+
+
 def test_a_cache_that_cannot_be_written_to(
     base: Path, make_adapter: MakeAdapter, merged_cache: Path
 ) -> None:
