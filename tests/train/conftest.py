@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, L layers.
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ TURNS = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A chat template that marks turns, as most do."""
+CHARACTERS = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+"""One for a tokenizer of characters, with a start and an end."""
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +144,24 @@ def _save_chat_model(folder: Path, bundled: Path, template: str | None) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def with_template(tmp_path: Path) -> Callable[[Path], Path]:
+    """Gives a checkpoint of `make_checkpoint` a chat template, and takes its padding token."""
+
+    def make(checkpoint: Path) -> Path:
+        from transformers import AutoTokenizer
+
+        folder = tmp_path / "chat-model"
+        shutil.copytree(checkpoint, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.pad_token = None
+        tokenizer.chat_template = CHARACTERS
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

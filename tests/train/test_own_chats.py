@@ -25,25 +25,17 @@ Train = Callable[..., int]
 
 COUNT = 100
 IGNORED = -100
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
 
 
 @pytest.fixture
 def writes_chats(
-    make_checkpoint: Callable[..., Path], make_recipe: MakeRecipe, tmp_path: Path
+    make_checkpoint: Callable[..., Path],
+    with_template: Callable[[Path], Path],
+    make_recipe: MakeRecipe,
 ) -> Path:
     """A recipe on chats of a random model, whose 128 tokens are characters."""
-    model = tmp_path / "model"
-    model.mkdir()
-    source = make_checkpoint("llama")
-    for file in source.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return make_recipe(
-        model=str(model),
+        model=str(with_template(make_checkpoint("llama"))),
         config=None,
         tokenizer=None,
         data={

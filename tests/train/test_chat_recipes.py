@@ -1,41 +1,47 @@
-"""The recipe for Qwen3-0.6B, on a tiny model of its architecture and a data set saved here."""
+"""The recipes for chat models, on tiny models of their architectures and chats written here."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exitserve.checkpoint import read_multi_exit
 
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
+NAMES = {
+    "smollm2-135m": "llama",
+    "llama-3.2-1b": "llama",
+    "qwen3-0.6b": "qwen3",
+    "qwen3-0.6b-lora": "qwen3",
+}
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-0.6b-lora"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_runs(
     name: str,
     make_checkpoint: Callable[..., Path],
-    text_file: Path,
+    with_template: Callable[[Path], Path],
+    chat_row: Callable[..., dict[str, Any]],
+    write_rows: Callable[..., Path],
     tmp_path: Path,
     train: Callable[..., int],
 ) -> None:
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    lines = text_file.read_text(encoding="utf-8").splitlines(keepends=True)
-    for split, some in {"train": lines, "validation": lines[:300]}.items():
-        rows = "".join(json.dumps({"text": line}) + "\n" for line in some)
-        (hub / f"{split}.jsonl").write_text(rows, encoding="utf-8")
+    """All of it but that the model writes the chats, which tests/train/test_own_chats.py does."""
+    chats = write_rows(tmp_path / "chats.jsonl", [chat_row(number) for number in range(200)])
     out = tmp_path / "out"
     overrides = {
         "output_dir": out,
-        "model": make_checkpoint("qwen3", num_hidden_layers=8),
-        "data.dataset": hub,
-        "data.dataset_config": "null",
-        "data.sequence_length": 64,
+        "model": with_template(make_checkpoint(NAMES[name], num_hidden_layers=8)),
+        "data.own_chats": "null",
+        "data.files": f"[{chats}]",
+        "data.sequence_length": 128,
         "exit_layers": "[2, 4, 6]",
+        "compile_layers": "false",  # which takes longer than all else
         "training.max_steps": 2,
+        "training.per_device_train_batch_size": 2,
         "training.gradient_accumulation_steps": 2,
-        "training.warmup_steps": 1,
         "training.save_steps": 2,
         "training.disable_tqdm": "true",
     }
