@@ -1,5 +1,6 @@
 """Rows of chats: every form comes to the same tokens and labels, and bad ones are named."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,78 @@ ChatRow = Callable[..., dict[str, Any]]
 
 IGNORED = -100
 FORMS = ("messages", "texts", "message lists")
+
+
+AGENT = (
+    "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] }}\n{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}: {{ c.function.arguments | tojson }}"
+    "</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if no_thinking %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+"""Tools, calls, and thinking, which is shown behind the last user message alone."""
+WEATHER = {"name": "weather", "parameters": {"city": {"type": "string", "default": None}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+THINKS = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL]}
+USES_TOOLS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "?"}],
+    },
+    THINKS,
+    {"role": "tool", "content": "sun"},
+    {"role": "assistant", "content": "Sun.", "reasoning_content": "So."},
+]
+ASKED = (
+    '<|im_start|>tools\n{"name": "weather", "parameters": {"city": {"type": "string"DEFAULT}}}\n'
+    "<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWeather\n?<|im_end|>\n"
+    '<|im_start|>assistant\n<think>Hm.</think><call>weather: {"city": "Rome"}</call><|im_end|>\n'
+    "<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER])], ids=["list", "text"])
+def test_system_prompts_tools_and_thinking_reach_the_template(
+    chat_recipe: MakeRecipe, marked_chat_model: Path, loss_on: str, tools: Any
+) -> None:
+    chats = [[*USES_TOOLS[:-1], {**USES_TOOLS[-1], "content": f"Sun{end}"}] for end in ".!"]
+    rows = [{"messages": chat, "tools": tools} for chat in chats]
+    recipe = load_recipe(chat_recipe(rows, data={"loss_on": loss_on, "sequence_length": 256}))
+    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
+    tokenizer.chat_template = AGENT
+    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
+    # What a table leaves empty is as if it were missing; in a text, null is meant.
+    asked = ASKED.replace("DEFAULT", ', "default": null' if isinstance(tools, str) else "")
+    whole = tokenizer.decode(row["input_ids"])
+    answers = [f"<think>So.</think>Sun{end}<|im_end|>\n" for end in ".!"]
+    assert whole in [asked + answer for answer in answers]
+    learnt = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    call = '<think>Hm.</think><call>weather: {"city": "Rome"}</call><|im_end|>\n'
+    before = {"completion": "", "assistant": call, "all": asked}[loss_on]
+    assert learnt in [before + answer for answer in answers]
+
+
+def test_rows_may_have_options_of_their_template(
+    chat_recipe: MakeRecipe, marked_chat_model: Path
+) -> None:
+    said = [("<think></think>1", "One?"), ("<think></think>2", "Two?")]
+    rows = [
+        {**messages(("user", q), ("assistant", a)), "chat_template_kwargs": {"no_thinking": True}}
+        for a, q in said
+    ]
+    recipe = load_recipe(chat_recipe(rows))
+    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
+    tokenizer.chat_template = AGENT
+    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
+    learnt = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    # Not learnt: the generation prompt says it.
+    assert learnt in ("1<|im_end|>\n", "2<|im_end|>\n")
 
 
 @pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
@@ -83,7 +156,9 @@ def test_of_several_turns_all_answers_are_learnt(
         "{% for m in messages %}{{ m['role'] }}:{% if loop.last and m['role'] == 'assistant' %}"
         "<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
     )
-    with pytest.raises(ExitServeError, match=r"renders message 3 otherwise once more messages"):
+    with pytest.raises(
+        ExitServeError, match=r"renders message 3 otherwise .* data.loss_on=completion, or all"
+    ):
         load_chats(recipe.data, tokenizer, 0)
 
 
@@ -108,6 +183,15 @@ BAD_ROWS = {
     "bad role": (messages(("bot", "x"), ANSWER), r"role of system, user, assistant, tool"),
     "no content": (messages(USER, ("assistant", None)), r"row 2: messages must be a list of"),
     "empty": ({"messages": []}, r"row 2: messages must be a list of"),
+    "an image": (messages(("user", [{"type": "image"}]), ANSWER), r"text or parts of text as cont"),
+    "no tools": (
+        {**messages(("user", "a"), ("assistant", "b")), "tools": "{"},
+        "tools is not valid",
+    ),
+    "no schemas": (
+        {**messages(("user", "a"), ("assistant", "b")), "tools": '["x"]'},
+        "list of JSON",
+    ),
     "no list": ({"prompt": 3, "completion": "x"}, r"row 2: prompt must be text or a list of"),
 }
 

@@ -7,8 +7,6 @@ trained on is reported by its name before a run writes anything.
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,17 +24,12 @@ from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from exitserve.errors import ExitServeError
+from exitserve_training.chat_rows import Chat, Message, read_chats
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import Recipe
-from exitserve_training.sources import read_tables
 from exitserve_training.tokenization import padding_id, special_ids
 from exitserve_training.trainer import MultiExitTraining
-
-_ROLES = ("system", "user", "assistant", "tool")
-
-Message = dict[str, Any]
-"""`role` and `content`, and what else the chat template reads."""
 
 
 class ChatTrainer(MultiExitTraining, SFTTrainer):
@@ -47,20 +40,6 @@ class ChatTrainer(MultiExitTraining, SFTTrainer):
 
     def _send_telemetry(self) -> None:
         """None: a training run uses the network for its model and data only."""
-
-
-@dataclass(frozen=True)
-class _Chat:
-    name: str
-    given: list[Message]
-    """Context without loss: all but the last answer; empty where all of the chat is learnt."""
-    learnt: list[Message]
-
-    @property
-    def key(self) -> bytes:
-        """Equal for equal chats."""
-        text = json.dumps(self.given + self.learnt, default=str)
-        return hashlib.sha256(text.encode()).digest()
 
 
 def load_chats(
@@ -83,10 +62,10 @@ def load_chats(
         ExitServeError: a row is not a chat, or nothing is left.
     """
     files = recipe.files if own is None else [*recipe.files, glob.escape(str(own))]
-    rows = _encoded(_read(recipe, files, recipe.dataset_split), tokenizer, recipe)
+    rows = _encoded(read_chats(recipe, files, recipe.dataset_split), tokenizer, recipe)
     random.Random(seed).shuffle(rows)
     if recipe.validation_files or recipe.validation_split is not None:
-        chats = _read(recipe, recipe.validation_files, recipe.validation_split)
+        chats = read_chats(recipe, recipe.validation_files, recipe.validation_split)
         held_out = _encoded(chats, tokenizer, recipe)
         known = {tuple(row["input_ids"]) for row in held_out}
         rows = [row for row in rows if tuple(row["input_ids"]) not in known]
@@ -157,72 +136,8 @@ def chat_collator(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     return DataCollatorForLanguageModeling(pad_id, pad_to_multiple_of=multiple)
 
 
-def _read(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[_Chat]:
-    """The chats of some files and of a split of the data set, equal ones once."""
-    tables = read_tables(recipe, patterns, split)
-    chats = [_chat(row, name, recipe.loss_on) for name, row in tables]
-    return list({chat.key: chat for chat in chats}.values())
-
-
-def _chat(row: dict[str, Any], name: str, loss_on: str) -> _Chat:
-    """One row, checked."""
-    if row.get("messages") is not None:
-        messages = _messages(row["messages"], f"{name}: messages")
-        given, learnt = messages[:-1], messages[-1:]
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        given = _messages(row["prompt"], f"{name}: prompt", "user")
-        learnt = _messages(row["completion"], f"{name}: completion", "assistant")
-    else:
-        columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
-        raise ExitServeError(
-            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
-            f"`prompt` and `completion`."
-        )
-    if loss_on == "assistant" and not any(m["role"] == "assistant" for m in given + learnt):
-        raise ExitServeError(
-            f"{name}: the assistant says nothing, so with data.loss_on=assistant there is nothing "
-            f"to learn; set data.loss_on=all, or leave the row out."
-        )
-    if loss_on != "completion":
-        return _Chat(name, [], given + learnt)
-    if learnt[-1]["role"] != "assistant":
-        raise ExitServeError(
-            f"{name}: the last message is from {learnt[-1]['role']!r}; with "
-            f"data.loss_on=completion it must be the assistant's. Set data.loss_on=all, or leave "
-            f"the row out."
-        )
-    if not given:
-        raise ExitServeError(
-            f"{name}: nothing stands before the answer; give a message of the user's, or set "
-            f"data.loss_on=all."
-        )
-    return _Chat(name, given, learnt)
-
-
-def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list[Message]:
-    if isinstance(messages, str) and role_of_text is not None:
-        return [{"role": role_of_text, "content": messages}]
-    given = messages if isinstance(messages, list) else []
-    if not given or not all(_is_message(message) for message in given):
-        text = "" if role_of_text is None else "text or "
-        raise ExitServeError(
-            f"{name} must be {text}a list of {{role, content}} with a role of "
-            f"{', '.join(_ROLES)} and text as content."
-        )
-    # A table has every key in every row, with None for missing values.
-    return [{key: value for key, value in m.items() if value is not None} for m in given]
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("content"), str)
-        and message.get("role") in _ROLES
-    )
-
-
 def _encoded(
-    chats: Sequence[_Chat], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
+    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> list[dict[str, list[int]]]:
     """Tokens and labels of chats, cut to length; prints how many were cut or left out."""
     length = recipe.sequence_length
@@ -254,7 +169,7 @@ def _encoded(
 
 
 def _tokens(
-    chat: _Chat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> tuple[list[int], int]:
     """A chat's tokens, and how many of them are context.
 
@@ -272,7 +187,7 @@ def _tokens(
 
 
 def _labels_of_turns(
-    chat: _Chat, tokens: list[int], tokenizer: PreTrainedTokenizerBase
+    chat: Chat, tokens: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """The tokens of the assistant's turns, and `IGNORED` for all others.
 
@@ -293,7 +208,8 @@ def _labels_of_turns(
         if end < len(whole) - 1 or end <= start:
             raise ExitServeError(
                 f"{chat.name}: the chat template renders message {number + 1} otherwise once more "
-                f"messages follow, so it cannot be learnt there; set data.loss_on=completion."
+                f"messages follow (as those do that drop earlier thinking), so it cannot be learnt "
+                f"as it was said; set data.loss_on=completion, or all."
             )
         labels[start:end] = tokens[start:end]
     return labels
@@ -306,14 +222,14 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def _rendered(
-    chat: _Chat,
+    chat: Chat,
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     before_answer: bool = False,
 ) -> list[int]:
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=before_answer, return_dict=True
+            messages, add_generation_prompt=before_answer, return_dict=True, **chat.options
         )
     except (TemplateError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())

@@ -1,0 +1,146 @@
+"""Rows of chats as data sets have them: messages, tools, calls and thinking, checked one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl.trainer.utils import remove_none_values
+
+from exitserve.errors import ExitServeError
+from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.sources import read_tables
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+"""`role` and `content`, and what else the chat template reads: `tool_calls`, `reasoning_content`.
+"""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One row."""
+
+    name: str
+    given: list[Message]
+    """Context without loss: all but the last answer; empty where all of the chat is learnt."""
+    learnt: list[Message]
+    options: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template is given: `tools`, and the row's `chat_template_kwargs`."""
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal chats."""
+        text = json.dumps([self.given + self.learnt, self.options], default=str)
+        return hashlib.sha256(text.encode()).digest()
+
+
+def read_chats(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[Chat]:
+    """The chats of some files and of a split of the data set, equal ones once."""
+    tables = read_tables(recipe, patterns, split)
+    chats = [_chat(row, name, recipe.loss_on) for name, row in tables]
+    return list({chat.key: chat for chat in chats}.values())
+
+
+def _chat(row: dict[str, Any], name: str, loss_on: str) -> Chat:
+    """One row, checked."""
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"], f"{name}: messages")
+        given, learnt = messages[:-1], messages[-1:]
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        given = _messages(row["prompt"], f"{name}: prompt", "user")
+        learnt = _messages(row["completion"], f"{name}: completion", "assistant")
+    else:
+        columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
+        raise ExitServeError(
+            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
+            f"`prompt` and `completion`."
+        )
+    if loss_on == "assistant" and not any(m["role"] == "assistant" for m in given + learnt):
+        raise ExitServeError(
+            f"{name}: the assistant says nothing, so with data.loss_on=assistant there is nothing "
+            f"to learn; set data.loss_on=all, or leave the row out."
+        )
+    options = _options(row, name)
+    if loss_on != "completion":
+        return Chat(name, [], given + learnt, options)
+    if learnt[-1]["role"] != "assistant":
+        raise ExitServeError(
+            f"{name}: the last message is from {learnt[-1]['role']!r}; with "
+            f"data.loss_on=completion it must be the assistant's. Set data.loss_on=all, or leave "
+            f"the row out."
+        )
+    if not given:
+        raise ExitServeError(
+            f"{name}: nothing stands before the answer; give a message of the user's, or set "
+            f"data.loss_on=all."
+        )
+    return Chat(name, given, learnt, options)
+
+
+def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list[Message]:
+    if isinstance(messages, str) and role_of_text is not None:
+        return [{"role": role_of_text, "content": messages}]
+    given = messages if isinstance(messages, list) else []
+    if not given or not all(_is_message(message) for message in given):
+        text = "" if role_of_text is None else "text or "
+        raise ExitServeError(
+            f"{name} must be {text}a list of {{role, content}} with a role of "
+            f"{', '.join(_ROLES)}, and text or parts of text as content (none beside tool_calls)."
+        )
+    return [_message(message) for message in given]
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        return False
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls and not _are_mappings(calls):
+        return False
+    if isinstance(content, list):
+        return all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content)
+    return isinstance(content, str) or bool(content is None and calls)
+
+
+def _are_mappings(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
+
+
+def _message(given: dict[str, Any]) -> Message:
+    """The message as vLLM hands it to templates when it serves."""
+    # Some tables have every key in every row, with None for missing values.
+    message: Message = remove_none_values(given)
+    content = message.get("content", "")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    message["content"] = content
+    for call in message.get("tool_calls", []):
+        function = call.get("function", {})
+        if isinstance(function.get("arguments"), str):
+            with suppress(json.JSONDecodeError):
+                function["arguments"] = json.loads(function["arguments"])
+    return message
+
+
+def _options(row: dict[str, Any], name: str) -> dict[str, Any]:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ExitServeError(f"{name}: tools is not valid JSON: {error}.") from error
+    else:
+        tools = tools and remove_none_values(tools)
+    options = dict(row.get("chat_template_kwargs") or {})
+    if not tools:  # some templates would introduce an empty list
+        return options
+    if not _are_mappings(tools):
+        raise ExitServeError(
+            f"{name}: tools must be a list of JSON schemas, or one as JSON in a text."
+        )
+    return {**options, "tools": tools}
