@@ -24,7 +24,8 @@ FORMS = ("messages", "texts", "message lists")
 AGENT = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}{% set ns = namespace(last=-1) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}"
     "<|im_start|>{{ m['role'] }}\n{% if m.reasoning_content and loop.index0 > ns.last %}"
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}"
     "{% for c in m.tool_calls %}<call>{{ c.function.name }}: {{ c.function.arguments | tojson }}"
