@@ -81,6 +81,9 @@ def test_a_run_that_is_stopped_while_it_writes_goes_on_with_what_it_has(
         assert row[1]["content"].strip() and row[2]["content"].strip()
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["steps"] == 4
+    held_out = lines(file.with_name("held-out.jsonl"))
+    assert len(held_out) == COUNT // 10
+    assert all('"text": "<s>system: Be brief.</s><s>user: ' in line for line in held_out)
 
     # The file serves other runs as any other of chats does.
     again = load_recipe(writes_chats, ["data.own_chats=null", f"data.files=[{file}]"])

@@ -114,7 +114,7 @@ def _are_mappings(values: Any) -> bool:
 def _message(given: dict[str, Any]) -> Message:
     """The message as vLLM hands it to templates when it serves."""
     # Some tables have every key in every row, with None for missing values.
-    message: Message = remove_none_values(given)
+    message = dict(remove_none_values(given))
     content = message.get("content", "")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

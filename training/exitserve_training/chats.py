@@ -7,10 +7,12 @@ trained on is reported by its name before a run writes anything.
 from __future__ import annotations
 
 import glob
+import json
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,24 @@ def packed_chats(sides: datasets.DatasetDict, length: int) -> datasets.DatasetDi
     )
     filled: datasets.DatasetDict = pack_dataset(alone, length, "bfd")
     return filled.remove_columns("seq_lengths")
+
+
+def write_held_out(file: Path, rows: datasets.Dataset, tokenizer: Any) -> None:
+    """Writes the chats of packed or single sequences as rows of `text`, as the model reads them.
+
+    That is what `exitserve calibrate` and `eval` take. A beginning of text that the tokenizer puts
+    before every text is left to it.
+    """
+    first = [tokenizer.bos_token_id]
+    is_added = tokenizer("a")["input_ids"][:1] == first
+    with file.open("w", encoding="utf-8") as out:
+        for row in rows:
+            ids = row["input_ids"]
+            starts = [at for at, p in enumerate(row.get("position_ids", [0])) if p == 0]
+            for start, end in pairwise([*starts, len(ids)]):
+                start += is_added and ids[start : start + 1] == first
+                text = tokenizer.decode(ids[start:end])
+                out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ would have no effect."""
 
 OWN_CHATS = Path("data") / "own-chats.jsonl"
 """What the model wrote for its training, in the folder of a run."""
+HELD_OUT = "held-out.jsonl"
+"""Chats that were held out, in its data folder."""
 
 BAD_BATCH = "bad_batch.json"
 """The batch whose loss was not finite."""

@@ -28,7 +28,7 @@ from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.adapters import check_four_bits, four_bits, keep_for_training
 from exitserve_training.augmentation import Augmentation
-from exitserve_training.folder import OWN_CHATS, check_output_dir, empty_folder
+from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
 from exitserve_training.layer_weights import counted_layers
 from exitserve_training.masking import Masking
@@ -181,6 +181,8 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
                 _begin(recipe)
             if load_packed(folder, key) is None:
                 processor.save_pretrained(folder)
+                if recipe.data.format == "chat":
+                    _write_held_out(folder, data, processor)
                 if (Path(scratch) / TRAIN_FILE).is_file() and recipe.data.own_text is None:
                     keep_in_order(folder, key, data, Path(scratch))
                     data = load_packed(folder, key)
@@ -215,6 +217,13 @@ def _write_own_chats(recipe: Recipe, setup: TrainingSetup) -> None:
         f"To go on: the same command with resume=true."
     ):
         write_own_chats(file, own, turns, model=recipe.model, length=length, seed=recipe.seed)
+
+
+def _write_held_out(folder: Path, data: datasets.DatasetDict, tokenizer: Any) -> None:
+    # Only here, because it loads TRL.
+    from exitserve_training.chats import write_held_out
+
+    write_held_out(folder / HELD_OUT, data["validation"], tokenizer)
 
 
 def _known_processor(recipe: Recipe, folder: str) -> Any:
