@@ -227,7 +227,8 @@ class Reference:
         depths = self._depths
         ends = [] if ignore_eos else self.eos_token_ids.tolist()
         for number in range(max_tokens):
-            rows = _FrozenRows(self, policy, torch.full((len(step),), number > 0))
+            decode = torch.full((len(step),), number > 0, device=self.device)
+            rows = _FrozenRows(self, policy, decode)
             if policy.mode in ("confidence", "fixed"):
                 with capture_hidden(self.parts.layers, depths) as states:
                     self._run_layers(step, cache=copy.deepcopy(cache))
@@ -247,7 +248,8 @@ class Reference:
     def _watch_round(self, made: _Round, policy: ExitPolicy) -> Iterator[Looks]:
         """`watch`, for the tokens of one round."""
         text, drafts, depths = [*made.text, *made.drafts], made.drafts, self._depths
-        behind = torch.arange(len(text)) - len(made.text) + 1  # 0: the text's last token
+        # 0: the text's last token
+        behind = torch.arange(len(text), device=self.device) - len(made.text) + 1
         # Drafting ends at a token that passes no check, or with the last that might be drafted.
         checked = (behind >= 0) & (behind < min(made.most, len(drafts) + 1))
         rows = _FrozenRows(self, policy, checked)
@@ -469,7 +471,7 @@ def load_reference(
         exit_layers: instead of those the checkpoint declares.
         exit_checks: the server's option; "paying" leaves out checks by the checkpoint's screens.
         criterion: instead of the checkpoint's.
-        device: where it runs.
+        device: where it runs; "auto": on a GPU if there is one with room for it.
         dtype: of weights and states; "bfloat16" rounds nearly as a server does.
     """
     from transformers import AutoModelForCausalLM
@@ -477,7 +479,7 @@ def load_reference(
     from exitserve.checkpoint import MultiExit, read_multi_exit
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
-    model = model.to(device)
+    model = model.to(roomy_device(model) if device == "auto" else device)
     block = read_multi_exit(model_dir) or MultiExit(exit_layers=())
     layers = block.exit_layers if exit_layers is None else exit_layers
     ends = eos_ids(model)
@@ -489,6 +491,14 @@ def load_reference(
     return Reference(
         model, layers, ends, kind, screens, break_even_rates(model.config.to_dict(), layers)
     )
+
+
+def roomy_device(model: nn.Module) -> torch.device:
+    """A GPU with room for a model and its passes, else the CPU: a server may hold the memory."""
+    weights = sum(one.nbytes for one in model.parameters())
+    if torch.cuda.is_available() and 1.5 * weights < torch.cuda.mem_get_info()[0]:
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def eos_ids(model: Any) -> list[int]:

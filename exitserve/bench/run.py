@@ -220,7 +220,7 @@ def _add_agreement(
     from exitserve.reference import Reference, load_reference
 
     progress("agreement with full depth, in float32", 1.0)
-    reference: Reference = load_reference(str(job.model_dir), exit_layers=())
+    reference: Reference = load_reference(str(job.model_dir), exit_layers=(), device="auto")
     known: dict[tuple[int, ...], tuple[int, int, float]] = {}
     for measured in measurements:
         counts = []
@@ -241,6 +241,6 @@ def _agreeing(
     log-likelihoods in nats), the first token left out."""
     text = [*prompt, *generated]
     logits = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).logits[len(prompt) :]
-    following = torch.tensor(generated[1:])
+    following = torch.tensor(generated[1:], device=logits.device)
     nats = functional.cross_entropy(logits, following, reduction="sum")
     return int((logits.argmax(dim=-1) == following).sum()), len(following), float(nats)

@@ -276,8 +276,6 @@ def calibrate(
     """
     from dataclasses import replace
 
-    import torch
-
     from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.outcomes import Piece
     from exitserve.calibration.page import provenance_of, report
@@ -308,12 +306,11 @@ def calibrate(
 
     # Before anything slow starts; and again below, since continuations may be too short to count.
     check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = load_reference(
         str(directory),
         block.exit_layers,
         criterion="max_prob",
-        device=device,
+        device="auto",
         dtype=serving_dtype(config, args.dtype),
     )
     parts = check(_written(args, reference, prompts, progress, recall))

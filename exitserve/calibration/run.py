@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from exitserve.agreement import FullDepthPass
 from exitserve.calibration.choice import (
     Choice,
@@ -274,12 +276,12 @@ class Calibrator:
         def fit() -> dict[str, Any]:
             screens = fit_screens(self._reference, pieces, advance)
             return {
-                name: {layer: vars(one) for layer, one in own.items()}
+                name: {layer: vars(one.to(torch.device("cpu"))) for layer, one in own.items()}
                 for name, own in screens.items()
             }
 
         return {
-            name: {layer: Screen(**one) for layer, one in own.items()}
+            name: {layer: Screen(**one).to(self._reference.device) for layer, one in own.items()}
             for name, own in self._recall("screens", fit).items()
         }
 

@@ -78,7 +78,7 @@ def evaluate(
                 scores[setting.label].append(score)
                 passed(f"{score.task}: {setting.label}")
     progress("loading the model in float32", done / steps)
-    reference = load_reference(str(job.directory), exit_checks=job.exit_checks)
+    reference = load_reference(str(job.directory), exit_checks=job.exit_checks, device="auto")
     found = measure_quality(
         reference,
         windows,

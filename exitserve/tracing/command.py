@@ -100,7 +100,7 @@ def _trace(args: argparse.Namespace) -> int:
         len(tokenizer.encode(prompt)) + args.max_tokens, config, "prompt and --max-tokens"
     )
     with console.status("answering ..."):
-        reference = load_reference(directory, exit_checks=args.exit_checks)
+        reference = load_reference(directory, exit_checks=args.exit_checks, device="auto")
         tokens = tuple(traced_tokens(reference, tokenizer, prompt, args.max_tokens, policy))
     trace = Trace(
         made_by="oracle",

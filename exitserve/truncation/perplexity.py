@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from exitserve.checkpoint import context_length_of, read_config
 from exitserve.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
+from exitserve.reference import roomy_device
 from exitserve.windows import load_tokenizer, read_text, texts_of_rows
 
 WINDOW = 256
@@ -107,7 +108,7 @@ def measure_perplexity(model_dir: Path, windows: Tensor, files: Sequence[Path]) 
         raise ExitServeError(
             f"the perplexity cannot be measured ({reason}); leave out --data."
         ) from error
-    model.train(False)
+    model = model.train(False).to(roomy_device(model))
     count, length = windows.shape
     with torch.no_grad():
         nats = sum(_nats(model, windows[at : at + _BATCH]) for at in range(0, count, _BATCH))
@@ -118,7 +119,7 @@ def measure_perplexity(model_dir: Path, windows: Tensor, files: Sequence[Path]) 
 
 def _nats(model: Any, ids: Tensor) -> float:
     """The sum of cross-entropies of windows [B, T], in float32 as `inspect` computes them."""
-    parts = decoder_parts(model)
+    parts, ids = decoder_parts(model), ids.to(model.device)
     with capture_hidden(parts.layers, [parts.num_layers]) as hidden:
         model.base_model(ids)
     total = 0.0
