@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sessions import Contender, Found, Seen, decoder, measure
-from shapes import SHAPES, TINY, EngineCase, Shape
+from shapes import DRAFTERS, SHAPES, TINY, TINY_DRAFTS, EngineCase, Shape
 from stages import StageError, StageOutcome, StageRun, say
 
 from exitserve.bench.measures import spread, steps_of
@@ -44,7 +44,7 @@ LEAST_SECONDS = 60
 def engines(run: StageRun) -> StageOutcome:
     """Every shape, every phase; what fails or is left out is said."""
     outcome = StageOutcome({"synthetic": True, "shapes": {}})
-    for shape in [TINY] if run.tiny else [SHAPES[name] for name in run.shapes]:
+    for shape in _shapes(run):
         before = outcome.page
         rows: list[dict[str, Any]] = []
         facts: list[dict[str, Any]] = []
@@ -66,6 +66,13 @@ def engines(run: StageRun) -> StageOutcome:
         outcome.verdict += _verdict_lines(shape, rows)
         say(f"{shape.name}: done")
     return outcome
+
+
+def _shapes(run: StageRun) -> list[Shape]:
+    if not run.tiny:
+        return [SHAPES[name] for name in run.shapes]
+    tiny = [TINY_DRAFTS if name.endswith("-drafts") else TINY for name in run.shapes]
+    return [shape for shape in (TINY, TINY_DRAFTS) if shape in tiny]
 
 
 def _measured(run: StageRun, shape: Shape, cases: Sequence[EngineCase]) -> Found:
@@ -120,7 +127,8 @@ def _case(run: StageRun, shape: Shape, case: EngineCase, found: Found) -> dict[s
         # Drafts, whose work is not that of depths, have no limit here.
         "limit": None if case.drafts else round(_limit(run, shape, case, own), 4),
         "mean_depth": round(depth, 3),
-        "as_ordered": abs(depth - case.layers) <= FAR_OFF * shape.layers_of("plain"),
+        "as_ordered": case.layers is None
+        or abs(depth - case.layers) <= FAR_OFF * shape.layers_of("plain"),
         "exit_heads_per_step": round(own.traced.checks / steps, 3),
         "tokens_same": None if same is None else round(same, 4),
     }
@@ -188,7 +196,7 @@ def _page(shape: Shape, cases: list[dict[str, Any]], facts: list[dict[str, Any]]
     return "\n".join(lines)
 
 
-TOLD = ("forced", "verify", "ngram")
+TOLD = ("forced", "verify", "ngram", *DRAFTERS)
 """Engines whose rows are in the verdict; of "exits", those whose tokens all exit."""
 
 

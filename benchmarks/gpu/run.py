@@ -1,8 +1,9 @@
-"""All that needs a GPU, in three calls of at most nine minutes, each of use alone.
+"""All that needs a GPU, in four calls of at most nine minutes, each of use alone.
 
     python benchmarks/gpu/run.py --call right --out DIR     answers are those that they must be
     python benchmarks/gpu/run.py --call fast --out DIR      engines beside plain vLLM, timed
     python benchmarks/gpu/run.py --call kernels --out DIR   kernels' tests, times and errors
+    python benchmarks/gpu/run.py --call real --model M      the main job, on a chat model
     python benchmarks/gpu/run.py --plan                     what each call takes and carries
 
 Works on a bare machine without a network too, with a vLLM that was packed for it (README.md).
@@ -29,21 +30,24 @@ from typing import TYPE_CHECKING, Any
 import environment
 
 if TYPE_CHECKING:
-    from stages import StageOutcome
+    from stages import MainJob, StageOutcome
 
 CALLS = {
     "right": ("branches", "answers"),
     "fast": ("engines",),
     "kernels": ("tests", "kernels", "errors"),
+    "real": ("model", "chats", "train", "calibrate", "request", "eval", "bench"),
 }
-"""The stages of each call, the most telling one first."""
+"""The stages of each call. Those of `real` need what the ones before them made; of the others the
+most telling one is first."""
 STAGES = tuple(stage for stages in CALLS.values() for stage in stages)
 CARRIES = {
     "right": "the checkout and vLLM; it makes its model",
     "fast": "the checkout and vLLM; its models are shapes",
     "kernels": "the checkout and vLLM, with pytest and hypothesis",
+    "real": "the checkout and vLLM, with what training needs, and a model",
 }
-SHAPE_NAMES = ("llama-3-8b", "qwen3-4b")
+SHAPE_NAMES = ("llama-3-8b", "llama-3-8b-drafts", "qwen3-4b")
 MINUTES = 8.5
 """Of a call: the machine starts and stops within nine."""
 ROUNDS = 5
@@ -107,11 +111,46 @@ def _options() -> argparse.Namespace:
         metavar="NAME=JSON",
         help="one more argument of vllm.LLM for all engines, such as enforce_eager=true",
     )
+    _add_main_job(parser)
     options = parser.parse_args()
     if options.rounds is None:
         options.rounds = 2 if options.quick else ROUNDS
     options.only = options.only or CALLS.get(options.call, ())
     return options
+
+
+def _add_main_job(parser: argparse.ArgumentParser) -> None:
+    real = parser.add_argument_group("--call real")
+    base, recipe = "runs/smollm2/base", "training/recipes/smollm2-135m.yaml"
+    real.add_argument(
+        "--model", type=Path, metavar="M", help=f"checkpoint's folder or GGUF file, default {base}"
+    )
+    real.add_argument(
+        "--recipe",
+        type=Path,
+        default=environment.ROOT / recipe,
+        metavar="FILE",
+        help=f"default {recipe}; model, output_dir and time are set here",
+    )
+    real.add_argument(
+        "--chats", type=Path, metavar="FILE", help="rows of messages (.jsonl, .jsonl.gz): no own"
+    )
+    real.add_argument(
+        "--continue-from", type=Path, metavar="DIR", help="with what an earlier call has left"
+    )
+
+
+def _main_job(options: argparse.Namespace) -> MainJob:
+    from stages import MainJob
+
+    base = None if options.tiny else environment.ROOT / "runs" / "smollm2" / "base"
+    return MainJob(
+        model=options.model or base,
+        recipe=options.recipe,
+        chats=options.chats,
+        continue_from=options.continue_from,
+        out=options.out,
+    )
 
 
 def plan() -> str:
@@ -181,6 +220,7 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
     facts = environment.facts()
     from engine_table import engines
     from kernel_stages import errors, kernels, tests
+    from real import bench, calibrate, chats, evaluate, model, request, train
     from right import answers, branches
     from stages import StageError, StageOutcome, StageRun, say
 
@@ -202,13 +242,16 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
         shapes=options.shapes,
         llm=dict(options.llm),
         publish=publish,
+        job=_main_job(options),
     )
     # vLLM's default; packed ones are told otherwise.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
-    known = (branches, answers, engines, tests, kernels, errors)
+    main_job = (model, chats, train, calibrate, request, evaluate, bench)
+    known = (branches, answers, engines, tests, kernels, errors, *main_job)
     stages = dict(zip(STAGES, known, strict=True))
-    for name in options.only:
+    for number, name in enumerate(options.only, 1):
         say(name)
+        run.later = options.only[number:]
         started = time.monotonic()
         try:
             outcome = stages[name](run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import environment
 from child import Child, EngineSpec, Passed
-from shapes import DRAFTS, ENGINES, SHARE, EngineCase, Shape, Work
+from shapes import DRAFTERS, DRAFTS, ENGINES, SHARE, EngineCase, Shape, Work
 from stages import StageError, StageRun, say
 
 from exitserve.bench.engines import SETTLE_SECONDS
@@ -137,11 +137,14 @@ def _spec(
             rates = [SHARE ** (count + 1) for count in range(DRAFTS)]
             by_lot = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
             llm["speculative_config"] |= by_lot
-    forced = {"confidence": SHARE, "acceptance": SHARE if engine == "verify" else 1.0}
+    acceptance = SHARE if engine == "verify" else 1.0
+    if engine in DRAFTERS:
+        acceptance = DRAFTERS[engine].acceptance
+    forced = {"confidence": SHARE, "acceptance": acceptance}
     return EngineSpec(
         model_dir=shape.write(folder, engine),
         exits=shape.exits(engine, both=run.both_exits),
-        forced=forced if engine in ("forced", "verify") else None,
+        forced=forced if engine in ("forced", "verify", *DRAFTERS) else None,
         llm=llm | dict(run.llm),
         vocab_size=int(shape.config["vocab_size"]),
     )

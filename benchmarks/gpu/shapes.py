@@ -11,6 +11,7 @@ from typing import Any
 from exitserve.arguments import verify_options
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.draft_tokens import save_draft_tokens
 
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 NGRAM = Setting(mode="rival", rival="ngram")
@@ -42,8 +43,8 @@ class EngineCase:
     engine: str
     setting: Setting
     work: Work
-    layers: float
-    """Run for a token on average, if depths are as ordered."""
+    layers: float | None
+    """Run for a token on average, if depths are as ordered; None where nobody ordered them."""
     target: float | None = None
     """Least speed over plain vLLM's."""
     same_tokens: bool = False
@@ -52,7 +53,7 @@ class EngineCase:
     @property
     def drafts(self) -> bool:
         """Whether several tokens are judged at once."""
-        return self.engine in ("verify", "ngram")
+        return self.engine in ("verify", "ngram", *DRAFTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,17 @@ class Shape:
         return int(self.config["num_hidden_layers"])
 
     def write(self, directory: Path, engine: str) -> Path:
-        """Makes the checkpoint of an engine: `config.json` alone."""
-        target = directory / f"{self.name}-{self.layers_of(engine)}"
+        """Makes the checkpoint of an engine: `config.json`, and the tokens that it may draft."""
+        drafter = DRAFTERS.get(engine)
+        rows = "" if drafter is None else f"-{drafter.rows}"
+        target = directory / f"{self.name}-{self.layers_of(engine)}{rows}"
         target.mkdir(exist_ok=True)
         config = {**self.config, "num_hidden_layers": self.layers_of(engine)}
         (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         layers = tuple(layer for layer in self.exit_layers if layer < self.layers_of(engine))
         write_multi_exit(target, MultiExit(exit_layers=layers))
+        if drafter is not None:
+            save_draft_tokens(target, list(range(min(drafter.rows, self.config["vocab_size"]))))
         return target
 
     def exits(self, engine: str, *, both: bool) -> dict[str, Any] | None:
@@ -93,7 +98,7 @@ class Shape:
         if engine in ("plain", "truncated", "ngram"):
             return None
         options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
-        if engine == "verify":
+        if engine == "verify" or engine in DRAFTERS:
             return options | verify_options(DRAFTS)
         if both and engine != "forced":
             options["exit_layers"] = list(self.exit_layers)
@@ -102,11 +107,27 @@ class Shape:
 
 Targets = Mapping[str, float]
 
-ENGINES = ("plain", "exits", "forced", "truncated", "verify", "ngram")
+
+@dataclass(frozen=True)
+class Drafter:
+    """An engine whose first layers draft with a part of the LM head."""
+
+    acceptance: float
+    """Probability by which each draft is accepted by lot."""
+    rows: int
+    """Of the LM head."""
+
+
+DRAFTERS = {
+    f"{rows // 1000}k-{share:g}": Drafter(share, rows)
+    for rows in (8_000, 32_000)
+    for share in (0.75, 0.9)
+}
+ENGINES = ("plain", "exits", "forced", "truncated", "verify", "ngram", *DRAFTERS)
 """In the order in which they get a place on the card. Depths are drawn by lot for all requests of
 an engine or for none, so "forced" is one of its own."""
 DRAFTS = 4
-"""Of "verify" and "ngram"; each is accepted by lot, with the probability `SHARE`."""
+"""Of all that draft; those of "verify" and "ngram" are accepted with the probability `SHARE`."""
 
 
 def _cases(
@@ -167,6 +188,28 @@ def _cases(
     return short, drafts, (far,)
 
 
+def _drafting_cases(
+    exit_layer: int, layers: int, works: tuple[Work, Work, Work]
+) -> tuple[tuple[EngineCase, ...], ...]:
+    """One phase: both modes that draft, at each `Drafter`."""
+    modes = (VERIFY, Setting(mode="defer", exit_threshold=0.5))
+    return (
+        tuple(
+            EngineCase(
+                label=f"{setting.mode}, {DRAFTS} drafts of {exit_layer} of {layers}, "
+                f"{drafter.acceptance:.0%} right, {drafter.rows:,} rows",
+                engine=engine,
+                setting=setting,
+                work=work,
+                layers=layers if setting == VERIFY else None,
+            )
+            for work in works
+            for engine, drafter in DRAFTERS.items()
+            for setting in modes
+        ),
+    )
+
+
 def _works(prompt_tokens: int, max_tokens: int) -> tuple[Work, Work, Work]:
     one, few, many = (
         Work(batch=batch, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
@@ -194,19 +237,21 @@ _SHORT = _works(prompt_tokens=128, max_tokens=128)
 _LONG = Work(batch=32, prompt_tokens=8192, max_tokens=49, keeps_prompts=True)
 _TINY_LONG = Work(batch=8, prompt_tokens=512, max_tokens=9, keeps_prompts=True)
 
+_LLAMA_8B: dict[str, Any] = {
+    **_LLAMA,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
 SHAPES = {
     "llama-3-8b": Shape(
         name="llama-3-8b",
-        config={
-            **_LLAMA,
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 14336,
-            "vocab_size": 128256,
-        },
+        config=_LLAMA_8B,
         exit_layers=(8, 16),
         phases=_cases(
             (8, 32),
@@ -222,6 +267,12 @@ SHAPES = {
                 "long": 1.3,
             },
         ),
+    ),
+    "llama-3-8b-drafts": Shape(
+        name="llama-3-8b-drafts",
+        config=_LLAMA_8B,
+        exit_layers=(4, 8),
+        phases=_drafting_cases(4, 32, _SHORT),
     ),
     "qwen3-4b": Shape(
         name="qwen3-4b",
@@ -244,19 +295,28 @@ SHAPES = {
         phases=_cases((9, 36), _SHORT, _LONG, {}),
     ),
 }
+_TINY: dict[str, Any] = {
+    **_LLAMA,
+    "num_hidden_layers": 16,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "vocab_size": 8192,
+}
+_TINY_SHORT = _works(prompt_tokens=16, max_tokens=17)
 TINY = Shape(
     name="tiny",
-    config={
-        **_LLAMA,
-        "num_hidden_layers": 16,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 2048,
-        "vocab_size": 8192,
-    },
+    config=_TINY,
     exit_layers=(4, 8),
-    phases=_cases((4, 16), _works(prompt_tokens=16, max_tokens=17), _TINY_LONG, {}),
+    phases=_cases((4, 16), _TINY_SHORT, _TINY_LONG, {}),
 )
 """For a CPU, to see that the script runs."""
+TINY_DRAFTS = Shape(
+    name="tiny-drafts",
+    config=_TINY,
+    exit_layers=(4, 8),
+    phases=_drafting_cases(4, 16, _TINY_SHORT),
+)
+"""The same, of "llama-3-8b-drafts"."""

@@ -19,6 +19,22 @@ from environment import ROOT
 TAIL = 14
 """Lines shown of what failed."""
 LAST_WORDS_SECONDS = 15
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainJob:
+    """What the stages of `--call real` work on."""
+
+    model: Path | None
+    """A checkpoint's folder, or a GGUF file; None: a tiny random one."""
+    recipe: Path
+    chats: Path | None
+    """Rows of `messages`, instead of those that the model writes itself."""
+    continue_from: Path | None
+    """A folder with what an earlier call has left."""
+    out: Path
+    """For what this call leaves."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +57,9 @@ class StageRun:
     """Writes what a stage has found so far."""
     kernels_tested: bool = False
     """Whether the kernels' tests have just passed."""
+    job: MainJob
+    later: tuple[str, ...] = ()
+    """The stages that are still to come, after this one."""
 
     def left(self, most: float) -> float:
         """Seconds that something may take: `most`, or what is left until the deadline.
@@ -86,6 +105,7 @@ def command(
     arguments: Sequence[str],
     most: float,
     variables: Mapping[str, str] | None = None,
+    until: Callable[[], bool] = lambda: False,
 ) -> tuple[int | None, Path]:
     """Runs Python with `arguments` in the root of the checkout.
 
@@ -95,6 +115,7 @@ def command(
         arguments: of Python.
         most: seconds.
         variables: more of the environment.
+        until: asked now and then; interrupts it once it is true.
 
     Returns:
         Its exit status, None if it had to be interrupted; and the file with all that it printed.
@@ -114,8 +135,10 @@ def command(
             start_new_session=True,
         )
         try:
-            return process.wait(limit), log
-        except subprocess.TimeoutExpired:
+            end = time.monotonic() + limit
+            while time.monotonic() < end and not until():
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(POLL_SECONDS), log
             process.send_signal(signal.SIGINT)  # pytest says what it has found
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_SECONDS)

@@ -1,14 +1,22 @@
-"""What the script for GPUs says of itself and of what it found; engines are played."""
+"""What the script for GPUs says of itself and of what it found, and the main job on a CPU."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from exitserve_training.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
@@ -26,20 +34,20 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-def test_the_plan_has_three_calls_of_nine_minutes(script) -> None:
+def test_the_plan_has_four_calls_of_nine_minutes(script) -> None:
     lines = script("run").plan().splitlines()
-    assert [line.split()[:2] for line in lines[:3]] == [
-        ["--call", name] for name in ("right", "fast", "kernels")
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["--call", name] for name in ("right", "fast", "kernels", "real")
     ]
-    for line in lines[:3]:
+    for line in lines[:4]:
         minutes = re.search(r"at most ([\d.]+) minutes", line)
         assert minutes is not None and float(minutes[1]) <= 9
-    assert re.search(r"the checkout \d+ MiB", lines[3])
+    assert re.search(r"the checkout \d+ MiB", lines[4])
 
 
 def test_every_stage_is_in_one_call(script) -> None:
     run = script("run")
-    assert sorted(run.STAGES) == sorted({*run.STAGES}) and len(run.STAGES) == 6
+    assert sorted(run.STAGES) == sorted({*run.STAGES}) and len(run.STAGES) == 13
     assert set(run.CALLS) == set(run.CARRIES)
 
 
@@ -100,25 +108,189 @@ def test_speeds_are_told_by_kind_and_batch(script) -> None:
     ]
 
 
-WAITS = (
-    "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('found so far')"
-)
+WAITS = """import time
+try:
+    print("waits", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("found so far")
+"""
 
 
-def test_a_command_without_time_says_what_it_found(script, tmp_path: Path) -> None:
+def test_a_command_that_is_interrupted_says_what_it_found(script, tmp_path: Path) -> None:
     class Run:
         folder = tmp_path
 
         def left(self, most: float) -> float:
             return most
 
-    # Long enough for a Python to start on a busy machine.
-    status, log = script("stages").command(Run(), "waits", ["-S", "-c", WAITS], most=6)
+    command, log = script("stages").command, tmp_path / "waits.log"
+    given = (Run(), "waits", ["-S", "-c", WAITS])
+    status, said = command(*given, most=60, until=lambda: log.read_text() == "waits\n")
     assert status is None
-    assert log.read_text().strip() == "found so far"
+    assert said.read_text() == "waits\nfound so far\n"
+    assert command(*given, most=0.1)[0] is None
 
 
 def test_a_pytorch_without_cuda_needs_no_if_nodes(script) -> None:
     before = vars(torch.cuda.CUDAGraph).copy()
     script("if_nodes").install()
     assert torch.version.cuda is not None or vars(torch.cuda.CUDAGraph) == before
+
+
+# --- the main job --------------------------------------------------------------------------------
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As a user runs it. Its modules lie beside it, where Python's safe path does not look."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    return subprocess.run(
+        [sys.executable, str(FOLDER / "run.py"), *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_main_job_on_a_tiny_chat_model(script, tmp_path: Path) -> None:
+    """All stages, by the commands of users: a tokenizer without padding token, a chat template,
+    tied embeddings."""
+    out = tmp_path / "out"
+    done = run_script("--call", "real", "--tiny", "--minutes", "9", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "VERDICT: all is well" in done.stdout
+    stages = json.loads((out / "gpu.json").read_text(encoding="utf-8"))["stages"]
+    assert tuple(stages) == script("run").CALLS["real"]
+    trained = stages["train"]["report"]
+    assert list(trained["layers"]) == ["1", "2", "3", "4"]
+    assert stages["train"]["base_loss"] == trained["initial_layers"]["4"]["loss"]
+    assert stages["train"]["tokens_in_all"] == trained["tokens_seen"] > 0
+    traced = stages["request"]["traced"]
+    assert len(traced["choices"][0]["exit_layers"]) == traced["usage"]["completion_tokens"]
+    drafting = stages["eval"]["report"]["drafting"]
+    assert [one["exit_layer"] for one in drafting] == [1, 2, 3]
+    assert {case["mode"] for case in stages["bench"]["report"]["cases"]} == {
+        "plain",
+        "off",
+        "defer",
+    }
+    # At most eight files, small enough to be carried.
+    left = {path.name for path in out.iterdir()}
+    assert left == {"gpu.json", "gpu.md", "gpu.log", "chats.jsonl.gz", "delta.0"}
+
+
+def saved(folder: Path, weights: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@settings(
+    max_examples=30,
+    deadline=None,
+    # The modules are the same for all examples.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    seed=st.integers(0, 1000),
+    spread=st.floats(-12, 4),
+    outlier=st.floats(0, 1e4),
+    step=st.floats(0.2, 4.0),
+)
+def test_a_rounded_change_is_at_most_half_a_step_off(script, seed, spread, outlier, step) -> None:
+    differences = script("differences")
+    generator = torch.Generator().manual_seed(seed)
+    change = torch.randn(5, 33, generator=generator) * 10.0**spread
+    change[0, 0] *= outlier
+    change[1] = 0.0
+    old = {"a": torch.randn(5, 33, generator=generator), "b": torch.zeros(7)}
+    new = {"a": old["a"] + change, "b": old["b"] + 0.25}
+    exits = {"version": 1}
+    given_back, block = differences.unpacked(old, differences.packed(old, new, step, exits))
+    assert block == exits
+    for name, tensor in new.items():
+        rows = differences._rows(tensor - old[name])
+        scales, _ = differences.rounded(rows, step)
+        error = differences._rows(given_back[name] - tensor).abs().amax(dim=1)
+        # Float32 keeps 24 bits of the sum; float16 may round the step down, by 2**-11.
+        slack = differences._rows(tensor).abs().amax(dim=1) * 2.0**-22
+        assert (error <= scales.float() * (0.5 + 127 * 2.0**-11) + slack).all()
+
+
+def test_changes_are_left_in_files_and_taken_up_again(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differences, error = script("differences"), script("stages").StageError
+    monkeypatch.setattr(differences, "FILE_BYTES", 16_000)
+    old = {"b": torch.randn(300, 200).bfloat16(), "a": torch.ones(64).bfloat16()}
+    new = {name: tensor.float() + 0.01 * torch.randn(tensor.shape) for name, tensor in old.items()}
+    exits = {"version": 1, "exit_layers": [2]}
+    base = saved(tmp_path / "base", old, num_hidden_layers=4)
+    trained = saved(tmp_path / "trained", new, num_hidden_layers=4, multi_exit=exits)
+    out = tmp_path / "out"
+    out.mkdir()
+    fine = differences.leave(base, trained, out)
+    sizes = [path.stat().st_size for path in differences.parts_of(out, "delta")]
+    assert len(sizes) == 2 and max(sizes) <= 16_000 and sum(sizes) == fine["bytes"]
+    differences.take_up(base, out, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
+    assert config == {"num_hidden_layers": 4, "multi_exit": exits}
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in new.items():
+        assert again[name].dtype == torch.bfloat16
+        # Half a step of 0.4 times 0.01, and bfloat16's 8 bits.
+        torch.testing.assert_close(again[name].float(), tensor, rtol=2.0**-8, atol=0.0025)
+    coarse = differences.leave(base, trained, out, most_bytes=round(0.8 * fine["bytes"]))
+    assert coarse["step"] > fine["step"] and coarse["bytes"] <= 0.8 * fine["bytes"]
+    with pytest.raises(error, match="at any step"):
+        differences.leave(base, trained, out, most_bytes=1000)
+    other = saved(tmp_path / "other", {"a": old["a"]}, num_hidden_layers=4)
+    with pytest.raises(error, match="another base"):
+        differences.take_up(other, out, tmp_path / "none")
+    with pytest.raises(error, match="other tensors"):
+        differences.leave(other, trained, out)
+
+
+def test_a_call_that_goes_on_keeps_the_base_as_teacher(script, tmp_path: Path) -> None:
+    real, stages = script("real"), script("stages")
+    job = stages.MainJob(
+        model=None,
+        recipe=Path("training/recipes/smollm2-135m.yaml").resolve(),
+        chats=None,
+        continue_from=tmp_path / "earlier",
+        out=tmp_path / "out",
+    )
+
+    class Run:
+        folder, tiny = tmp_path, False
+
+    run = Run()
+    run.job = job
+    saved(tmp_path / "base", {"a": torch.ones(1)})
+    given = real._training(run, model=tmp_path / "start", output_dir=tmp_path / "run")
+    recipe, *overrides = given[3:]
+    overrides.append(f"objectives={json.dumps(real._objectives(run))}")
+    found = load_recipe(recipe, overrides)
+    assert found.model == str(tmp_path / "start")
+    teachers = [one.teacher for one in found.objectives if one.name == "kl_to_last"]
+    assert teachers == [str(tmp_path / "base")]
+    before = load_recipe(recipe).objectives
+    assert [one.name for one in found.objectives] == [one.name for one in before]
+    assert all(
+        one.model_copy(update={"teacher": "initial"}) == other
+        for one, other in zip(found.objectives, before, strict=True)
+        if one.name == "kl_to_last"
+    )
+    (tmp_path / "earlier").mkdir()
+    earlier = {"stages": {"train": {"base_loss": 1.25, "tokens_in_all": 3_000_000}}}
+    (tmp_path / "earlier" / "gpu.json").write_text(json.dumps(earlier), encoding="utf-8")
+    quality = {"4": {"loss": 1.5, "accuracy": 0.5}}
+    report = {"initial_layers": quality, "layers": quality, "num_layers": 4, "steps": 10}
+    report |= {"tokens_seen": 2_000_000, "seconds": 20.0}
+    page = script("real_tables").training_page(report, real._earlier(run))
+    assert page.data["tokens_in_all"] == 5_000_000
+    assert page.verdict[0].endswith("5.00 M in all")
+    assert page.verdict[1].endswith("of full depth +20.0% from the base's 1.250")

@@ -1,0 +1,62 @@
+"""Asks `exitserve serve` over HTTP: one chat request with its trace, then answers at full depth.
+
+    python benchmarks/gpu/asking.py MODEL QUESTIONS OUT.json MAX_TOKENS [flags of exitserve serve]
+
+QUESTIONS has one on each line; the first is the one that is traced. OUT.json gets `traced`, the
+whole response, and `chats`, lists of messages that end with the model's own greedy answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from exitserve.server.local_server import LocalServer
+
+SECONDS = 60
+"""For one answer."""
+
+
+def main() -> None:
+    """Starts the server, asks, and writes what it was told as it comes."""
+    model, questions, out, max_tokens, *flags = sys.argv[1:]
+    asked = Path(questions).read_text(encoding="utf-8").splitlines()
+    server = LocalServer(model, *flags, log=Path(out).with_suffix(".server.log"))
+    found: dict[str, Any] = {}
+    try:
+        server.start()
+        url = f"{server.url}/v1/chat/completions"
+
+        def ask(question: str, fields: dict[str, Any]) -> dict[str, Any]:
+            messages = [{"role": "user", "content": question}]
+            body = {"model": model, "messages": messages, "temperature": 0, "vllm_xargs": fields}
+            return posted(url, body | {"max_tokens": int(max_tokens)})
+
+        found["traced"] = ask(asked[0], {"exit_threshold": 0.5, "exit_trace": True})
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+        with ThreadPoolExecutor(len(asked)) as threads:
+            answers = list(threads.map(lambda one: ask(one, {"exit_threshold": 1.0}), asked))
+        found["chats"] = [
+            [{"role": "user", "content": question}, answer["choices"][0]["message"]]
+            for question, answer in zip(asked, answers, strict=True)
+        ]
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        server.stop()
+
+
+def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a JSON request."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+if __name__ == "__main__":
+    main()
