@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from exitserve.bench.engines import BatchRequest, Engines, running_engines
+from exitserve.bench.engines import (
+    BatchRequest,
+    Engines,
+    engine_names,
+    gpu_share,
+    running_engines,
+)
 from exitserve.bench.measures import (
     Measurements,
     Reads,
@@ -28,18 +34,23 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.rivals import cut_of, extra_memory
-from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
+from exitserve.bench.schedule import rounds_of
+from exitserve.bench.settings import PLAIN, BenchJob, Setting
 from exitserve.checkpoint import read_config
 from exitserve.costs import shape_of
-from exitserve.engine.options import PAYING
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.progress import ShareProgress
 from exitserve.report import machine, versions
 
 
-def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
+def compare(job: BenchJob, parts: Mapping[str, float], progress: ShareProgress) -> dict[str, Any]:
     """Runs the comparison.
+
+    Args:
+        job: what is compared; after `exitserve.bench.engines.prepare`.
+        parts: from `exitserve.bench.schedule.estimate`, for the progress.
+        progress: see `ShareProgress`.
 
     Returns:
         The report without its `schema_version`; see docs/benchmarks.md for the keys.
@@ -48,12 +59,17 @@ def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
         ExitServeError: a prompt with its answer is longer than the model's context.
     """
     progress("starting plain vLLM and exitserve", 0.0)
+    whole = sum(parts.values())
+    begin, end = parts["starting"] / whole, 1.0 - parts["agreement"] / whole
     with running_engines(job) as engines:
         dtype, max_model_len = engines.dtype, engines.max_model_len
         _check_lengths(job, max_model_len)
-        measurements = _measure(job, engines, progress)
+        measurements = _measure(
+            job, engines, lambda doing, done: progress(doing, begin + done * (end - begin))
+        )
     if not job.synthetic:
-        _add_agreement(job, measurements, progress)
+        progress("agreement with full depth, in float32", end)
+        _add_agreement(job, measurements)
     shape = shape_of(read_config(job.model_dir), dtype)
     plain = {
         measured.batch_size: measured for measured in measurements if measured.setting == PLAIN
@@ -89,8 +105,16 @@ def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, 
         "prefix_caching": False,
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch_sizes),
+        "gpu_memory": _gpu_memory(job),
         "rivals": {name: extra_memory(name) for name in job.rivals},
     }
+
+
+def _gpu_memory(job: BenchJob) -> dict[str, Any] | None:
+    """How the engines shared it; None on a CPU."""
+    share, engines = gpu_share(job), len(engine_names(job))
+    asked = {"engines": engines, "utilization": job.gpu_memory_utilization}
+    return None if share is None else asked | {"each": round(share, 4)}
 
 
 def _check_lengths(job: BenchJob, max_model_len: int) -> None:
@@ -105,7 +129,7 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
 
 def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
     """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
-    rounds = _rounds(job)
+    rounds = rounds_of(job)
     total, done = len(job.batch_sizes) * sum(map(len, rounds.values())), 0
     measurements = []
     for batch_size in job.batch_sizes:
@@ -130,16 +154,6 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
                 done += 1
         measurements += list(by_setting.values())
     return measurements
-
-
-def _rounds(job: BenchJob) -> dict[int, Sequence[Setting]]:
-    """The settings of each repeat, in their order; -1 is traced, and before it, -2 lets engines
-    find out which exits pay, and whether drafts do."""
-    rounds: dict[int, Sequence[Setting]] = {}
-    if job.exit_checks == PAYING:
-        rounds[-2] = [one for one in job.settings if one.exits]
-    rounds[-1] = job.settings
-    return rounds | {repeat: rotated(job.settings, repeat) for repeat in range(job.repeats)}
 
 
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:
@@ -213,13 +227,10 @@ def _traced_pass(
         measured.drafts = counts["drafted"], counts["accepted"]
 
 
-def _add_agreement(
-    job: BenchJob, measurements: list[Measurements], progress: ShareProgress
-) -> None:
+def _add_agreement(job: BenchJob, measurements: list[Measurements]) -> None:
     """Adds agreement with full depth on the generated text, and its perplexity."""
     from exitserve.reference import Reference, load_reference
 
-    progress("agreement with full depth, in float32", 1.0)
     reference: Reference = load_reference(str(job.model_dir), exit_layers=(), device="auto")
     known: dict[tuple[int, ...], tuple[int, int, float]] = {}
     for measured in measurements:

@@ -115,9 +115,8 @@ def add_calibrate(subparsers: Any) -> None:
     parser.add_argument(
         "--exit-checks",
         choices=EXIT_CHECKS,
-        default=EXIT_CHECKS[0],
         help="as the server will have it; all: where the first layers draft, as on GPUs "
-        "(default %(default)s)",
+        f"(default {EXIT_CHECKS[0]}, on a machine with a GPU {EXIT_CHECKS[1]})",
     )
     parser.add_argument(
         "--exit-layers",
@@ -156,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
     block, config = _block(args)
     targets = targets_of(args, config)
     check_text(args)
+    args.exit_checks = args.exit_checks or _own_checks()
     directory = local_checkpoint(args.model, args.revision)
     home = directory if args.adapter is None else local_adapter(args.adapter)
     target, out = _places(args, home)
@@ -189,6 +189,13 @@ def run(args: argparse.Namespace) -> int:
         served = target if args.adapter is None else f"{base} --adapter {target}"
         print(f"Written into {block_file(target)}; `exitserve serve {served}` uses it.")
     return 0
+
+
+def _own_checks() -> str:
+    """Those of servers on this machine."""
+    from torch import cuda
+
+    return EXIT_CHECKS[cuda.is_available()]
 
 
 def _all_that_decides(args: argparse.Namespace, directory: Path) -> dict[str, Any]:

@@ -8,11 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exitserve.engine.launch import runs_on_v2
 from exitserve.engine.options import PAYING, SCREENED
+from exitserve.errors import ExitServeError
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
 from exitserve.evaluation.settings import EvalJob, TaskJob
+from exitserve.policy import EXACT
 from exitserve.progress import ShareProgress
 from exitserve.reference import load_reference
 from exitserve.report import machine, versions
@@ -119,12 +122,16 @@ def _report(
 
 
 def check_server(job: EvalJob) -> None:
-    """Checks the server of `--endpoint`, if there is one, before anything slow starts.
+    """Checks the server of `--endpoint`, or of one to be started its modes.
 
     Raises:
         ExitServeError: it is not the right one, or refuses a setting.
     """
-    if job.tasks is not None and job.tasks.endpoint is not None:
+    if job.tasks is None:
+        return
+    if job.tasks.endpoint is None:
+        _mode_options(job)
+    else:
         endpoint = find_endpoint(job.tasks.endpoint, job.model, job.rules)
         check_fields(endpoint, (setting.fields for setting in job.settings))
 
@@ -137,12 +144,28 @@ def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
         return
     # Quality is that of the exits, whether they pay on this machine or not.
     checks = SCREENED if job.exit_checks == PAYING else job.exit_checks
-    options = [*tasks.server_options, "--exit-checks", checks]
-    if any(setting.policy.mode == "verify" for setting in job.settings):
-        # The threshold is only its default; every request sends its own.
-        options += ["--mode", "verify", "--exit-threshold", "0.5"]
+    options = [*tasks.server_options, "--exit-checks", checks, *_mode_options(job)]
     with LocalServer(job.directory, *options, log=out / "server.log") as server:
         yield find_endpoint(server.url, str(job.directory), job.rules)
+
+
+def _mode_options(job: EvalJob) -> list[str]:
+    """Options of a server that has the modes of all settings.
+
+    Raises:
+        ExitServeError: none has: on a GPU it drafts with its first layers, or tokens exit.
+    """
+    wanted = {setting.policy.mode for setting in job.settings}
+    starts = [mode for mode in EXACT if mode in wanted and (mode == "verify" or runs_on_v2())]
+    if not starts:
+        return []
+    if runs_on_v2() and "confidence" in wanted:
+        raise ExitServeError(
+            "on a GPU a server has mode confidence, or the modes defer and verify: with --tasks "
+            "give --modes of one kind, and run the command once for each."
+        )
+    # The threshold is only its default; every request sends its own.
+    return ["--mode", starts[-1], "--exit-threshold", "0.5"]
 
 
 def case_of(
