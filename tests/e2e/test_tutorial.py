@@ -1,4 +1,8 @@
-"""docs/tutorial.md: every command, as written but for the port."""
+"""docs/tutorial.md: every command, as written but for the port.
+
+The model is the bundled one in the form of a chat model such as SmolLM2 or Llama 3: with a chat
+template, whose marks it has to learn, and without a padding token.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,34 @@ RECIPE, TRAIN, CALIBRATE, SERVE, ASK, ASK_FULL_DEPTH, STATS, METRICS, CUT = rang
 DEPTHS = {6, 12, 18, 24}
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    return Checkout(tmp_path_factory.mktemp("tutorial"))
+def checkout(tmp_path_factory: pytest.TempPathFactory, shipped: Path) -> Checkout:
+    found = Checkout(tmp_path_factory.mktemp("tutorial"))
+    models = found.folder / "models"
+    models.unlink()
+    save_chat_model(shipped, models / shipped.name)
+    return found
+
+
+def save_chat_model(source: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.pad_token = None
+    tokenizer.chat_template = CHATML
+    model: Any = AutoModelForCausalLM.from_pretrained(source)
+    assert model.config.tie_word_embeddings
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    for part in (tokenizer, model):
+        part.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +111,17 @@ def test_calibration_promises_what_the_page_says(model: Path) -> None:
 
 
 def test_the_server_answers_and_counts(
-    checkout: Checkout, commands: list[str], served: None
+    checkout: Checkout, commands: list[str], served: None, port: int
 ) -> None:
     early = json.loads(checkout.run(commands[ASK]))
     depths = early["choices"][0]["exit_layers"]
     assert set(depths) <= DEPTHS and min(depths) < 24
     assert early["exit_metrics"]["depth_speedup"] > 1
+    asked = {"messages": [{"role": "user", "content": "Read lines."}], "max_tokens": 8}
+    url = f"http://localhost:{port}/v1/chat/completions"
+    sent = {"model": early["model"], "vllm_xargs": {"exit_trace": True}, **asked}
+    chat = httpx.post(url, json=sent, timeout=60).json()
+    assert chat["choices"][0]["exit_layers"] and chat["usage"]["prompt_tokens"] > 8
     full = json.loads(checkout.run(commands[ASK_FULL_DEPTH]))
     assert set(full["choices"][0]["exit_layers"]) == {24}
     counts = json.loads(checkout.run(commands[STATS]))

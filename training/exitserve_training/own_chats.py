@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tqdm import tqdm
 
 from exitserve.engine.writing import Writer
 from exitserve.errors import ExitServeError
 from exitserve_training.data_recipe import OwnChats
 from exitserve_training.tokenization import special_ids
+from exitserve_training.watching import counted
 
 _QUESTION, _ANSWER = "QUESTION", "ANSWER"
 _LONGEST_QUESTION = 128
@@ -143,15 +143,11 @@ def write_own_chats(
         return
     # Another seed than before: the same would ask the same again.
     writer = Writer(model, length=length, count=missing, seed=seed + len(known))
-    bar = tqdm(desc="own chats", total=own.count, initial=len(known), disable=None)
     chats = _chats(_Interview(writer, own, turns, known), writer, missing)
-    with writer, file.open("a", encoding="utf-8") as out, bar:
-        for done, messages in enumerate(chats, len(known) + 1):
+    with writer, file.open("a", encoding="utf-8") as out:
+        for messages in counted(chats, "own chats", own.count, len(known)):
             out.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             out.flush()
-            bar.update()
-            if bar.disable and (done % max(1, own.count // 20) == 0 or done == own.count):
-                print(f"own chats: {done:,} of {own.count:,}", flush=True)
 
 
 def _questions(file: Path) -> set[str]:

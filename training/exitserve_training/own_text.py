@@ -7,12 +7,13 @@ those (as draft models do; Leviathan et al. 2023, arXiv 2211.17192, call the sha
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import datasets
 
-from exitserve.engine.writing import Writer
+from exitserve.engine.writing import Writer, Written
 from exitserve_training.data_recipe import OwnText
+from exitserve_training.watching import counted
 
 
 def with_own_text(
@@ -43,11 +44,15 @@ def _continuations(
     model: str, beginnings: Sequence[Sequence[int]], length: int, temperature: float, seed: int
 ) -> list[list[int]]:
     """What follows each beginning, also past an end of text, up to sequences of `length` tokens."""
-    written = {}
     with Writer(model, length=length, count=len(beginnings), seed=seed) as writer:
         for number, ids in enumerate(beginnings):
             tokens = length - len(ids)
             writer.ask(number, ids, max_tokens=tokens, temperature=temperature, ignore_eos=True)
-        while writer.waiting:
-            written.update({one.number: one.tokens for one in writer.take()})
+        said = counted(_taken(writer), "own text", len(beginnings))
+        written = {one.number: one.tokens for one in said}
     return [written[number] for number in range(len(beginnings))]
+
+
+def _taken(writer: Writer) -> Iterator[Written]:
+    while writer.waiting:
+        yield from writer.take()

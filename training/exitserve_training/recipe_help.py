@@ -12,6 +12,7 @@ a recipe, with the keys most runs need:
     sequence_length: 512          or python_source: [stdlib, site-packages]
     format: chat                  rows of messages, through the model's chat template;
                                   labelled: rows with a class; images: a folder a class
+    own_chats: {count: 30000}     of chats: the model writes them itself, with vLLM
   exit_layers: [3, 6, 9]          where the model may stop; or all
   objectives: [aligned]           what to minimise; with options, and several at once:
     - {name: aligned, sample: 2}      of the exit layers, 2 drawn each step
@@ -27,6 +28,7 @@ examples:
   exitserve train my.yaml model=Qwen/Qwen3-0.6B exit_layers=[7,14,21] bf16=true
   exitserve train my.yaml resume=true             goes on from the newest checkpoint
   exitserve train training/recipes/tiny/chat.yaml     chats, with LoRA, on the bundled model
+  exitserve train training/recipes/smollm2-135m.yaml  exits for a chat model, which needs no data
   accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m exitserve train my.yaml
 
 while it runs:

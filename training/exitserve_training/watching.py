@@ -5,20 +5,23 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from exitserve.errors import ExitServeError
 from exitserve_training.time_limit import TimeLimit
 
 _LAYER = "loss_layer_"
+
+_Item = TypeVar("_Item")
 
 
 class RunStoppedError(ExitServeError):
@@ -39,6 +42,16 @@ def stopped_by_term(message: str) -> Iterator[None]:
     finally:
         if listens:
             signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def counted(items: Iterable[_Item], what: str, total: int, done: int = 0) -> Iterator[_Item]:
+    """Shows how many have come: a bar on a terminal, else a line for every twentieth part."""
+    # disable=None: no bar where the output is not a terminal.
+    bar = tqdm(items, what, total=total, initial=done, disable=None)
+    for number, item in enumerate(bar, done + 1):
+        if bar.disable and (number % max(1, total // 20) == 0 or number == total):
+            print(f"{what}: {number:,} of {total:,}", flush=True)
+        yield item
 
 
 class ProgressLines(TrainerCallback):
