@@ -23,6 +23,7 @@ from exitserve_kernels.exit_check import (
     finish,
     summarise_slice,
 )
+from exitserve_kernels.logit_losses import logit_losses
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 from exitserve_training import losses
 
@@ -36,6 +37,8 @@ def all_cases(device: torch.device, small: bool) -> Iterator[TimedCase]:
     for dtype in (torch.float32, torch.bfloat16):
         yield from _sums_over_pairs(device, dtype, small)
     yield from _training_losses(device, small)
+    for vocabulary in (4096,) if small else (49_152, 128_256):
+        yield from _logit_losses(device, vocabulary, 16 if small else 2048)
 
 
 def _forms(work: Callable[..., Any], device: torch.device) -> dict[str, Work]:
@@ -159,3 +162,18 @@ def _training_loss(loss: Callable[[], Tensor], states: Tensor, *, implementation
     """Forward and backward. The losses go by the environment; all other cases by the argument."""
     os.environ[VARIABLE] = implementation
     return torch.autograd.grad(loss(), states)
+
+
+def _logit_losses(device: torch.device, vocabulary: int, rows: int) -> Iterator[TimedCase]:
+    """A training step's chunk, the vocabularies of SmolLM2 and Llama 3: losses and gradient."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    logits, teacher = torch.randn(2, rows, vocabulary, device=device, dtype=dtype)
+    labels = torch.randint(0, vocabulary, (rows,), device=device)
+    scale = torch.ones(rows, device=device)
+    for name, taught in (("labels", None), ("labels and teacher", teacher)):
+        given = (logits, labels, scale, taught, scale)
+        forms = _forms(partial(logit_losses, *given), device)
+        if _has_liger(device):
+            forms["Liger"] = partial(liger.logit_losses, logits, labels, taught)
+        moved = logits.nbytes * (2 if taught is None else 3)
+        yield TimedCase("logit_losses", f"{rows} x {vocabulary}, {name}", forms, moved)

@@ -108,3 +108,30 @@ def fill(
     for layer in range(layers):
         caches.keys[layer][block, place] = keys[layer]
         caches.values[layer][block, place] = values[layer]
+
+
+@torch.no_grad()
+def logit_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> list[Tensor]:
+    """The losses [N] of logits [N, V], over which the gradient of their sum is written.
+
+    The kernels of Liger's cross-entropy and of its linear KL divergence, each of which writes its
+    gradient over the logits, so that one of them needs a copy. The second takes probabilities,
+    and neither takes a weight for each token.
+    """
+    from liger_kernel.backends import dispatch
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    copy = logits if teacher is None else logits.clone()
+    # It writes the gradient where one is asked for.
+    copy.requires_grad_()
+    options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None}
+    cross_entropy, *_ = cross_entropy_forward(
+        copy, labels, None, -100, reduction="none", return_z_loss=False, **options
+    )
+    copy.requires_grad_(False)
+    if teacher is None:
+        return [cross_entropy]
+    chances = teacher.softmax(dim=-1)
+    divergence, found = dispatch("kl_loss_and_grad", logits, chances, None, -100, 1.0, 1e-10, 1.0)
+    torch.add(found, copy, out=logits)
+    return [cross_entropy, divergence]

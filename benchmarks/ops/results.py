@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from exitserve_kernels import dispersion, simreg
 from exitserve_kernels.exit_check import CRITERIA, FinalNorm
+from exitserve_kernels.logit_losses import logit_losses
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +45,7 @@ def runs(interpreted: bool) -> Iterator[OperationRun]:
         ("propagate_kv", _propagate_kv, not interpreted),
         ("simreg", _simreg, False),
         ("dispersion", _dispersion, False),
+        ("logit_losses", _logit_losses, False),
     ]
     for name, results, in_liger in operations:
         for dtype in TYPES:
@@ -123,3 +125,14 @@ def _dispersion(form: Any, cast: Cast) -> dict[str, Tensor]:
     losses = dispersion.log_sum(units, mask, 1.0, form)
     (gradient,) = torch.autograd.grad(losses.sum(), units)
     return {"loss": losses.detach(), "gradient": gradient}
+
+
+def _logit_losses(form: Any, cast: Cast) -> dict[str, Tensor]:
+    """33 tokens, 5000 logits of standard deviation 4, a teacher 2 beside them; all weights 1."""
+    logits = cast(4.0 * _random(33, 5000))
+    teacher = cast(4.0 * _random(33, 5000) + 2.0 * _random(33, 5000, seed=1))
+    labels = torch.arange(33, device=logits.device)
+    scale = torch.ones(33, device=logits.device)
+    losses = logit_losses(logits, labels, scale, teacher, scale, implementation=form)
+    named = zip(("cross-entropy", "divergence"), losses, strict=True)
+    return {name: one for name, one in named if one is not None} | {"gradient": logits}

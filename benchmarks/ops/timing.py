@@ -21,8 +21,8 @@ class TimedCase(NamedTuple):
     size: str
     forms: Mapping[str, Work]
     """By name. `FUSED` is what the others are compared with; it is missing without a GPU."""
-    weights: int = 0
-    """Bytes of weights that every form reads once; 0: the share of bandwidth says nothing."""
+    moved: int = 0
+    """Bytes that every form moves at least, such as weights; 0: too few to bound the time."""
 
 
 class TimingLine(NamedTuple):
@@ -37,7 +37,7 @@ class TimingLine(NamedTuple):
     peak_bytes: int | None
     """Greatest memory allocated during a call beyond what was there before; None on a CPU."""
     of_bandwidth: float | None
-    """The weights' bytes a second, divided by the bytes a second of a copy."""
+    """Those bytes a second, divided by the bytes a second of a copy."""
 
     def cells(self) -> list[str]:
         """The line in a table with `HEADERS`."""
@@ -78,7 +78,7 @@ def measured(case: TimedCase, device: torch.device, bandwidth: float) -> list[Ti
             shares = [a / b for a, b in zip(times[FUSED], times[form], strict=True)]
             share = (statistics.median(shares), min(shares), max(shares))
         peak = _peak_bytes(work) if device.type == "cuda" else None
-        of_bandwidth = case.weights / bandwidth / median if case.weights else None
+        of_bandwidth = case.moved / bandwidth / median if case.moved else None
         lines.append(TimingLine(case.operation, case.size, form, median, share, peak, of_bandwidth))
     return lines
 

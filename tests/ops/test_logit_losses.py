@@ -332,7 +332,7 @@ def test_slices_bound_the_memory_and_change_nothing(
     given = arguments((10, 300), torch.device("cpu"), dtype)
     whole, parts = given[0].clone(), given[0].clone()
     expected = logit_losses(whole, *given[1:], temperature=2.0, implementation="torch")
-    monkeypatch.setattr(in_place, "_CPU_ELEMENTS", 3 * 300 + 5)
+    monkeypatch.setattr(in_place, "_SLICE_ELEMENTS", 3 * 300 + 5)
     with LargestTensor() as largest:
         found = logit_losses(parts, *given[1:], temperature=2.0, implementation="torch")
     assert largest.nbytes == 3 * 300 * 4

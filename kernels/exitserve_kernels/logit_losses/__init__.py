@@ -43,8 +43,8 @@ def logit_losses(
         sum over i of ce_scale_i * cross-entropy_i + kl_scale_i * divergence_i
 
     in the logits before the cap is written over the logits, in their type; otherwise they stay as
-    they are. Softmax and sums are float32. A vocabulary entry to which the teacher gives probability 0 adds
-    nothing to the divergence, even where the student's logit is -inf.
+    they are. Softmax and sums are float32. An entry of the vocabulary to which the teacher gives
+    probability 0 adds nothing to the divergence, even where the student's logit is -inf.
 
     Args:
         logits: the head's [N, V], before a soft cap: float32, bfloat16 or float16. (The PyTorch

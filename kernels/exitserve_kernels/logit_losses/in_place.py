@@ -1,8 +1,8 @@
 """Losses of logits and their gradient in PyTorch, with little memory: the form without a GPU.
 
-A few rows at a time, which stay in the cache, and each operation writes to memory that is there:
-fresh memory costs more than the arithmetic. The library's softmax is vectorised, which exp() by
-itself is not. It keeps no sum of powers, but its greatest entry is 1 / sum exp(x - max x).
+A few rows at a time, and each operation writes to memory that is there: fresh memory costs more
+than the arithmetic. The library's softmax is vectorised, which exp() by itself is not. It keeps no
+sum of powers, but its greatest entry is 1 / sum exp(x - max x).
 
 Shapes: N tokens, V vocabulary; n tokens of a slice.
 """
@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CPU_ELEMENTS = 2**19
-"""Logits of a slice: its buffers, 2 MB each in float32, stay in a CPU's cache. Measured at [512,
-49152], both losses: 2**23 takes 1.7 times as long."""
-_GPU_ELEMENTS = 2**23
-"""A GPU wants few, large kernels."""
+_SLICE_ELEMENTS = 2**22
+"""Logits of a slice, 16 MB a buffer in float32. At [512, 49152], both losses, 2**19 takes 0.7 times
+as long on one core, for that stays in its cache; but 2**20 takes 3.5 times as long on two cores
+that others use too, because the threads wait for each other at every operation."""
 
 
 def logit_losses(
@@ -34,8 +33,7 @@ def logit_losses(
 ) -> tuple[Tensor | None, Tensor | None]:
     """See `exitserve_kernels.logit_losses`; computes float64 in float64."""
     count, vocabulary = logits.shape
-    elements = _CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS
-    size = max(1, min(elements // vocabulary, count))
+    size = max(1, min(_SLICE_ELEMENTS // vocabulary, count))
     slices = _Slices(logits, size, temperature, soft_cap)
     losses = [
         None if one is None else logits.new_empty(count, dtype=slices.dtype)
