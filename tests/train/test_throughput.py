@@ -107,7 +107,10 @@ def test_a_slow_gpu_is_told_why_once() -> None:
     assert all(share is not None and share > 0 for share in shares)
     assert meter.warning(0.01) is None, "a CPU is not told"
     on_gpu = SimpleNamespace(
-        device=torch.device("cuda"), per_device_train_batch_size=2, gradient_checkpointing=False
+        device=torch.device("cuda"),
+        world_size=1,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=False,
     )
     meter._arguments = on_gpu
     assert meter.warning(0.2) is None
