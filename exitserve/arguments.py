@@ -74,14 +74,14 @@ def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) 
 
     Args:
         group: of the parser.
-        default: of `--thresholds`; None for a command that chooses `DEFAULT_THRESHOLDS` later.
+        default: of `--thresholds`; None for a command that chooses later.
     """
     group.add_argument(
         "--thresholds",
         metavar="T,T",
         default=default,
         help="exit thresholds to measure; auto: the calibrated ones; auto:0.95: those calibrated "
-        f"to keep this agreement (default {DEFAULT_THRESHOLDS})",
+        f"to keep this agreement (default {default or 'auto, or 0.7 without any'})",
     )
     group.add_argument(
         "--modes",

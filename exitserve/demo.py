@@ -187,11 +187,10 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     return [
         *lines,
-        "What exits off gains, others gain as well, and it has nothing to do with exits: on a CPU "
-        "our steps take fewer and shorter calls than plain vLLM's.",
+        "What exits off gains, others gain as well, and it has nothing to do with exits.",
         "Exits gain by layers that need not run. With several requests together a layer runs as "
         "long as one of them needs it, so there is less to gain, or nothing; where exits do "
-        "not pay, the server turns them off, and depth speedup is 1.00.",
+        "not pay, a server on a CPU turns them off, and depth speedup is 1.00.",
     ]
 
 
@@ -209,6 +208,7 @@ def _show_completions(console: Any, model: Path) -> None:
     }
     with console.status("loading the model ..."):
         tokenizer = AutoTokenizer.from_pretrained(str(model))
+        # On a CPU: engines start in this process later, and share a GPU's memory without it.
         oracle = load_reference(str(model))
     for prompt in PROMPTS:
         prompt_ids = tokenizer.encode(prompt)

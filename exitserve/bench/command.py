@@ -14,7 +14,6 @@ from typing import Any
 
 from exitserve import synthetic_shapes
 from exitserve.arguments import (
-    DEFAULT_THRESHOLDS,
     ENGINE_DTYPES,
     add_adapter,
     add_out_flags,
@@ -32,12 +31,15 @@ from exitserve.arguments import (
 )
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
-from exitserve.bench.settings import BenchJob, Setting, make_settings
+from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, make_settings
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.engine.options import PAYING, SCREENED, SERVED_CHECKS
 from exitserve.errors import ExitServeError
 from exitserve.hub import local_checkpoint
+from exitserve.policy import AUTO, ExitRules
 
+UNCALIBRATED = "0.7"
+"""The threshold of a checkpoint that was not calibrated, unless --thresholds names others."""
 MIN_TOKENS = 2
 """The first token of a request is not timed."""
 
@@ -128,26 +130,33 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="one on each line of a text file or .jsonl (default: bundled)",
     )
     work.add_argument(
-        "--requests", type=int, default=8, metavar="N", help="in each pass (default %(default)s)"
+        "--requests", type=int, default=2, metavar="N", help="in each pass (default %(default)s)"
     )
     work.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="of each (default %(default)s)"
     )
     work.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="timed passes (default %(default)s)"
+        "--repeats", type=int, default=2, metavar="N", help="timed passes (default %(default)s)"
     )
     work.add_argument(
         "--seconds",
         type=float,
-        default=2.0,
+        default=1.0,
         metavar="S",
         help="of decoding in each timed pass, at least: shorter ones send their requests again "
         "(default %(default)g)",
     )
-    engine = parser.add_argument_group("both engines")
+    engine = parser.add_argument_group("all engines")
     engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=GPU_SHARE,
+        metavar="P",
+        help="share of a GPU's memory, which all engines together divide (default %(default)s)",
+    )
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
@@ -251,9 +260,8 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     if "verify" in modes or (args.num_drafts is not None and not args.rivals):
         options |= verify_options(args.num_drafts)
     rules = check_rules(model_dir, options)
-    default_thresholds = str(synthetic_shapes.NEVER_PASSED) if is_synthetic else DEFAULT_THRESHOLDS
-    given = default_thresholds if args.thresholds is None else args.thresholds
-    thresholds = thresholds_of(given)
+    default = _default_thresholds(rules, synthetic=is_synthetic)
+    thresholds = thresholds_of(default if args.thresholds is None else args.thresholds)
     batch_sizes = batch_sizes_of(args.batch_sizes)
     rivals = check_rivals(args.rivals, model_dir)
     settings = make_settings(rules, thresholds, fixed, mixed, modes)
@@ -276,6 +284,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         dtype=check_dtype(args.dtype),
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
+        gpu_memory_utilization=_gpu_share(args.gpu_memory_utilization),
         exit_checks=checks,
         num_drafts=args.num_drafts,
         rivals=rivals,
@@ -293,6 +302,22 @@ def _forced(args: argparse.Namespace) -> dict[str, float] | None:
         if not 0 <= share <= 1:
             raise ExitServeError(f"{flag} must be from 0 to 1, not {share:g}.")
     return {"confidence": args.force_confidence, "acceptance": acceptance}
+
+
+def _gpu_share(given: float) -> float:
+    if not 0 < given <= 1:
+        raise ExitServeError(
+            f"--gpu-memory-utilization must be above 0 and at most 1, not {given:g}."
+        )
+    return given
+
+
+def _default_thresholds(rules: ExitRules, *, synthetic: bool) -> str:
+    """The calibrated ones, if any of them exits."""
+    if synthetic:
+        return str(synthetic_shapes.NEVER_PASSED)
+    promises = rules.calibrated is not None and rules.calibrated.chosen.thresholds
+    return AUTO if promises else UNCALIBRATED
 
 
 def _context(args: argparse.Namespace) -> int | None:
@@ -347,12 +372,18 @@ def mix_of(text: str) -> tuple[float, int]:
 
 def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
     """Runs the comparison; what the engines write to the error stream goes to `log`."""
+    from exitserve.bench import engines, schedule
     from exitserve.bench.run import compare
     from exitserve.engine_logs import redirect_stderr, visible_stderr
     from exitserve.progress import share_bar
 
-    with visible_stderr() as screen, redirect_stderr(log), share_bar(screen) as progress:
-        return compare(job, progress)
+    with visible_stderr() as screen, redirect_stderr(log):
+        engines.prepare(job)
+        count, share = len(engines.engine_names(job)), engines.gpu_share(job)
+        parts = schedule.estimate(job, count)
+        print(schedule.announcement(job, parts, count, share), file=screen)
+        with share_bar(screen) as progress:
+            return compare(job, parts, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:

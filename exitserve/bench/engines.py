@@ -9,6 +9,7 @@ be interleaved within seconds.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections import Counter
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from exitserve.bench.cache import cache_gib
 from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.measures import Timing
+from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, cut_of, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
@@ -36,8 +37,8 @@ from exitserve.engine.launch import (
 from exitserve.policy import BY_CONFIDENCE, Mode
 
 SETTLE_SECONDS = 1.2
-"""vLLM's worker polls its queue without sleeping for one second after its last message, so the
-engine used last must rest for longer than that before another one is timed."""
+"""On a CPU vLLM's worker polls its queue without sleeping for one second after its last message, so
+the engine used last must rest for longer than that before another one is timed."""
 
 LEAST_PASS, LARGEST_PASS = 512, 4096
 """Bounds of the tokens that a pass may have; the larger one is vLLM's default."""
@@ -164,7 +165,7 @@ class Engines:
         """Keeps a number of requests running, each replaced as it ends, as on a busy server.
 
         The first ones are of different lengths, so that they do not end together. Counting starts
-        when they have ended, and includes the time of prompts.
+        when they have ended, or at once where one runs alone, and includes the time of prompts.
 
         Args:
             setting: chooses the engine.
@@ -194,10 +195,9 @@ class Engines:
                 if output.finished:
                     del generated[output.request_id]
                     send(max_tokens)
-            if not start and first.isdisjoint(generated):
+            if not start and (first.isdisjoint(generated) or at_once == 1):
                 start = now
-        while engine.has_unfinished_requests():
-            engine.step()
+        engine.abort_request(list(generated))
         return Timing(tokens=counted, seconds=now - start, gaps=())
 
     def counts(self, setting: Setting) -> Counter[str]:
@@ -255,7 +255,7 @@ class Engines:
 
     def _switch_to(self, setting: Setting) -> Any:
         llm = self._engine(setting)
-        if self._last is not None and self._last is not llm:
+        if self._last is not None and self._last is not llm and not runs_on_v2():
             time.sleep(SETTLE_SECONDS)
         self._last = llm
         return llm.llm_engine
@@ -266,40 +266,62 @@ def drafting_modes() -> tuple[Mode, ...]:
     return ("defer", "verify") if runs_on_v2() else BY_CONFIDENCE
 
 
-@contextmanager
-def running_engines(job: BenchJob) -> Iterator[Engines]:
-    """Starts both engines for a job, and stops them at the end."""
+def engine_names(job: BenchJob) -> tuple[str, ...]:
+    """The engines of a job, in the order in which they start: "plain", the rivals, ours ("exits",
+    "drafting"). Requests are checked by the rules of the one that starts last."""
+    drafts = job.drafts or (runs_on_v2() and job.has_mode("defer"))
+    others = {one.mode for one in job.settings if one.exits} - {*drafting_modes()}
+    exits = [] if drafts and not others else ["exits"]
+    return ("plain", *job.rivals, *exits, *(["drafting"] if drafts else []))
+
+
+def gpu_share(job: BenchJob) -> float | None:
+    """What each engine gets of the GPU's memory; None on a CPU.
+
+    Raises:
+        ExitServeError: that is too little.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    return share_of_gpu(job, len(engine_names(job)), current_platform.get_device_total_memory())
+
+
+def prepare(job: BenchJob) -> None:
+    """Sets the environment of all engines: ours has a plugin that only registers classes."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Before prepare_environment, whose default suits one server and short prompts.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib(job)))
-    # For both engines: it loads our plugin, which only registers classes.
+    gib = math.ceil(cache_bytes(job) / 2**30)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
     prepare_environment()
+
+
+@contextmanager
+def running_engines(job: BenchJob) -> Iterator[Engines]:
+    """Starts all engines of a job, and stops them at the end; after `prepare`."""
     arguments = _arguments(job)
-    started: list[Any] = []
-
-    def started_one(engine: Any) -> Any:
-        started.append(engine)
-        return engine
-
-    def ours(*, drafting: bool) -> Any:
-        options = job.engine_options(drafting=drafting)
-        if job.forced is None:
-            return started_one(start_engine(job.model_dir, exits=options, **arguments))
-        forced = start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
-        return started_one(forced)
-
+    started: dict[str, Any] = {}
     try:
-        plain = started_one(start_plain_engine(job.model_dir, **arguments))
-        # Before ours: requests are checked by the rules of the engine that started last.
-        rivals = {name: started_one(_rival(name, job, arguments)) for name in job.rivals}
-        drafts = job.drafts or (runs_on_v2() and job.has_mode("defer"))
-        others = {one.mode for one in job.settings if one.exits} - {*drafting_modes()}
-        exits = None if drafts and not others else ours(drafting=False)
-        yield Engines(plain, exits, ours(drafting=True) if drafts else None, rivals)
+        for name in engine_names(job):
+            started[name] = _start(name, job, arguments)
+        rivals = {name: started[name] for name in job.rivals}
+        yield Engines(started["plain"], started.get("exits"), started.get("drafting"), rivals)
     finally:
         # Each waits for its processes to end.
         with ThreadPoolExecutor() as threads:
-            list(threads.map(stop_engine, started))
+            list(threads.map(stop_engine, started.values()))
+
+
+def _start(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
+    if name == "plain":
+        return start_plain_engine(job.model_dir, **arguments)
+    if name in job.rivals:
+        return _rival(name, job, arguments)
+    options = job.engine_options(drafting=name == "drafting")
+    if job.forced is None:
+        return start_engine(job.model_dir, exits=options, **arguments)
+    return start_forced_engine(job.model_dir, job.forced, exits=options, **arguments)
 
 
 def _rival(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
@@ -334,6 +356,8 @@ def _arguments(job: BenchJob) -> dict[str, Any]:
         # with vLLM's default. The prompts of a batch need no more than this.
         most = max(job.batch_sizes) * max(map(len, job.prompts))
         arguments["max_num_batched_tokens"] = min(max(most, LEAST_PASS), LARGEST_PASS)
+    if (share := gpu_share(job)) is not None:
+        arguments["gpu_memory_utilization"] = share
     if job.max_model_len is not None:
         arguments["max_model_len"] = job.max_model_len
     if job.synthetic:

@@ -134,9 +134,10 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"without tracing, each of at least {settings['seconds']:g} s of decoding. The settings "
         f"of a repeat run one after the other, each repeat starting at another one; wall speedup "
         f"compares settings within a repeat.",
-        f"- Both engines: {settings['dtype']}, {settings['compile']}, context "
+        f"- All engines: {settings['dtype']}, {settings['compile']}, context "
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
+        *_memory_lines(settings["gpu_memory"]),
         *_mixed_lines(cases),
         *_rival_lines(settings["rivals"]),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
@@ -153,16 +154,26 @@ def markdown(data: Mapping[str, Any]) -> str:
         "- Mean depth is where tokens stopped; layers run adds those that ran behind that (defer: "
         "after the token was sent, or before it where that was faster) and those of rejected "
         "drafts (verify). Accepted: drafts (verify) that full depth agreed with.",
-        *_switch_lines(settings["exit_checks"]),
+        *_switch_lines(settings),
         f"- {machine_line(data)}.",
         "",
     ]
     return "\n".join(lines)
 
 
-def _switch_lines(exit_checks: str) -> list[str]:
-    """What to know where exits may be off."""
-    if exit_checks != PAYING:
+def _memory_lines(shared: Mapping[str, Any] | None) -> list[str]:
+    """How the engines shared a GPU's memory."""
+    if shared is None:
+        return []
+    return [
+        f"- {shared['engines']} engines shared {shared['utilization']:g} of the GPU's memory: each "
+        f"had {shared['each']:.3f}."
+    ]
+
+
+def _switch_lines(settings: Mapping[str, Any]) -> list[str]:
+    """What to know where exits may be off: on a CPU."""
+    if settings["exit_checks"] != PAYING or settings["gpu_memory"] is not None:
         return []
     return [
         "- Exits are off for requests that begin while they do not pay, which the engine finds out "
@@ -184,6 +195,11 @@ def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
     """What other kinds of drafts need beside the model, and what a cut model is."""
+    if not rivals:
+        return [
+            "- vLLM's own drafts were not measured: `--rivals ngram` puts them beside these, and "
+            "any server can have them (`vllm serve --speculative-config`)."
+        ]
     cuts = [name for name in rivals if cut_of(name) is not None]
     return [
         *(

@@ -21,6 +21,9 @@ Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed"
 MIX_SEED = 0
 """Of the draw which requests of a mixed setting exit: the same in every pass and run."""
 
+GPU_SHARE = 0.92
+"""Of a GPU's memory, for all engines together: vLLM's default for one."""
+
 Fields = dict[str, Any]
 """A request's extra arguments."""
 
@@ -123,6 +126,8 @@ class BenchJob:
     dtype: str
     enforce_eager: bool
     max_model_len: int | None
+    gpu_memory_utilization: float = GPU_SHARE
+    """Share of a GPU's memory for all engines together."""
     exit_checks: str = PAYING
     """As in `exitserve serve`."""
     num_drafts: int | None = None

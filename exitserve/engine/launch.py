@@ -150,12 +150,12 @@ ASSUMED_ACCEPTANCE = 0.7
 
 def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
     """How many drafts pay on this GPU, by batch size; None where its figures are not known."""
-    import torch
+    from vllm.platforms import current_platform
 
     from exitserve.step_costs.devices import device_called
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    device = device_called(name)
+    # By NVML: PyTorch would initialise CUDA in this process, which starts the engine's.
+    device = device_called(current_platform.get_device_name())
     if device is None:
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,8 @@ import pytest
 
 from exitserve import synthetic_shapes
 from exitserve.bench import prompts
-from exitserve.bench.cache import cache_gib
 from exitserve.bench.command import add_command, job_of
+from exitserve.bench.memory import cache_bytes
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
@@ -179,7 +180,7 @@ def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
 )
 def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) -> None:
     with job_of(parse("--force-exit-layer", 6, "--synthetic", *arguments)) as job:
-        assert cache_gib(job) == gib
+        assert math.ceil(cache_bytes(job) / 2**30) == gib
 
 
 @pytest.mark.parametrize(
@@ -336,6 +337,13 @@ def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated
         assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
         assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
         assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
+
+
+def test_without_thresholds_the_calibrated_ones_are_measured(calibrated: Path, ids: Path) -> None:
+    with job_of(parse(calibrated, "--prompts", ids)) as job:
+        assert [one.label for one in job.settings[2:]] == ["defer auto"]
+    with job_of(parse(write_uncalibrated(calibrated), "--prompts", ids)) as job:
+        assert [one.label for one in job.settings[2:]] == ["threshold 0.7"]
 
 
 def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:

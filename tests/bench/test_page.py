@@ -61,6 +61,7 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
             "max_model_len": 512,
             "max_num_seqs": 8,
             "forced": None,
+            "gpu_memory": {"engines": 3, "utilization": 0.92, "each": 0.3},
             "rivals": {"draft:cut": {"weight_bytes": 2_000_000, "cache_bytes_per_token": 768}},
         },
         "notes": list(notes),
@@ -82,6 +83,8 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
 def test_the_page_has_the_table_the_conditions_and_no_bare_speedup() -> None:
     page = markdown(report())
     assert "prefix caching off" in page
+    assert "3 engines shared 0.92 of the GPU's memory: each had 0.300." in page
+    assert "Exits are off" not in page, "only on a CPU"
     assert "threshold 0.5" in page
     assert "0.987" in page
     assert "a cpu" in page

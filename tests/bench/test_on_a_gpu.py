@@ -1,0 +1,142 @@
+"""What commands do on a GPU, whose memory and name are played; nothing is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CacheConfig
+from vllm.platforms import current_platform
+from vllm.v1.worker.utils import request_memory
+
+from exitserve.bench import schedule
+from exitserve.bench.command import add_command, job_of
+from exitserve.bench.engines import _arguments, engine_names
+from exitserve.bench.settings import GPU_SHARE, BenchJob
+from exitserve.calibration.command import _own_checks
+from exitserve.cli import main
+from exitserve.engine.launch import engine_options, suit_runner
+from exitserve.errors import ExitServeError
+
+GIB = 2**30
+# SmolLM2-135M's.
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "multi_exit": {"version": 1, "exit_layers": [6, 12, 20]},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Without weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialised() -> None:
+        raise AssertionError("CUDA is initialised in a process that starts engines")
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    played = {"is_cpu": False, "get_device_name": "NVIDIA H200"}
+    for name, value in (played | {"get_device_total_memory": 140 * GIB}).items():
+        monkeypatch.setattr(type(current_platform), name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialised)
+
+
+def job(model: Path, *arguments: object) -> BenchJob:
+    prompts = model / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    given = [model, "--prompts", prompts, "--out", "unused", *arguments]
+    with job_of(parser.parse_args(["bench", *map(str, given)])) as found:
+        return found
+
+
+def start(total: int, asked: list[float]) -> None:
+    """Starts engines on a card, as far as vLLM looks at its memory; each takes what it asked for,
+    and CUDA a little more."""
+    free = total
+    for share in asked:
+        free -= GIB // 2
+        seen = SimpleNamespace(total_memory=total, free_memory=free, device_="cuda:0")
+        free -= request_memory(seen, CacheConfig(gpu_memory_utilization=share))
+
+
+def test_engines_together_ask_for_no_more_than_there_is(model: Path, gpu: None) -> None:
+    three = job(model, "--thresholds", 0.5, "--modes", "confidence,verify")
+    assert engine_names(three) == ("plain", "exits", "drafting")
+    share = _arguments(three).get("gpu_memory_utilization", GPU_SHARE)
+    start(140 * GIB, [share] * 3)
+    assert 3 * share > 0.9, "what there is, is used"
+    with pytest.raises(ValueError, match="Free memory"):
+        start(140 * GIB, [GPU_SHARE] * 3)
+    assert CacheConfig().gpu_memory_utilization == GPU_SHARE
+
+
+def test_too_little_memory_is_told_before_anything_starts(
+    model: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 8 * GIB)
+    _arguments(job(model))
+    few = job(model, "--rivals", "ngram", "--modes", "confidence,verify")
+    with pytest.raises(ExitServeError, match=r"4 engines share 0.92 of the GPU's 8.0 GiB, 1.4 GiB"):
+        _arguments(few)
+    with pytest.raises(ExitServeError, match=r"at most 1, not 1\.5"):
+        job(model, "--gpu-memory-utilization", 1.5)
+
+
+def test_what_will_happen_is_told(model: Path, gpu: None) -> None:
+    work = job(model)
+    parts = schedule.estimate(work, 2)
+    told = schedule.announcement(work, parts, 2, 0.458)
+    for words in ("About ", "starting 2 engines 2.0 min", "warm-up", "timed passes", "agreement"):
+        assert words in told
+    assert "share 0.92 of the GPU's memory, 0.458 each" in told
+    assert -2 not in schedule.rounds_of(work), "no exits are switched there"
+
+
+def test_the_default_run_takes_less_than_five_minutes_on_two_cores(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where 45 s of compilation come to each start, and memory is slow for two cores."""
+    monkeypatch.setattr(schedule, "_bandwidth", lambda: 10e9)
+    work = job(model)
+    parts = schedule.estimate(work, len(engine_names(work)))
+    assert sum(parts.values()) + 2 * 45 < 300, parts
+
+
+def test_drafts_are_planned_by_the_name_of_the_gpu(model: Path, gpu: None) -> None:
+    options = {"mode": "verify", "exit_threshold": 0.5, "exit_layers": [6]}
+    suited = suit_runner(engine_options(model, options), model)
+    assert suited["speculative_config"]["num_speculative_tokens_per_batch_size"]
+
+
+def test_calibrations_are_for_this_machines_servers(gpu: None) -> None:
+    assert _own_checks() == "all", "the first layers draft, and no screens are read"
+
+
+def test_modes_that_no_server_has_together(
+    make_checkpoint, gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    asked = ("--data", __file__, "--tasks", "gsm8k", "--modes", "confidence,defer", "--out", "no")
+    assert main(["eval", str(make_checkpoint("llama")), *asked]) == 2
+    assert "give --modes of one kind" in capsys.readouterr().err
