@@ -165,7 +165,8 @@ class Throughput:
             return None
         self._told += 1
         reached = self._flops * (now[1] - last[1]) / (now[0] - last[0])
-        return reached / (self._rates.flops * self._arguments.world_size)
+        processes: int = self._arguments.world_size
+        return reached / (self._rates.flops * processes)
 
     def warning(self, share: float) -> str | None:
         """What keeps a GPU idle, said once: at the second share, for the first may compile."""
