@@ -42,6 +42,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "aligned + KL, all exits at once": {"objectives": BOTH},
     # A recipe wants an objective that trains the model for its task: cross-entropy with no weight.
     "KL alone": {"objectives": [{"name": "ce", "weight": 1e-9}, *BOTH[1:]]},
+    "KL alone, weighed by depth": {
+        "objectives": [
+            {"name": "ce", "weight": 1e-9},
+            {"name": "kl_to_last", "teacher": "initial", "weights": "linear", "weight": 4.0},
+        ]
+    },
     "aligned alone": {"objectives": [{"name": "aligned", "alternate": False}]},
     "from the deepest exit down": {"objectives": BOTH, "stages": True},
     "embeddings at a tenth of the rate": {"objectives": BOTH, "slow_embeddings": True},
@@ -98,7 +104,8 @@ def _recipe(
     for one in objectives:
         if "teacher" in one:
             # Of later stages too: the model as it was in the beginning.
-            one |= {"teacher": options.model, "weights": [1.0] * (len(exits) + 1)}
+            one["teacher"] = options.model
+            one.setdefault("weights", [1.0] * (len(exits) + 1))
     recipe = {
         "output_dir": str(out),
         "overwrite": True,
