@@ -1,6 +1,5 @@
 """Losses with gradients made in the forward pass, against plain autograd."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exitserve.decoder import DecoderParts
 from exitserve.errors import ExitServeError
 from exitserve_kernels.logit_losses import in_place
-from exitserve_training.losses import OutputHead, Reading, Teacher, head_losses
+from exitserve_training.losses import OutputHead, Reading, Teacher, head_losses, head_pass
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.
@@ -147,8 +146,8 @@ def test_weights_in_half_precision(
     dtype: torch.dtype, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several slices of a chunk, and several blocks of the weight, none of them even.
-    monkeypatch.setattr(in_place, "_CPU_ELEMENTS", 7 * 300 + 1)
-    monkeypatch.setattr(sys.modules[head_losses.__module__], "_BLOCK_ROWS", 128)
+    monkeypatch.setattr(in_place, "_SLICE_ELEMENTS", 7 * 300 + 1)
+    monkeypatch.setattr(head_pass, "_BLOCK_ROWS", 128)
     head = a_head(soft_cap=soft_cap, width=64, vocab=300)
     hidden, labels, scale = some_tokens(50, width=64, vocab=300)
     head.norm.to(dtype)

@@ -20,18 +20,16 @@ a loss scale in u arrives before anything is rounded to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from exitserve.errors import ExitServeError
-from exitserve_kernels.logit_losses import logit_losses
 from exitserve_training.losses.head import OutputHead, Reading, Teacher, TokenLosses
+from exitserve_training.losses.head_pass import HeadPass, Job, chunks, sum_dtype_of
 
 CHUNK_TOKENS = 512
 """Tokens classified at once on a CPU. Measured on two cores, 1024 tokens, D = 1024, V = 32000,
@@ -40,9 +38,6 @@ float32, forward and backward: 4.0 s in chunks of 128, 3.2 s of 256, 2.7 s of 51
 
 _CHUNK_LOGITS = 2**27
 """Logits of a chunk on a GPU, which wants few, large kernels: 256 MB in bfloat16."""
-
-_BLOCK_ROWS = 8192
-"""Rows of the head's gradient [V, D] that a chunk's product in fewer digits holds at once."""
 
 
 def chunk_size(device: torch.device, vocabulary: int) -> int:
@@ -88,7 +83,7 @@ def head_losses(
     for reading in readings:
         _check_shapes(reading, teacher)
     known = _trainable(head.norm)
-    job = _Job(head, readings, teacher, chunk, tuple(known), torch.is_grad_enabled())
+    job = Job(head, readings, teacher, chunk, tuple(known), torch.is_grad_enabled())
     states = [reading.hidden for reading in readings]
     total, *losses = _HeadLosses.apply(  # type: ignore[no-untyped-call]
         job, weight, head.linear.bias, *known.values(), *states
@@ -139,38 +134,25 @@ def _trainable(norm: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the autograd function needs besides the tensors it differentiates by."""
-
-    head: OutputHead
-    readings: Sequence[Reading]
-    teacher: Teacher | None
-    chunk_tokens: int
-    names: tuple[str, ...]
-    """The norm's trainable tensors."""
-    differentiate: bool
-
-
 class _HeadLosses(torch.autograd.Function):
     """The header's formulas, from weight, bias, the norm's tensors and the readings' states."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, job: Job, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the weighted sum and the tokens' losses; keeps the gradients for backward."""
         first_states = 2 + len(job.names)
         wanted = [job.differentiate and needed for needed in ctx.needs_input_grad[1:]]
         gradients = [
             # Sums over tokens need float32; the gradient of a state has one summand.
-            _zeros(value, _sum_dtype(value) if place < first_states else value.dtype)
+            _zeros(value, sum_dtype_of(value) if place < first_states else value.dtype)
             if value is not None and wanted[place]
             else None
             for place, value in enumerate(inputs)
         ]
-        head = _HeadPass(job, inputs[:first_states], gradients[:first_states], any(wanted))
+        head = HeadPass(job, inputs[:first_states], gradients[:first_states], any(wanted))
         found = [_empty_losses(reading, head.sum_dtype) for reading in job.readings]
         states_grads = gradients[first_states:]
-        for asked, parts in _chunks(job):
+        for asked, parts in chunks(job):
             taught = head.taught(asked)
             for reading, part, losses, total in zip(
                 job.readings, parts, found, states_grads, strict=True
@@ -212,196 +194,6 @@ class _HeadLosses(torch.autograd.Function):
         return (None, *[None if value is None else value.to(dtype) for value, dtype in pairs])
 
 
-class _Part(NamedTuple):
-    """A reading's tokens in a chunk."""
-
-    tokens: slice
-    """Of its M."""
-    rows: slice | Tensor
-    """Of its N."""
-    among: slice | Tensor
-    """Of the chunk's tokens, which the teacher reads."""
-
-
-def _chunks(job: _Job) -> Iterator[tuple[slice | Tensor, list[_Part]]]:
-    """Chunk by chunk: which of the N tokens the teacher reads, and each reading's part of them."""
-    first = job.readings[0].rows
-    if all(reading.rows is first for reading in job.readings):
-        most = max(map(len, job.readings))
-        for part in _pieces(most, job.chunk_tokens):
-            rows = part if first is None else first[part]
-            yield rows, [_Part(part, rows, slice(None)) for _ in job.readings]
-        return
-    # Layers whose counted tokens differ: chunks are of all tokens, of which each takes its own.
-    pieces = list(_pieces(max(len(one.hidden) for one in job.readings), job.chunk_tokens))
-    edges = torch.tensor(
-        [0, *(piece.stop for piece in pieces)], device=job.readings[0].hidden.device
-    )
-    places = [
-        None if one.rows is None else torch.searchsorted(one.rows, edges).tolist()
-        for one in job.readings
-    ]
-    for number, piece in enumerate(pieces):
-        parts = []
-        for reading, ends in zip(job.readings, places, strict=True):
-            if reading.rows is None or ends is None:
-                parts.append(_Part(piece, piece, slice(None)))
-                continue
-            tokens = slice(ends[number], ends[number + 1])
-            rows = reading.rows[tokens]
-            parts.append(_Part(tokens, rows, rows - piece.start))
-        yield piece, parts
-
-
-class _Linear:
-    """A linear map in the dtype of products, with room for the logits of a chunk.
-
-    Memory fresh from the system would cost more than a softmax.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
-        dtype = _product_dtype(weight)
-        self.weight = weight.detach().to(dtype)
-        self.bias = None if bias is None else bias.detach().to(dtype)
-        self.room = self.weight.new_empty(rows, len(weight))
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Logits [n, V] of normed states [n, D], until the next call."""
-        logits = self.room[: len(features)]
-        # The dtypes are chosen by now. Autocast would keep a copy of the weight once more.
-        with torch.autocast(self.room.device.type, enabled=False):
-            if self.bias is None:
-                return torch.mm(features.to(self.weight.dtype), self.weight.t(), out=logits)
-            return torch.addmm(
-                self.bias, features.to(self.weight.dtype), self.weight.t(), out=logits
-            )
-
-
-class _HeadPass:
-    """Norm, head and losses, one chunk of tokens after another, forward and backward at once."""
-
-    def __init__(
-        self,
-        job: _Job,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
-        differentiate: bool,
-    ) -> None:
-        """Takes weight, bias and the norm's tensors, and the sums of their gradients or None."""
-        weight, bias, *known = inputs
-        assert weight is not None
-        self.norm, self.soft_cap, self.teacher = job.head.norm, job.head.soft_cap, job.teacher
-        self.differentiate = differentiate
-        self.device, self.sum_dtype = weight.device, _sum_dtype(weight)
-        rows = min(job.chunk_tokens, max(map(len, job.readings)))
-        self.linear = _Linear(weight, bias, rows)
-        self.weight_grad, self.bias_grad, *known_grads = gradients
-        # The norm runs on leaves of its own: hooks of its parameters shall see the whole gradient.
-        self.known: dict[str, Tensor] = {}
-        self.known_grads: list[Tensor] = []
-        for name, value, gradient in zip(job.names, known, known_grads, strict=True):
-            if value is not None and gradient is not None:
-                self.known[name] = value.detach().requires_grad_()
-                self.known_grads.append(gradient)
-        self.largest = _largest(job.readings, self.device).to(self.sum_dtype)
-        self.teacher_linear: _Linear | None = None
-        if self.teacher is not None and any(one.divergence is not None for one in job.readings):
-            own = self.teacher.head.linear
-            assert isinstance(own, nn.Linear)
-            # The same weights need not be cast again, but room of its own.
-            self.teacher_linear = _Linear(own.weight, own.bias, job.chunk_tokens)
-
-    def taught(self, rows: slice | Tensor) -> Tensor | None:
-        """The teacher's logits [n, V] of a chunk; None without one."""
-        if self.teacher is None or self.teacher_linear is None:
-            return None
-        head = self.teacher.head
-        logits = self.teacher_linear(head.norm(self.teacher.hidden[rows]))
-        if head.soft_cap is not None:
-            logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
-        return logits
-
-    def run(
-        self,
-        reading: Reading,
-        part: _Part,
-        losses: TokenLosses,
-        taught: Tensor | None,
-        *,
-        wants_states: bool,
-    ) -> Tensor | None:
-        """Writes a part's `losses`; adds to the sums; the states' gradient [n, D] if wanted."""
-        leaf = reading.hidden[part.rows].detach().requires_grad_(wants_states)
-        by = [*([leaf] if wants_states else []), *self.known.values()]
-        with torch.set_grad_enabled(bool(by)):
-            normed: Tensor = functional_call(self.norm, self.known, (leaf,))
-        features = normed.detach().to(self.linear.weight.dtype)
-        logits = self.linear(features)
-        self._write_losses(reading, part, losses, taught, logits)
-        if not self.differentiate:
-            return None
-        with torch.autocast(self.device.type, enabled=False):
-            if self.weight_grad is not None:
-                _add_product(self.weight_grad, logits, features)
-            if self.bias_grad is not None:
-                self.bias_grad += logits.sum(0, dtype=self.sum_dtype)
-            if not by:
-                return None
-            arrived = torch.mm(logits, self.linear.weight).to(normed.dtype)
-            found = list(torch.autograd.grad(normed, by, arrived, allow_unused=True))
-        gradient = found.pop(0) if wants_states else None
-        for total, value in zip(self.known_grads, found, strict=True):
-            if value is not None:
-                total += value
-        return gradient
-
-    def _write_losses(
-        self,
-        reading: Reading,
-        part: _Part,
-        losses: TokenLosses,
-        taught: Tensor | None,
-        logits: Tensor,
-    ) -> None:
-        """The losses of logits [n, V], over which G is written if gradients are wanted."""
-        scales = [
-            None if scale is None else scale[part.tokens].to(self.sum_dtype) / self.largest
-            for scale in (reading.cross_entropy, reading.divergence)
-        ]
-        asks = reading.divergence is not None and taught is not None
-        found = logit_losses(
-            logits,
-            None if reading.labels is None else reading.labels[part.tokens],
-            scales[0],
-            taught[part.among] if asks and taught is not None else None,
-            scales[1],
-            temperature=1.0 if self.teacher is None else self.teacher.temperature,
-            soft_cap=self.soft_cap,
-            differentiate=self.differentiate,
-        )
-        for own, value in zip(losses, found, strict=True):
-            if own is not None and value is not None:
-                own[part.tokens] = value
-
-
-def _add_product(total: Tensor, outer: Tensor, features: Tensor) -> None:
-    """total [V, D] += outer^T [V, n] features [n, D]."""
-    if total.dtype == features.dtype:
-        total.addmm_(outer.t(), features)
-        return
-    # The product of a chunk has the dtype of its factors. In blocks, it is never whole.
-    for start in range(0, len(total), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        total[block] += torch.mm(outer[:, block].t(), features)
-
-
-def _pieces(count: int, most: int) -> Iterator[slice]:
-    """Cuts `count` tokens into as few pieces as `most` allows, as equal as they can be."""
-    pieces = -(-count // most)
-    for piece in range(pieces):
-        yield slice(piece * count // pieces, (piece + 1) * count // pieces)
-
-
 def _zeros(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(value, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -412,26 +204,6 @@ def _empty_losses(reading: Reading, dtype: torch.dtype) -> TokenLosses:
     return TokenLosses(
         *(None if one is None else torch.zeros_like(one, dtype=dtype) for one in given)
     )
-
-
-def _largest(readings: Sequence[Reading], device: torch.device) -> Tensor:
-    """The largest |weight| of any loss, or 1 if all are 0 or there are none."""
-    scales = [s for one in readings for s in (one.cross_entropy, one.divergence) if s is not None]
-    everything = torch.cat([torch.zeros(1, device=device), *(s.detach().abs() for s in scales)])
-    largest = everything.amax()
-    return torch.where(largest > 0, largest, 1.0)
-
-
-def _sum_dtype(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
-
-
-def _product_dtype(weight: Tensor) -> torch.dtype:
-    """What a linear layer multiplies in: autocast's dtype if on (it leaves float64 alone)."""
-    device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
 
 
 def _graph_is_retained() -> bool:
