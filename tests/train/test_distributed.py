@@ -51,7 +51,7 @@ PROJECTOR: dict[str, Any] = {
     "training": TRAINING,
 }
 TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from exitserve_training.recipe import load_recipe
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 TRAINING = {
     "max_steps": 9,
     "save_steps": 5,

@@ -76,7 +76,10 @@ def flops_per_token(recipe: Recipe, parts: ModelParts, config: Any) -> float:
     """
     linear: Any = parts.head.linear
     head = float(sum(p.numel() for p in linear.parameters()))
-    body = float(sum(p.numel() for p in parts.layers.parameters()))
+    body = sum(
+        p.numel() * (_share_of_experts(config) if ".experts." in f".{name}." else 1.0)
+        for name, p in parts.layers.named_parameters()
+    )
     width = int(getattr(config, "head_dim", None) or config.hidden_size // attention_heads(config))
     # Scores and values of the tokens before, half of the sequence on average.
     attention = (
@@ -85,6 +88,12 @@ def flops_per_token(recipe: Recipe, parts: ModelParts, config: Any) -> float:
     passes = 4.0 if recipe.training.get("gradient_checkpointing") else 3.0
     read = layers_read(recipe.objectives, _exits(recipe, parts), parts.num_layers)
     return passes * (2.0 * body + attention) + 6.0 * read * head + _teachers(recipe, head)
+
+
+def _share_of_experts(config: Any) -> float:
+    """Of a mixture's experts, those that run for a token."""
+    every = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    return float(getattr(config, "num_experts_per_tok", every)) / every
 
 
 def attention_heads(config: Any) -> int:
