@@ -64,6 +64,11 @@ class ObjectiveOptions(Strict):
     """Multiplies the loss; 0 measures and logs it without training on it."""
 
     @property
+    def is_enough(self) -> bool:
+        """Whether, as given, it trains the model for its task, without another objective."""
+        return self.is_main
+
+    @property
     def for_numbers(self) -> bool:
         """Whether it can train a regression, as given: by default what classifiers can have."""
         return self.for_classifiers

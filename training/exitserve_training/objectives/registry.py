@@ -79,11 +79,11 @@ def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: 
         if names.count(name) > 1:
             raise ValueError(f"objective {name!r} is given twice; give each once")
     trained = [objective for objective in objectives if objective.weight != 0.0]
-    if not any(objective.is_main for objective in trained):
+    if not any(objective.is_enough for objective in trained):
         main = sorted(name for name, options in OBJECTIVES.items() if options.is_main)
         raise ValueError(
             f"objectives {names} do not train the model for its task; add one of "
-            f"{', '.join(main)} with a weight above 0"
+            f"{', '.join(main)} with a weight above 0, or kl_to_last with a teacher"
         )
     for objective in trained:
         for other in trained:

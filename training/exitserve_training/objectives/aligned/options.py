@@ -133,6 +133,11 @@ class KLToLastOptions(_WeightedLayers):
     a directory or hub id; then the last layer is a pupil too."""
 
     @property
+    def is_enough(self) -> bool:
+        """With a frozen teacher the last layer learns too."""
+        return self.teacher is not None
+
+    @property
     def for_numbers(self) -> bool:
         """See `ObjectiveOptions`."""
         return False
