@@ -45,11 +45,11 @@ MIN_TOKENS = 2
 
 _HELP = """\
 Runs the same requests through plain vLLM and through exitserve at every setting, interleaved
-and repeated, and writes report.json, report.md and a plot."""
+and repeated, and writes report.json, report.md and a plot. Says first how long that takes."""
 _EXAMPLES = """\
 examples:
-  a checkpoint, at three confidence thresholds, one request at a time and eight together:
-    exitserve bench MODEL --thresholds 0.5,0.7,0.9 --batch-sizes 1,8 --out DIR
+  a checkpoint, at three confidence thresholds, beside vLLM's own drafts too:
+    exitserve bench MODEL --thresholds 0.5,0.7,0.9 --rivals ngram --out DIR
   the machinery alone, at a size where layers dominate; every token exits at layer 6, then at 12:
     exitserve bench --synthetic llama-350m --force-exit-layer 6 12 --out DIR
   a batch of which seven in ten requests exit at layer 6 and the others never, after long prompts:
