@@ -26,6 +26,7 @@ from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, cut_of, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
+    gpu,
     greedy_params,
     prepare_environment,
     runs_on_v2,
@@ -281,11 +282,8 @@ def gpu_share(job: BenchJob) -> float | None:
     Raises:
         ExitServeError: that is too little.
     """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return None
-    return share_of_gpu(job, len(engine_names(job)), current_platform.get_device_total_memory())
+    found = gpu()
+    return None if found is None else share_of_gpu(job, len(engine_names(job)), found.memory_bytes)
 
 
 def prepare(job: BenchJob) -> None:

@@ -10,7 +10,7 @@ import torch
 from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.memory import weight_bytes
 from exitserve.bench.settings import BenchJob, Setting, rotated
-from exitserve.engine.launch import runs_on_v2
+from exitserve.engine.launch import gpu, runs_on_v2
 from exitserve.engine.options import PAYING
 from exitserve.step_costs.devices import DEVICES, device_called
 
@@ -68,11 +68,9 @@ def estimate(job: BenchJob, engines: int) -> dict[str, float]:
 
 def _bandwidth() -> float:
     """Bytes a second that this machine reads; of a GPU, by its name."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        # Not by PyTorch, which would initialise CUDA in a process that starts others.
-        device = device_called(current_platform.get_device_name())
+    found = gpu()
+    if found is not None:
+        device = device_called(found.name)
         return GPU_BANDWIDTH if device is None else DEVICES[device].bandwidth
     memory, seconds = torch.ones(PROBE_BYTES // 4), []
     for _ in range(3):

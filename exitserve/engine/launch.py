@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
@@ -148,14 +148,29 @@ ASSUMED_ACCEPTANCE = 0.7
 """Of a draft, where no calibration has counted it."""
 
 
-def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
-    """How many drafts pay on this GPU, by batch size; None where its figures are not known."""
+class Gpu(NamedTuple):
+    """The GPU that vLLM uses, by NVML: PyTorch would initialise CUDA in the process that asks,
+    which starts those of engines."""
+
+    name: str
+    memory_bytes: int
+
+
+def gpu() -> Gpu | None:
+    """None on a CPU."""
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        return None
+    return Gpu(current_platform.get_device_name(), current_platform.get_device_total_memory())
+
+
+def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
+    """How many drafts pay on this GPU, by batch size; None where its figures are not known."""
     from exitserve.step_costs.devices import device_called
 
-    # By NVML: PyTorch would initialise CUDA in this process, which starts the engine's.
-    device = device_called(current_platform.get_device_name())
+    found = gpu()
+    device = None if found is None else device_called(found.name)
     if device is None:
         return None
     try:
