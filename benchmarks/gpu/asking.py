@@ -9,27 +9,37 @@ whole response, and `chats`, lists of messages that end with the model's own gre
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
-from exitserve.server.local_server import LocalServer
+from exitserve.server.local_server import free_port
 
 SECONDS = 60
 """For one answer."""
 
 
 def main() -> None:
-    """Starts the server, asks, and writes what it was told as it comes."""
+    """Starts the server, asks, and writes what it was told as it comes.
+
+    The server stays in this process's group, with which it is ended in any case.
+    """
     model, questions, out, max_tokens, *flags = sys.argv[1:]
     asked = Path(questions).read_text(encoding="utf-8").splitlines()
-    server = LocalServer(model, *flags, log=Path(out).with_suffix(".server.log"))
+    port = str(free_port())
+    command = [sys.executable, "-m", "exitserve", "serve", model, *flags]
+    command += ["--host", "127.0.0.1", "--port", port]
     found: dict[str, Any] = {}
+    with Path(out).with_suffix(".server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
-        server.start()
-        url = f"{server.url}/v1/chat/completions"
+        wait_for(f"http://127.0.0.1:{port}/health", server)
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
 
         def ask(question: str, fields: dict[str, Any]) -> dict[str, Any]:
             messages = [{"role": "user", "content": question}]
@@ -40,13 +50,25 @@ def main() -> None:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
         with ThreadPoolExecutor(len(asked)) as threads:
             answers = list(threads.map(lambda one: ask(one, {"exit_threshold": 1.0}), asked))
+        said = [answer["choices"][0]["message"]["content"] for answer in answers]
         found["chats"] = [
-            [{"role": "user", "content": question}, answer["choices"][0]["message"]]
-            for question, answer in zip(asked, answers, strict=True)
+            [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+            for question, text in zip(asked, said, strict=True)
         ]
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     finally:
-        server.stop()
+        server.kill()
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns once a server answers; ends this program if it has ended."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (URLError, OSError):
+            time.sleep(0.25)
+    sys.exit(f"the server ended with status {server.returncode}")
 
 
 def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
-SECONDS = {"model": 20, "chats": 90, "calibrate": 35, "request": 45, "eval": 20, "bench": 150}
+SECONDS = {"model": 30, "chats": 90, "calibrate": 35, "request": 45, "eval": 20, "bench": 150}
 """Planned for each stage. Training gets what the others leave."""
 AROUND_TRAINING = 50
 """Seconds: libraries, data, two evaluations, and files with what changed."""
@@ -233,7 +233,7 @@ def calibrate(run: StageRun) -> StageOutcome:
     The text is what training held out; in a call without training it is all chats, for their
     beginnings.
     """
-    windows, window, prompt = (45, 40, 24) if run.tiny else (400, 192, 48)
+    windows, window, prompt = (45, 24, 16) if run.tiny else (400, 192, 48)
     held_out = run.folder / RUN / "data" / "held-out.jsonl"
     if not held_out.is_file():  # no training in this call
         held_out = run.folder / "all-chats.jsonl"

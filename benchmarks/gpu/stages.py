@@ -144,9 +144,9 @@ def command(
                 process.wait(LAST_WORDS_SECONDS)
             return None, log
         finally:
-            if process.poll() is None:  # with the processes that it started
+            with suppress(ProcessLookupError):  # with all processes that it started and left
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def last_lines(log: Path) -> str:

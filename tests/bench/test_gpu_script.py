@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_a_command_that_is_interrupted_says_what_it_found(script, tmp_path: Path
     assert status is None
     assert said.read_text() == "waits\nfound so far\n"
     assert command(*given, most=0.1)[0] is None
+
+
+LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+
+
+def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None:
+    """A server that went on would keep the card's memory from all that follows."""
+
+    class Run:
+        folder = tmp_path
+
+        def left(self, most: float) -> float:
+            return most
+
+    status, said = script("stages").command(Run(), "leaves", ["-S", "-c", LEAVES], most=60)
+    assert status == 0
+    left = Path("/proc", said.read_text().strip(), "stat")
+    for _ in range(100):  # it is ended, not waited for
+        if not left.is_file() or left.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the process goes on")
 
 
 def test_a_pytorch_without_cuda_needs_no_if_nodes(script) -> None:
