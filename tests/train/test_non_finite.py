@@ -14,8 +14,8 @@ from torch import Tensor
 from exitserve import cli
 from exitserve.errors import ExitServeError
 from exitserve_training import pipeline
-from exitserve_training.objectives.aligned.objective import CrossEntropy
-from exitserve_training.objectives.objective import LossInputs, Metrics
+from exitserve_training.objectives import weighted_sum
+from exitserve_training.objectives.objective import LossInputs
 from exitserve_training.trainer import MultiExitTraining
 
 MakeRecipe = Callable[..., Path]
@@ -36,19 +36,20 @@ RUN = {"objectives": ["ce", {"name": "nitp", "weight": 0.2}], "training": TRAINI
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Poison], list[Tensor]]:
     """Changes the ce loss of one step of training; returns the labels that it was given then."""
-    original = CrossEntropy.forward
+    original = weighted_sum.read_together
 
     def apply(step: int, change: Poison) -> list[Tensor]:
         labels: list[Tensor] = []
 
-        def forward(self: CrossEntropy, batch: LossInputs) -> tuple[Tensor, Metrics]:
-            loss, metrics = original(self, batch)
+        def read(asked: Any, batch: LossInputs) -> Any:
+            total, told = original(asked, batch)
             if batch.step != step or not torch.is_grad_enabled():
-                return loss, metrics
+                return total, told
             labels.append(batch.labels)
-            return change(loss, batch), metrics
+            loss, metrics = told["ce"]
+            return change(total, batch), {**told, "ce": (change(loss, batch), metrics)}
 
-        monkeypatch.setattr(CrossEntropy, "forward", forward)
+        monkeypatch.setattr(weighted_sum, "read_together", read)
         return labels
 
     return apply

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.head import OutputHead, Reading, Teacher, TokenLosses
@@ -38,6 +39,9 @@ float32, forward and backward: 4.0 s in chunks of 128, 3.2 s of 256, 2.7 s of 51
 
 _CHUNK_LOGITS = 2**27
 """Logits of a chunk on a GPU, which wants few, large kernels: 256 MB in bfloat16."""
+
+
+_LINEAR = nn.Linear.forward
 
 
 def chunk_size(device: torch.device, vocabulary: int) -> int:
@@ -71,11 +75,15 @@ def head_losses(
     """
     if not readings:
         raise ExitServeError("readings is empty; give the tokens of one layer at least.")
-    if type(head.linear) is not nn.Linear:
+    if not isinstance(head.linear, nn.Linear) or type(head.linear).forward is not _LINEAR:
         raise ExitServeError(
             f"the head is a {type(head.linear).__name__}, whose gradients only autograd knows; "
             f"expected nn.Linear itself."
         )
+    if isinstance(head.linear, FSDPModule):
+        # A head in shards of its own gets whole in its forward, which does not run here. What
+        # FSDP does behind backward it also does for such parameters, at the end.
+        head.linear.unshard()
     weight = head.linear.weight
     chunk = chunk_size(weight.device, len(weight)) if chunk_tokens is None else chunk_tokens
     if chunk < 1:
