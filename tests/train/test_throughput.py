@@ -60,7 +60,7 @@ def a_recipe(objectives: list[Any], **keys: Any) -> Recipe:
 def test_products_are_those_of_a_step(
     objectives: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Against a count of all products, forward and backward, over two steps, which may alternate."""
+    """Against a count of all products, forward and backward, over two steps that may alternate."""
     recipe = a_recipe(objectives)
     torch.manual_seed(0)
     # Wide, so that what is left out (norms, rotations, masks) is small.
