@@ -352,7 +352,10 @@ def test_the_head_is_the_decoders_classifier() -> None:
 
 def test_a_head_that_is_more_than_linear_is_refused() -> None:
     class Adapted(nn.Linear):
-        """What LoRA does to a layer."""
+        """What quantisation does to a layer."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 1.5
 
     hidden, labels, scale = some_tokens(6)
     head = OutputHead(nn.RMSNorm(WIDTH), Adapted(WIDTH, VOCAB))
