@@ -150,7 +150,8 @@ def train(run: StageRun) -> StageOutcome:
     if status != 0:
         raise StageError(f"training ended with status {status}. {last_lines(log)}")
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    outcome = training_page(report, _earlier(run))
+    said = [line for line in log.read_text(errors="replace").splitlines() if " tokens/s" in line]
+    outcome = training_page(report, _earlier(run), said[-1] if said else "")
     run.publish("train", outcome)
     outcome.data["left"] = left_behind = _leave(run, start)
     told = f"{left_behind['bytes'] / 1e6:.1f} MB left as {left_behind['what']}"

@@ -14,12 +14,13 @@ Report = Mapping[str, Any]
 """A command's report.json."""
 
 
-def training_page(report: Report, earlier: Report) -> StageOutcome:
+def training_page(report: Report, earlier: Report, progress: str) -> StageOutcome:
     """Loss at each depth, before and after.
 
     Args:
         report: of the run.
         earlier: the data of the stage `train` of the call that it continues; empty without one.
+        progress: the last line about it, which has the share of the card's products.
     """
     before, after = report["initial_layers"], report["layers"]
     rows = [
@@ -38,8 +39,8 @@ def training_page(report: Report, earlier: Report) -> StageOutcome:
     change = after[last]["loss"] / base_loss - 1
     found = f"held-out loss {exits}; of full depth {change:+.1%} from the base's {base_loss:.3f}"
     headers = ["depth", "loss before", "loss", "accuracy"]
-    data = {"report": report, "base_loss": base_loss, "tokens_in_all": tokens}
-    page = f"{told}\n\n{markdown_table(headers, rows)}"
+    data = {"report": report, "base_loss": base_loss, "tokens_in_all": tokens, "progress": progress}
+    page = f"{told}\n\n{markdown_table(headers, rows)}\n\n{progress}"
     return StageOutcome(data, page, verdict=[told, found])
 
 

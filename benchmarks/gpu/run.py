@@ -64,6 +64,8 @@ def main() -> int:
         environment.start_again(sys.argv)
     # So that engines are stopped and folders removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # What a shell starts in the background ignores it, and so would the stages.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="exitserve-gpu-") as folder:
             try:

@@ -181,8 +181,7 @@ def test_the_main_job_on_a_tiny_chat_model(script, tmp_path: Path) -> None:
     """All stages, by the commands of users: a tokenizer without padding token, a chat template,
     tied embeddings."""
     out = tmp_path / "out"
-    # In one process an engine starts in half of the time.
-    given = ("--call", "real", "--tiny", "--in-process", "--minutes", "9", "--out", str(out))
+    given = ("--call", "real", "--tiny", "--minutes", "9", "--out", str(out))
     done = run_script(*given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "VERDICT: all is well" in done.stdout
@@ -192,6 +191,7 @@ def test_the_main_job_on_a_tiny_chat_model(script, tmp_path: Path) -> None:
     assert list(trained["layers"]) == ["1", "2", "3", "4"]
     assert stages["train"]["base_loss"] == trained["initial_layers"]["4"]["loss"]
     assert stages["train"]["tokens_in_all"] == trained["tokens_seen"] > 0
+    assert stages["train"]["progress"].startswith("step 4 of 4 | ")
     traced = stages["request"]["traced"]
     assert len(traced["choices"][0]["exit_layers"]) == traced["usage"]["completion_tokens"]
     drafting = stages["eval"]["report"]["drafting"]
@@ -354,7 +354,7 @@ def test_a_call_that_goes_on_keeps_the_base_as_teacher(
     quality = {"4": {"loss": 1.5, "accuracy": 0.5}}
     report = {"initial_layers": quality, "layers": quality, "num_layers": 4, "steps": 10}
     report |= {"tokens_seen": 2_000_000, "seconds": 20.0}
-    page = script("real_tables").training_page(report, real._earlier(main_job))
+    page = script("real_tables").training_page(report, real._earlier(main_job), "")
     assert page.data["tokens_in_all"] == 5_000_000
     assert page.verdict[0].endswith("5.00 M in all")
     assert page.verdict[1].endswith("of full depth +20.0% from the base's 1.250")
