@@ -56,6 +56,8 @@ class Estimate:
     """What the device of this process does of products, as measured."""
     steps: int | None
     """None where the length of the data decides."""
+    max_minutes: float | None = None
+    """The recipe's."""
 
     @property
     def total_bytes(self) -> int:
@@ -74,7 +76,9 @@ class Estimate:
             ("products a step", f"{self.flops_per_step / 1e12:,.2f} TFLOP"),
             ("this machine's products", f"{self.flops_per_second / 1e12:,.2f} TFLOP/s, measured"),
         ]
-        if self.steps is not None:
+        if self.max_minutes is not None:
+            rows.append(("ends by the clock after", f"{self.max_minutes:g} min"))
+        elif self.steps is not None:
             hours = self.steps * self.seconds_per_step / 3600
             whole = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
             rows.append((f"{self.steps:,} steps, at least", whole))
@@ -130,6 +134,7 @@ def estimate(recipe: Recipe) -> Estimate:
         seconds_per_step=flops / rates.flops + trained * _ADAMW_TRAFFIC / rates.bandwidth,
         flops_per_step=flops * arguments.world_size,
         flops_per_second=rates.flops,
+        max_minutes=recipe.max_minutes,
         steps=arguments.max_steps if arguments.max_steps > 0 else None,
     )
 
