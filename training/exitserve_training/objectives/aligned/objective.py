@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -42,9 +43,9 @@ class _LayerCrossEntropy(HeadObjective):
 
     in_evaluation = False
 
+    @abstractmethod
     def scale(self, step: int) -> Mapping[int, float]:
         """The weight of each layer in this step."""
-        raise NotImplementedError
 
     def terms(self, step: int) -> Sequence[HeadTerm]:
         """See `HeadObjective`."""
