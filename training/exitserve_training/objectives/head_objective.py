@@ -35,9 +35,6 @@ class HeadTerm:
 class HeadObjective(Objective):
     """A weighted sum of `HeadTerm`s; one of them at most is of a layer."""
 
-    has_teacher = False
-    """Whether its terms are divergences."""
-
     def reads_head(self, batch: LossInputs) -> bool:
         """Whether it is a sum of terms for such a batch; a regression has neither kind."""
         return not batch.labels.is_floating_point()

@@ -55,7 +55,8 @@ class Objectives(nn.Module):
         total = torch.zeros((), device=batch.labels.device)
         metrics: Metrics = {}
         losses: dict[str, Tensor] = {}
-        together = self._together(batch)
+        heads = [part for part in self.members if isinstance(part, HeadObjective)]
+        together = {part: part.weight for part in heads if part.reads_head(batch)}
         if together:
             total, told = read_together(together, batch)
             for name, (loss, found) in told.items():
@@ -72,19 +73,6 @@ class Objectives(nn.Module):
             losses[part.name] = loss.detach()
         _check_finite(losses)
         return total, metrics
-
-    def _together(self, batch: LossInputs) -> dict[HeadObjective, float]:
-        """Those that read the shared head in one pass, with their weights: one teacher at most."""
-        found: dict[HeadObjective, float] = {}
-        taught = False
-        for part in self.members:
-            if not isinstance(part, HeadObjective) or not part.reads_head(batch):
-                continue
-            if part.has_teacher and taught:
-                continue
-            taught = taught or part.has_teacher
-            found[part] = part.weight
-        return found
 
     @torch.no_grad()
     def measure(self, batch: LossInputs) -> Metrics:

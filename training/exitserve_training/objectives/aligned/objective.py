@@ -238,8 +238,6 @@ class CosineAlignment(Objective):
 class KLToLast(HeadObjective):
     """Turns what layers predict towards what the last one predicts, or a frozen teacher's."""
 
-    has_teacher = True
-
     def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
         self.num_layers = context.num_layers
