@@ -224,18 +224,6 @@ def runs_on_v2() -> bool:
     return os.environ.get(RUNNER, "0" if current_platform.is_cpu() else "1") != "0"
 
 
-EXECUTOR = "exitserve.engine.hooks.executor.ExitExecutor"
-
-
-def executor_option() -> dict[str, Any]:
-    """vLLM's engine argument that names our executor, where vLLM would use the one behind it."""
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    in_processes = current_platform.is_cpu() and envs.VLLM_ENABLE_V1_MULTIPROCESSING
-    return {"distributed_executor_backend": EXECUTOR} if in_processes else {}
-
-
 def suit_runner(
     ours: dict[str, Any], model_dir: Path | str, revision: str | None = None
 ) -> dict[str, Any]:
@@ -252,7 +240,7 @@ def suit_runner(
     """
     options = ours["additional_config"][KEY]
     if not runs_on_v2():
-        return ours | executor_option()
+        return ours
     os.environ[RUNNER] = "1"
     from vllm.platforms import current_platform
 

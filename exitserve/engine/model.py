@@ -10,16 +10,14 @@ Shapes: T tokens, B rows, D hidden, V vocabulary, R tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exitserve.draft_tokens import load_draft_tokens
-from exitserve.engine.compat.compiled import DirectCalls, call_directly
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.device.loop import DeviceLoop
 from exitserve.engine.device.requests import DeviceRequests
@@ -52,7 +50,6 @@ class MultiExitMixin(FirstLayers):
         self.host: HostLoop | None = None
         self.device: DeviceLoop | None = None
         self.rails: RailsLoop | None = None
-        self._direct_calls: list[DirectCalls] = []
         if path == RAILS:
             segments = self._make_segments(vllm_config, screens={}, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
@@ -72,9 +69,8 @@ class MultiExitMixin(FirstLayers):
         )
         parts = (self, self._segments, self._head, self.propagation)
         if not on_device:
-            own = [one.compile_parts(vllm_config) for one in (self._head, self.propagation)]
-            compiled = chain(model.modules(), self._segments, *own)
-            self._direct_calls = call_directly(compiled)
+            self._head.compile_parts(vllm_config)
+            self.propagation.compile_parts(vllm_config)
             self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -151,12 +147,6 @@ class MultiExitMixin(FirstLayers):
             return self.host.run(positions, embed, plain)
         assert self.device is not None
         return self.device.run(exits, positions, embed, plain)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads named tensors; returns what was loaded."""
-        for one in self._direct_calls:
-            one.forget()
-        return super().load_weights(weights)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""

@@ -274,9 +274,6 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
         mode = CUDAGraphMode[ours["compilation_config"]["cudagraph_mode"]]
         if vllm_args.compilation_config.cudagraph_mode is None:
             vllm_args.compilation_config.cudagraph_mode = mode
-    # Over several machines vLLM takes its own only: two calls of the workers a step, not one.
-    if vllm_args.distributed_executor_backend is None and vllm_args.nnodes == 1:
-        vllm_args.distributed_executor_backend = ours.get("distributed_executor_backend")
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
     vllm_args.logits_processors = [
         *(vllm_args.logits_processors or []),

@@ -184,15 +184,14 @@ def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False
     from vllm import envs
     from vllm.model_executor.models import registry
 
-    from exitserve.engine.launch import EXECUTOR, runs_on_v2, start_engine, start_plain_engine
+    from exitserve.engine.launch import start_engine, start_plain_engine
 
     start = start_plain_engine if plain else start_engine
     chosen = {**USUAL, **options}
     if not plain:
         chosen["exits"] = DEFAULTS | (options.get("exits") or {})
     if needs_processes(model, options):
-        own = not plain and not runs_on_v2()
-        chosen["distributed_executor_backend"] = EXECUTOR if own else "mp"
+        chosen["distributed_executor_backend"] = "mp"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # VLLM_CPU_KVCACHE_SPACE counts whole GiB, and a start writes zeros to all of them.

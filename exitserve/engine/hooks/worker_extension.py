@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,9 +32,6 @@ class ExitWorkerExtension:
 
     vllm_config: Any
     model_runner: Any
-    execute_model: Callable[[Any], Any]
-    sample_tokens: Callable[[Any], Any]
-    take_draft_token_ids: Callable[[], Any]
 
     _is_attached = False
 
@@ -80,18 +76,6 @@ class ExitWorkerExtension:
         ranks = get_tp_group()
         if ranks.world_size > 1:
             state.switch.costs = ranks.broadcast_object(state.switch.costs)
-
-    def exit_step(self, scheduler_output: Any) -> tuple[Any, Any]:
-        """One step in one call (`exitserve.engine.hooks.executor`).
-
-        Returns:
-            vLLM's `ModelRunnerOutput`, and its `DraftTokenIds`, or None where nobody drafted.
-        """
-        output = self.execute_model(scheduler_output)
-        if output is None:  # vLLM's word for: sample now
-            output = self.sample_tokens(None)
-        drafts = self.take_draft_token_ids()
-        return output, drafts if drafts is not None and any(drafts.draft_token_ids) else None
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start, the tokens that wait now, and which exits are on."""

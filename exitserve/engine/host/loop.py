@@ -219,15 +219,10 @@ class HostLoop:
         return active.hand_over(left) if active.rows else left
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
-        """Compiles the segments, the exit check and what propagation computes.
-
-        Each runs twice more, with other numbers of tokens, so that it can be called directly from
-        then on (`exitserve.engine.compat.compiled`). vLLM's own forward pass follows.
-        """
-        for count in (len(hidden), 2, 1):
-            normed = self._run_alone(positions, hidden, count)
-            self.checks.head.warm_up(normed[:FEW])
-            self._propagation.warm_up(normed[:FEW])
+        """Compiles the segments, the exit check and what propagation computes."""
+        normed = self._run_alone(positions, hidden, len(hidden))
+        self.checks.head.warm_up(normed[:FEW])
+        self._propagation.warm_up(normed[:FEW])
 
     @torch.inference_mode()
     def time_parts(self) -> None:

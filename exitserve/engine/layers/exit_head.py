@@ -137,12 +137,8 @@ class ExitHead:
         self._prepared = False
         self._readable: Head | None = None
 
-    def compile_parts(self, vllm_config: Any) -> list[nn.Module]:
-        """Lets `decide` read whole logits in one call, which is compiled where vLLM compiles.
-
-        Returns:
-            What is compiled.
-        """
+    def compile_parts(self, vllm_config: Any) -> None:
+        """Lets `decide` read whole logits in one call, which is compiled where vLLM compiles."""
         self._reading = compiled_module(
             vllm_config,
             f"head_reading_{self._criterion}",
@@ -152,7 +148,6 @@ class ExitHead:
             compute_logits=self._compute_logits,
             criterion=self._criterion,
         )
-        return [self._reading]
 
     def warm_up(self, normed: Tensor) -> None:
         """Compiles that, for some states [N, D]."""

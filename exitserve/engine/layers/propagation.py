@@ -48,12 +48,8 @@ class Propagation(nn.Module):
         self._projected = {depth: Projected() for depth in exit_layers}
         self._above = nn.ModuleDict()
 
-    def compile_parts(self, vllm_config: Any) -> list[nn.Module]:
-        """Lets keys and values be made in one call, which is compiled where vLLM compiles.
-
-        Returns:
-            What is compiled.
-        """
+    def compile_parts(self, vllm_config: Any) -> None:
+        """Lets keys and values be made in one call, which is compiled where vLLM compiles."""
         self._projected = {
             depth: compiled_module(
                 vllm_config,
@@ -64,7 +60,6 @@ class Propagation(nn.Module):
             )
             for depth in self._exit_layers
         }
-        return list(self._projected.values())
 
     def warm_up(self, states: Tensor) -> None:
         """Compiles that, for some states [N, D]."""
