@@ -33,7 +33,7 @@ class RequestFields(BaseModel):
     exit_mode: Literal["off", "confidence", "defer", "verify"] = Field(
         description=FIELDS["exit_mode"]
     )
-    exit_trace: bool | Literal["full"] = Field(description=FIELDS["exit_trace"])
+    exit_trace: bool = Field(description=FIELDS["exit_trace"])
 
 
 class ChoiceFields(BaseModel):
@@ -43,11 +43,6 @@ class ChoiceFields(BaseModel):
         default=None,
         description="with exit_trace: the depth of each generated token; in a stream in the chunk "
         "that finishes the choice; null if a depth is missing",
-    )
-    exit_trace: dict[str, Any] | None = Field(
-        default=None,
-        description="with exit_trace full: what every check of the choice's new tokens found, as "
-        "docs/trace.schema.json has it",
     )
 
 
@@ -115,7 +110,6 @@ class Offers(_Exact):
 
     modes: list[str] = Field(description="of exit_mode")
     criterion: str = Field(description="how confidence is computed")
-    full_trace: bool = Field(description="whether exit_trace full is told")
     chat: bool = Field(description="whether the model has a chat template")
     calibrated_mode: str | None = Field(
         description="of requests for a promise that name none; null without a calibration"
@@ -170,21 +164,6 @@ class Period(_Exact):
     exits: dict[int, LayerChecks] = Field(description="by exit layer")
 
 
-class SwitchedExits(_Exact):
-    """Each of `exit_switch`: where requests of one policy and kind may exit that begin now."""
-
-    engine: int = Field(description="data-parallel rank")
-    mode: Literal["confidence", "defer"] = Field(description="of the policy")
-    thresholds: dict[int, float] = Field(description="of the policy, by exit layer")
-    drafts: bool = Field(description="whether the requests' tokens may be drafted")
-    samples: bool = Field(description="whether they are drawn, rather than the likeliest")
-    on: list[int] = Field(description="the exit layers that are on; the others do not pay")
-    expected_wall_speedup: float | None = Field(
-        description="of these, or of the best ones if none is on: computed from counts and from "
-        "what the parts of a step cost; null while too few tokens were counted"
-    )
-
-
 class Stats(_Exact):
     """What `GET /exitserve/stats` answers."""
 
@@ -194,9 +173,6 @@ class Stats(_Exact):
     offers: Offers = Field(description="what requests may ask for")
     since_start: Period = Field(description="figures since the server's start")
     last_minute: Period = Field(description="figures of about the last minute")
-    exit_switch: list[SwitchedExits] = Field(
-        description="by policy, which exit layers are on (--exit-checks paying, on CPUs)"
-    )
     age_seconds: float = Field(
         description="how old these counts are: while the engine is busy with a long step, or has "
         "failed, the last ones are shown after half a second"

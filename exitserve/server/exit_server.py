@@ -11,8 +11,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from exitserve.engine.compat.config import accept_sampling_fields
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
-from exitserve.policy import FULL_TRACE, TraceKeys
-from exitserve.server.full_trace import FullTrace, NotesByIndex
+from exitserve.policy import TraceKeys
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
@@ -99,27 +98,14 @@ class ExitServer:
         except NoAnswerError:
             return {}
 
-    async def take_notes(self, key: str) -> dict[str, NotesByIndex]:
-        """Removes and returns what was noted under `key`; see `take_traces`."""
-        try:
-            return await self.worker.take_notes(key)
-        except NoAnswerError:
-            return {}
-
-    def trace_of(self, request: Any, asked: bool | str, *, chat: bool) -> RequestTrace:
+    def trace_of(self, request: Any, *, chat: bool) -> RequestTrace:
         """The trace of a request, under a new key.
 
         Args:
             request: vLLM's; takes the key.
-            asked: `exit_trace` of the client.
             chat: whether it is a chat completion.
         """
-        key, full = uuid.uuid4().hex, None
-        if asked == FULL_TRACE:
-            key = f"{FULL_TRACE}:{key}"
-            layers = (*self.rules.exit_layers, self.rules.num_layers)
-            skips = request.skip_special_tokens
-            full = FullTrace(self.engine.tokenizer, layers, skip_special_tokens=skips)
+        key = uuid.uuid4().hex
         request.vllm_xargs["exit_trace"] = TraceKeys([key])
         keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
         return RequestTrace(
@@ -128,6 +114,4 @@ class ExitServer:
             chat=chat,
             num_layers=self.rules.num_layers,
             keep_token_ids=keep_token_ids,
-            full=full,
-            take_notes=lambda: self.take_notes(key),
         )

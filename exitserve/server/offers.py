@@ -20,7 +20,6 @@ def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
     return {
         "modes": list(rules.modes),
         "criterion": rules.criterion,
-        "full_trace": rules.full_trace,
         "chat": chats,
         "calibrated_mode": None if found is None else found.mode,
         "promises": [

@@ -1,4 +1,4 @@
-"""Response fields: `exit_layers` and `exit_trace` per choice, the others per response.
+"""Response fields: `exit_layers` per choice, the others per response.
 
 vLLM names the requests behind one HTTP call `cmpl-X-{prompt}-{random}` or `chatcmpl-X-{random}`,
 with `{sample}_` in front if n > 1. These names tell which choice a trace belongs to.
@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
-
-from exitserve.server.full_trace import FullTrace, NotesByIndex
-
-PACE_SECONDS = 0.15
-"""How often a stream asks the worker for full traces, which it answers between two steps."""
 
 _SAMPLE = re.compile(r"^(\d+)_(?:cmpl|chatcmpl)-")
 _PROMPT = re.compile(r"-(\d+)-[0-9a-f]{8}$")
@@ -59,8 +53,6 @@ class RequestTrace:
         chat: bool,
         num_layers: int,
         keep_token_ids: bool,
-        full: FullTrace | None = None,
-        take_notes: Callable[[], Awaitable[dict[str, NotesByIndex]]] | None = None,
     ) -> None:
         """Starts without depths.
 
@@ -72,11 +64,7 @@ class RequestTrace:
             num_layers: L.
             keep_token_ids: the client asked for token ids. They are always requested, to count the
                 tokens of a choice, and otherwise removed from the response.
-            full: takes what tokens met; None: only depths were asked for.
-            take_notes: returns that from the worker, like `take`.
         """
-        self._full, self._take_notes = full, take_notes
-        self._taken_at = 0.0
         self._take = take
         self._samples = samples
         self._chat = chat
@@ -89,12 +77,8 @@ class RequestTrace:
         """Counts the tokens of a response or chunk, and removes ids that were not asked for."""
         for choice in body["choices"]:
             count = self._counts.setdefault(choice["index"], None)
-            if self._full is not None and (ids := _prompt_ids(choice, body)):
-                self._full.start(choice["index"], ids)
             if choice.get("token_ids") is not None:
                 self._counts[choice["index"]] = (count or 0) + len(choice["token_ids"])
-                if self._full is not None:
-                    self._full.add_tokens(choice["index"], choice["token_ids"])
             if not self._keep_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
@@ -102,41 +86,12 @@ class RequestTrace:
             body.pop("prompt_token_ids", None)
 
     async def put_layers(self, choices: list[dict[str, Any]]) -> None:
-        """Adds `exit_layers` and `exit_trace` to finished choices, null without all depths."""
-        await self._ask_worker()
-        for choice in choices:
-            index = choice["index"]
-            layers = choice["exit_layers"] = self._layers(index)
-            if self._full is not None:
-                found = self._full.take(index, self._depths.get(index, {}))
-                choice["exit_trace"] = None if layers is None else found
-
-    async def put_known(self, choices: list[dict[str, Any]]) -> None:
-        """Adds `exit_trace` to choices of a stream that goes on: the tokens that are known by now.
-
-        The worker is asked now and then only, so a stream with a full trace is hardly slower.
-        """
-        if self._full is None:
-            return
-        if time.monotonic() - self._taken_at > PACE_SECONDS:
-            await self._ask_worker()
-        for choice in choices:
-            found = self._full.take(choice["index"], self._depths.get(choice["index"], {}))
-            if found["tokens"]:
-                choice["exit_trace"] = found
-
-    async def _ask_worker(self) -> None:
-        """Takes depths, then notes: so the notes of every token whose depth is known are there."""
-        self._taken_at = time.monotonic()
+        """Adds `exit_layers` to finished choices, null without all depths."""
         for request_id, depths in (await self._take()).items():
-            self._depths.setdefault(self._index(request_id), {}).update(depths)
-        if self._full is None or self._take_notes is None:
-            return
-        for request_id, notes in (await self._take_notes()).items():
-            self._full.add_notes(self._index(request_id), notes)
-
-    def _index(self, request_id: str) -> int:
-        return choice_index(request_id, self._samples, chat=self._chat)
+            index = choice_index(request_id, self._samples, chat=self._chat)
+            self._depths.setdefault(index, {}).update(depths)
+        for choice in choices:
+            choice["exit_layers"] = self._layers(choice["index"])
 
     def metrics(self) -> dict[str, Any] | None:
         """The response's `exit_metrics`; None if depths are missing."""
@@ -214,8 +169,6 @@ class ExitFields:
                     await self._trace.put_layers(finished)
                 held = chunk
             else:
-                if self._trace is not None:
-                    await self._trace.put_known(chunk["choices"])
                 yield _event(chunk)
 
     def _totals(self) -> dict[str, Any]:
@@ -226,11 +179,6 @@ class ExitFields:
         if self._logprobs_from_exits:
             fields["logprobs_from"] = "exit_layer"
         return fields
-
-
-def _prompt_ids(choice: dict[str, Any], body: dict[str, Any]) -> list[int] | None:
-    """The prompt of a choice, which completions name in the choice, and chats in the body."""
-    return choice.get("prompt_token_ids") or body.get("prompt_token_ids")
 
 
 def _parse(event: str) -> dict[str, Any] | None:

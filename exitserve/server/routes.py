@@ -29,7 +29,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import FIELDS, FULL_TRACE, NOT_A_TRACE
+from exitserve.policy import FIELDS, NOT_A_TRACE
 from exitserve.server.api_description import STATS, described
 from exitserve.server.bad_requests import JsonRoute, bad_request
 from exitserve.server.exit_server import ExitServer
@@ -78,8 +78,8 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     if fields.get("exit_trace") is False:
         del request.vllm_xargs["exit_trace"]
     trace: RequestTrace | None = None
-    if asked := fields.get("exit_trace"):
-        trace = server.trace_of(request, asked, chat=chat)
+    if fields.get("exit_trace"):
+        trace = server.trace_of(request, chat=chat)
     contradiction = _contradiction(request)
     try:
         response = await handler(request, raw_request)
@@ -168,12 +168,9 @@ async def check_fields(raw_request: Request) -> None:
     for name, value in fields.items():
         if name.startswith("exit_") and value is None:
             raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
-    rules = _server(raw_request).rules
-    rules.policy_for(fields)
+    _server(raw_request).rules.policy_for(fields)
     trace = fields.get("exit_trace", False)
-    if trace == FULL_TRACE:
-        rules.check_full_trace()
-    elif not isinstance(trace, bool):
+    if not isinstance(trace, bool):
         raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
 
 

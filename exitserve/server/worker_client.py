@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from exitserve.server.full_trace import NotesByIndex
 from exitserve.server.metrics import ExitMetrics, Snapshot
 from exitserve.server.response_fields import Depths
 from exitserve.server.stats_window import StatsWindow
@@ -57,10 +56,6 @@ class WorkerClient:
     async def take_traces(self, key: str) -> dict[str, Depths]:
         """Removes and returns the depths that the workers recorded under `key`."""
         return await self._take("exit_take_traces", key)
-
-    async def take_notes(self, key: str) -> dict[str, NotesByIndex]:
-        """Removes and returns what the workers noted under `key`, after `take_traces`."""
-        return await self._take("exit_take_notes", key)
 
     async def _take(self, method: str, key: str) -> dict[str, Any]:
         # Each sample of a request runs on one engine, several on as many as the router chose.

@@ -5,16 +5,15 @@ Shapes: N rows to check, B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exitserve.engine.host.step import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.recorder import CheckNote, Recorder
+from exitserve.engine.recorder import Recorder
 from exitserve.policy import NEVER
-from exitserve_kernels.exit_check import Decision
 
 
 class Checks:
@@ -24,23 +23,18 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
-    def opened(
-        self, scores: Sequence[float], due: Sequence[Candidate], layer: int, step: Step
-    ) -> list[int]:
+    def opened(self, scores: Sequence[float], due: Sequence[Candidate], layer: int) -> list[int]:
         """Indices of the rows whose check after `layer` layers is worth making.
 
         Args:
             scores: [N] of the layer's screen.
             due: [N] the rows.
             layer: the exit layer.
-            step: takes note of the others.
         """
         least = self.least_scores(due, layer)
         opened = [index for index in range(len(due)) if scores[index] > least[index]]
         if len(opened) < len(due):
             self._recorder.screened[layer] += len(due) - len(opened)
-            screened = (due[index] for index in range(len(due)) if index not in opened)
-            self.note_screened(screened, layer, step)
         return opened
 
     def least_scores(self, due: Sequence[Candidate], layer: int) -> list[float]:
@@ -66,7 +60,6 @@ class Checks:
         some = normed if len(asked) == len(due) else normed[asked]
         rows = [due[index] for index in asked]
         found, logits = self.head.decide(some, [one.thresholds_at(layer) for one in rows])
-        self.note_checks(rows, layer, step, found.tokens, found.confidence)
         passed = self.settle(step, layer, due, found.exits)
         exits = [number for number, index in enumerate(asked) if index in passed]
         gone = [rows[number] for number in exits]
@@ -110,8 +103,6 @@ class Checks:
         full_depth, own = self._recorder.num_layers, {one.row: one for one in step.candidates}
         asked = [own[row] for row in rows]
         found, logits = self.head.decide(normed, [(NEVER, NEVER)] * len(rows))
-        for one, token, confidence in zip(asked, found.tokens, found.confidence, strict=True):
-            step.note(one, CheckNote(full_depth, token, confidence))
         self._guess(range(len(rows)), asked, found.tokens, logits, step)
         step.depth.update(dict.fromkeys(rows, full_depth))
 
@@ -144,33 +135,6 @@ class Checks:
         step.depth.update((due[index].row, layer) for index in passed)
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
         return passed
-
-    def note_screened(self, screened: Iterable[Candidate], layer: int, step: Step) -> None:
-        """Notes rows that a screen did not let through to a check."""
-        for one in screened:
-            step.note(one, CheckNote(layer))
-
-    def note_checks(
-        self,
-        checked: Sequence[Candidate],
-        layer: int,
-        step: Step,
-        tokens: Sequence[int],
-        confidence: Sequence[float],
-    ) -> None:
-        """Notes what a check found, for the rows whose requests ask for that.
-
-        Args:
-            checked: [N] the rows.
-            layer: the exit layer.
-            step: takes the notes.
-            tokens: [N] the most likely.
-            confidence: [N].
-        """
-        for one, token, found in zip(checked, tokens, confidence, strict=True):
-            if one.request.note_keys:
-                threshold = one.thresholds_at(layer)[token in self.head.end_ids]
-                step.note(one, CheckNote(layer, token, found, threshold))
 
     def outcome(
         self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
@@ -221,26 +185,8 @@ class HostMaskedRows:
         return found
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
-        """Counts and notes them."""
+        """Counts them."""
         self._recorder.screened[layer] += int(rows.sum())
-        screened = rows.tolist()
-        left_out = [one for one in self._due if screened[one.row]]
-        self._checks.note_screened(left_out, layer, self._step)
-
-    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
-        """Notes them, where a request asks for that."""
-        is_due = due.tolist()
-        rows = {
-            one.row: one
-            for one in self._due
-            if is_due[one.row] and not one.exits_unchecked(layer) and one.request.note_keys
-        }
-        if not rows:
-            return
-        # Every rank comes here: with slices of the vocabulary, this gathers them.
-        tokens = self._checks.head.logits_of(logits, list(rows)).argmax(dim=-1).tolist()
-        confidence = found.confidence[list(rows)].tolist()
-        self._checks.note_checks(list(rows.values()), layer, self._step, tokens, confidence)
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""

@@ -42,7 +42,6 @@ from exitserve_kernels.exit_check import (
     check_logits,
     criterion_of,
     finish,
-    read_logits,
     summarise_logits,
     summarise_slice,
 )
@@ -256,10 +255,6 @@ class ExitHead:
             vocab_size=self._processor.org_vocab_size,
             end_thresholds=end_thresholds,
         ), logits
-
-    def read(self, logits: Tensor) -> Reading:
-        """The most likely tokens of full logits [N, V], and their confidences."""
-        return read_logits(logits, criterion=self._criterion)
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the logits of some rows, from states of a type."""

@@ -23,7 +23,6 @@ from exitserve.engine.layers.branches import when
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Ended, Stream, total_of
-from exitserve_kernels.exit_check import Decision
 
 Places = Tensor | slice
 """Of the rows' tokens among all: [B], or the first B, which takes no kernel to look up."""
@@ -69,9 +68,6 @@ class MaskedRows(Protocol):
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
         """Counts rows [B] bool that a screen did not let through."""
-
-    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
-        """Keeps what a check found [B], for full traces; not where the device decides."""
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
@@ -142,7 +138,6 @@ class MaskedLoop:
         def check() -> None:
             normed = held.normed[rows.places]  # [B, D]
             found, logits = self.head.check(normed, *rows.thresholds(layer))
-            rows.note_checks(layer, due, found, logits)
             exits = rows.settle(layer, due, found.exits & due, logits)
             own = newly[rows.places, 0]
             own |= exits if rows.freezes is None else exits & rows.freezes
