@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exitserve.decoder import DecoderParts
 from exitserve.errors import ExitServeError
 from exitserve_kernels.logit_losses import in_place
 from exitserve_training.losses import OutputHead, Reading, Teacher, head_losses, head_pass
@@ -113,33 +112,6 @@ def test_value_and_gradients_equal_the_full_logit_computation(
     assert_all_close(ours, gradients(expected * upstream, leaves(head, hidden)))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 0.7])
-def test_gradients_equal_finite_differences(soft_cap: float | None) -> None:
-    head = a_head(soft_cap=soft_cap)
-    head.norm.double()
-    head.linear.double()
-    hidden, labels, scale = some_tokens(7)
-    weight, bias = head.linear.weight, head.linear.bias
-
-    def total(states: Tensor, *_: Tensor) -> Tensor:
-        return cross_entropy(states, head, labels, scale, chunk_tokens=3)[0]
-
-    points = (hidden.detach().double().requires_grad_(), weight, bias, head.norm.weight)
-    assert torch.autograd.gradcheck(total, points)
-
-
-def test_autocast_is_near_float32_and_gradients_have_their_inputs_dtype() -> None:
-    head = a_head(width=64, vocab=300)
-    hidden, labels, scale = some_tokens(50, width=64, vocab=300)
-    with torch.autocast("cpu", torch.bfloat16):
-        total, losses = cross_entropy(hidden, head, labels, scale, chunk_tokens=16)
-    expected, each = plain(hidden, head, labels, scale)
-    assert total.dtype == losses.dtype == torch.float32
-    ours, of = gradients(total, leaves(head, hidden)), leaves(head, hidden)
-    assert all(gradient.dtype == torch.float32 for gradient in ours)
-    assert_all_near([total, losses, *ours], [expected, each, *gradients(expected, of)], BFLOAT16)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 def test_weights_in_half_precision(
@@ -195,18 +167,6 @@ def test_large_logits_stay_finite() -> None:
     assert_all_near(ours, truth, 2e-3)
 
 
-def test_no_token_is_zero_with_zero_gradients() -> None:
-    head = a_head()
-    hidden, labels, scale = some_tokens(0)
-    total, losses = cross_entropy(hidden, head, labels, scale)
-    assert total.item() == 0.0
-    assert losses.shape == (0,)
-    total.backward()
-    for leaf in leaves(head, hidden):
-        assert leaf.grad is not None
-        assert bool((leaf.grad == 0).all())
-
-
 @pytest.mark.parametrize("frozen", ["weight", "bias", "norm", "hidden"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
     head = a_head()
@@ -221,21 +181,6 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> N
     assert_all_close([leaf.grad for leaf in rest if leaf.grad is not None], expected)
 
 
-def test_only_the_products_that_are_needed_are_made() -> None:
-    head = a_head(bias=False)
-    hidden, labels, scale = some_tokens(10)
-    for trainable, products in [(True, 3), (False, 2)]:
-        head.linear.weight.requires_grad_(trainable)
-        with Watch() as watch:
-            cross_entropy(hidden, head, labels, scale, chunk_tokens=5)[0].backward()
-        assert watch.products == 2 * products, "two chunks"
-    with Watch() as watch, torch.no_grad():
-        found = cross_entropy(hidden, head, labels, scale, chunk_tokens=5)
-    assert watch.products == 2
-    assert not found[0].requires_grad
-    assert_all_close(list(found), list(plain(hidden, head, labels, scale)))
-
-
 def test_tied_embedding_gets_both_gradients() -> None:
     head = a_head(bias=False)
     _, labels, scale = some_tokens(15)
@@ -245,16 +190,6 @@ def test_tied_embedding_gets_both_gradients() -> None:
         return gradients(loss(states, head, labels, scale)[0], leaves(head))
 
     assert_all_close(run(cross_entropy), run(plain))
-
-
-def test_a_hook_of_the_norm_sees_the_whole_gradient_once() -> None:
-    head = a_head()
-    hidden, labels, scale = some_tokens(12)
-    seen: list[Tensor] = []
-    head.norm.weight.register_hook(seen.append)
-    cross_entropy(hidden, head, labels, scale, chunk_tokens=4)[0].backward()
-    assert head.norm.weight.grad is not None
-    assert_all_close(seen, [head.norm.weight.grad])
 
 
 def test_a_norm_whose_weight_is_a_plain_tensor() -> None:
@@ -267,17 +202,6 @@ def test_a_norm_whose_weight_is_a_plain_tensor() -> None:
     total, _ = cross_entropy(hidden, head, labels, scale, chunk_tokens=4)
     expected, _ = plain(hidden, head, labels, scale)
     assert_all_close(gradients(total, [hidden, flat]), gradients(expected, [hidden, flat]))
-
-
-def test_gradients_accumulate_over_backward_passes() -> None:
-    head = a_head()
-    batches = [some_tokens(9, seed) for seed in range(3)]
-    for hidden, labels, scale in batches:
-        cross_entropy(hidden, head, labels, scale)[0].backward()
-    inputs = [hidden for hidden, _, _ in batches]
-    total = torch.stack([plain(batch[0], head, *batch[1:])[0] for batch in batches]).sum()
-    found = [leaf.grad for leaf in leaves(head, *inputs) if leaf.grad is not None]
-    assert_all_close(found, gradients(total, leaves(head, *inputs)))
 
 
 def test_a_retained_graph_gives_the_same_gradients_again() -> None:
@@ -341,13 +265,6 @@ def test_one_chunk_of_logits_and_one_sum_of_the_weight_are_all_that_is_large(
     }
     assert weight.grad is not None
     assert sums - {weight.data_ptr()} == {weight.grad.data_ptr()}, "no copy on the way to .grad"
-
-
-def test_the_head_is_the_decoders_classifier() -> None:
-    head = a_head(soft_cap=0.7)
-    hidden, _, _ = some_tokens(6)
-    parts = DecoderParts(nn.ModuleList(), head.norm, head.linear, head.soft_cap)
-    assert torch.equal(head(hidden), parts.classify(hidden))
 
 
 def test_a_head_that_is_more_than_linear_is_refused() -> None:
