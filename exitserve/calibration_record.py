@@ -27,8 +27,8 @@ CRITERIA = ("max_prob", "margin", "entropy")
 """How confidence is computed from logits (`exitserve_kernels.exit_check`)."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
-EXIT_CHECKS = ("paying", "all")
-"""Whether the checkpoint's screens (`exitserve.screens`) leave out checks that will hardly pay."""
+EXIT_CHECKS = SCREENED, ALL = "screened", "all"
+"""Whether the checkpoint's screens (`exitserve.screens`) leave out checks that will hardly pass."""
 SCREENS_FOLDER = "exit_screens"
 """A folder of its own: loaders read every .safetensors beside the weights."""
 
@@ -119,7 +119,7 @@ class ModeCalibration:
     def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         fields = fields_of(self)
         chosen: dict[str, Any] = fields.pop("chosen")
-        unsaid = {"exit_checks": "paying", "agreement_at": {}, "other_modes": []}  # as before
+        unsaid = {"exit_checks": SCREENED, "agreement_at": {}, "other_modes": []}  # as before
         return chosen | {k: v for k, v in fields.items() if k not in unsaid or v != unsaid[k]}
 
 
@@ -133,7 +133,7 @@ class Calibration(ModeCalibration):
     """Confidence with which each single promise holds."""
     num_layers: Layer
     """Full depth of the calibrated model; promises are about agreement with that depth."""
-    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = "paying"
+    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = SCREENED
     """The one of `EXIT_CHECKS` with which the promise holds; without screens, both mean "all"."""
     agreement_at: Thresholds = field(default_factory=dict)
     """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts

@@ -189,8 +189,7 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         *lines,
         "What exits off gains, others gain as well, and it has nothing to do with exits.",
         "Exits gain by layers that need not run. With several requests together a layer runs as "
-        "long as one of them needs it, so there is less to gain, or nothing; where exits do "
-        "not pay, a server on a CPU turns them off, and depth speedup is 1.00.",
+        "long as one of them needs it, so there is less to gain, or nothing.",
     ]
 
 

@@ -40,11 +40,7 @@ ALWAYS = -1.0
 AUTO = "auto"
 """As a threshold: those that the checkpoint was calibrated to."""
 
-FULL_TRACE = "full"
-"""As `exit_trace`: the response also tells what every check found. A key under which that is kept
-begins with this word."""
-
-NOT_A_TRACE = f"exit_trace must be true, false or {FULL_TRACE!r}, not {{}}."
+NOT_A_TRACE = "exit_trace must be true or false, not {}."
 
 MOST_TRACE_KEYS = 4
 """Keys under which the depths of one request may be kept."""
@@ -60,8 +56,7 @@ FIELDS = {
     "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
     "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
     "that the answer is that of full depth; off: full depth",
-    "exit_trace": "true: the response tells the depth at which each token stopped; full: also what "
-    "each check found, and what became of drafts",
+    "exit_trace": "true: the response tells the depth at which each token stopped",
 }
 
 
@@ -141,13 +136,6 @@ class ExitPolicy:
             return ALWAYS, ALWAYS
         return NEVER, NEVER
 
-    def up_to(self, layers: tuple[int, ...]) -> ExitPolicy:
-        """This policy by confidence at some exit layers only; without any, full depth."""
-        if not layers:
-            return ExitPolicy.off()
-        own = tuple((layer, *self.thresholds_at(layer)) for layer in layers)
-        return replace(self, by_layer=own)
-
     def cache_salt(self) -> str | None:
         """A salt for prefix-cache hashes; None where keys and values are exact.
 
@@ -175,10 +163,8 @@ class ExitRules:
     """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
-    always_leaves: bool = False
-    """Whether requests draft, and rows leave at their exits, also where that is slower."""
-    switches_exits: bool = False
-    """Whether exits are off where they do not pay (`exitserve.engine.exit_switch`)."""
+    exits_up_to: int | None = None
+    """Most requests, itself included, that run when one begins that may exit; None: any number."""
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"
@@ -188,8 +174,6 @@ class ExitRules:
     is made."""
     calibration: Calibration | None = None
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
-    full_trace: bool = True
-    """Whether this server's loop can tell what each check found (`FULL_TRACE`)."""
     transfers: bool = False
     """Whether a KV connector carries keys and values from and to other servers."""
 
@@ -244,14 +228,6 @@ class ExitRules:
         own = found.get(self.default.mode)
         served = [record for mode, record in found.items() if mode in self.modes]
         return own or next(iter(served), self.calibration)
-
-    def check_full_trace(self) -> None:
-        """Raises `ExitServeError` where requests can have no full trace."""
-        if not self.full_trace:
-            raise ExitServeError(
-                f"exit_trace {FULL_TRACE!r} needs exits that the host decides, as on a CPU; this "
-                "server tells depths only: send exit_trace true."
-            )
 
     @staticmethod
     def _check_together(given: Mapping[str, Any]) -> None:
@@ -407,7 +383,7 @@ def check_trace(value: Any) -> None:
             f"exit_trace may have at most {MOST_TRACE_KEYS} keys of at most {LONGEST_KEY} "
             f"characters each, not {shown(value)}."
         )
-    if value is None or keys or value == FULL_TRACE:
+    if value is None or keys:
         return
     if not (isinstance(value, int) and value in (0, 1)):
         raise ExitServeError(NOT_A_TRACE.format(shown(value)))

@@ -459,7 +459,7 @@ def load_reference(
     model_dir: str,
     exit_layers: Sequence[int] | None = None,
     *,
-    exit_checks: str = "paying",
+    exit_checks: str = "screened",
     criterion: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
@@ -469,7 +469,7 @@ def load_reference(
     Args:
         model_dir: the checkpoint.
         exit_layers: instead of those the checkpoint declares.
-        exit_checks: the server's option; "paying" leaves out checks by the checkpoint's screens.
+        exit_checks: the server's option; "screened" leaves out checks by the checkpoint's screens.
         criterion: instead of the checkpoint's.
         device: where it runs; "auto": on a GPU if there is one with room for it.
         dtype: of weights and states; "bfloat16" rounds nearly as a server does.

@@ -32,8 +32,8 @@ from exitserve.arguments import (
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
 from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, make_settings
+from exitserve.calibration_record import EXIT_CHECKS, SCREENED
 from exitserve.engine.launch import check_rules, served_architecture
-from exitserve.engine.options import PAYING, SCREENED, SERVED_CHECKS
 from exitserve.errors import ExitServeError
 from exitserve.hub import local_checkpoint
 from exitserve.policy import AUTO, ExitRules
@@ -86,9 +86,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_threshold_flags(exits, default=None)
     exits.add_argument(
         "--exit-checks",
-        choices=SERVED_CHECKS,
-        help="as in `exitserve serve` (default: paying; with --synthetic screened, since random "
-        "weights never pass)",
+        choices=EXIT_CHECKS,
+        default=SCREENED,
+        help="as in `exitserve serve` (default %(default)s)",
     )
     exits.add_argument(
         "--num-drafts",
@@ -254,8 +254,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         fixed = numbers(args.fixed_layers or "", int, "--fixed-layers")
         layers = numbers(args.exit_layers, int, "--exit-layers") if args.exit_layers else None
     modes = modes_of(args.modes)
-    checks = args.exit_checks or (SCREENED if is_synthetic else PAYING)
-    options: dict[str, Any] = {"exit_checks": checks}
+    options: dict[str, Any] = {"exit_checks": args.exit_checks}
     options |= {} if layers is None else {"exit_layers": layers}
     if "verify" in modes or (args.num_drafts is not None and not args.rivals):
         options |= verify_options(args.num_drafts)
@@ -285,7 +284,7 @@ def _job(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         enforce_eager=args.enforce_eager,
         max_model_len=_context(args),
         gpu_memory_utilization=_gpu_share(args.gpu_memory_utilization),
-        exit_checks=checks,
+        exit_checks=args.exit_checks,
         num_drafts=args.num_drafts,
         rivals=rivals,
         forced=_forced(args),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.bench.measures import label_of
 from exitserve.bench.rivals import cut_of
-from exitserve.engine.options import PAYING
 from exitserve.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ def markdown(data: Mapping[str, Any]) -> str:
         "- Mean depth is where tokens stopped; layers run adds those that ran behind that (defer: "
         "after the token was sent, or before it where that was faster) and those of rejected "
         "drafts (verify). Accepted: drafts (verify) that full depth agreed with.",
-        *_switch_lines(settings),
         f"- {machine_line(data)}.",
         "",
     ]
@@ -168,17 +166,6 @@ def _memory_lines(shared: Mapping[str, Any] | None) -> list[str]:
     return [
         f"- {shared['engines']} engines shared {shared['utilization']:g} of the GPU's memory: each "
         f"had {shared['each']:.3f}."
-    ]
-
-
-def _switch_lines(settings: Mapping[str, Any]) -> list[str]:
-    """What to know where exits may be off: on a CPU."""
-    if settings["exit_checks"] != PAYING or settings["gpu_memory"] is not None:
-        return []
-    return [
-        "- Exits are off for requests that begin while they do not pay, which the engine finds out "
-        "in an untimed round before each batch size: a depth speedup of 1.00 is that of exits off. "
-        "(`--exit-checks screened` keeps them on.)"
     ]
 
 

@@ -11,7 +11,6 @@ from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.memory import weight_bytes
 from exitserve.bench.settings import BenchJob, Setting, rotated
 from exitserve.engine.launch import gpu, runs_on_v2
-from exitserve.engine.options import PAYING
 from exitserve.step_costs.devices import DEVICES, device_called
 
 START_SECONDS, START_ON_GPU = 40.0, 60.0
@@ -31,13 +30,9 @@ PROBE_BYTES = 2**28
 
 
 def rounds_of(job: BenchJob) -> dict[int, Sequence[Setting]]:
-    """The settings of each repeat, in their order; -1 is traced, and before it, on a CPU, -2 lets
-    engines find out which exits pay, and whether drafts do."""
-    rounds: dict[int, Sequence[Setting]] = {}
-    if job.exit_checks == PAYING and not runs_on_v2():
-        rounds[-2] = [one for one in job.settings if one.exits]
-    rounds[-1] = job.settings
-    return rounds | {repeat: rotated(job.settings, repeat) for repeat in range(job.repeats)}
+    """The settings of each repeat, in their order; -1 is traced, and warms up."""
+    timed = {repeat: rotated(job.settings, repeat) for repeat in range(job.repeats)}
+    return {-1: job.settings, **timed}
 
 
 def estimate(job: BenchJob, engines: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from exitserve import policy
 from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
 from exitserve.bench.rivals import cut_of
-from exitserve.engine.options import PAYING
+from exitserve.calibration_record import SCREENED
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
@@ -128,7 +128,7 @@ class BenchJob:
     max_model_len: int | None
     gpu_memory_utilization: float = GPU_SHARE
     """Share of a GPU's memory for all engines together."""
-    exit_checks: str = PAYING
+    exit_checks: str = SCREENED
     """As in `exitserve serve`."""
     num_drafts: int | None = None
     """Tokens that requests may draft at a time; None: those of mode "verify", by the default."""

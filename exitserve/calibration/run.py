@@ -128,7 +128,7 @@ class CalibrationResult:
             confidence_level=1.0 - job.delta,
             num_layers=job.costs.num_layers,
             chosen=FULL_DEPTH if chosen is None or chosen.point is None else chosen.point,
-            exit_checks="paying" if self.screens else "all",
+            exit_checks="screened" if self.screens else "all",
             agreement_at={
                 layer: round(float(found.agrees.double().mean()), 4)
                 for layer, found in self.scores.items()

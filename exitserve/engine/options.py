@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exitserve.calibration_record import EXIT_CHECKS, Calibration, ModeCalibration
+from exitserve.calibration_record import ALL, EXIT_CHECKS, SCREENED, Calibration, ModeCalibration
 from exitserve.checkpoint import (
     MultiExit,
     check_exit_layers,
@@ -38,6 +38,7 @@ OPTIONS = (
     "exit_layer",
     "eos_threshold",
     "exit_checks",
+    "exits_up_to",
     "exit_path",
     "num_drafts",
 )
@@ -58,11 +59,6 @@ LOOPS: dict[str, tuple[Mode, ...]] = {
 """How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
 "masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
 "rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
-PAYING, SCREENED, ALL = SERVED_CHECKS = EXIT_CHECKS[0], "screened", EXIT_CHECKS[1]
-"""The option `exit_checks`: where exits pay, those that a screen lets through; the latter always;
-or all of them."""
-WITH_FULL_TRACE = ("host", "masked")
-"""Those that can tell what each check found."""
 RAILS_DRAFTS = 4
 """Tokens drafted in a row on the rails, by default."""
 
@@ -108,18 +104,17 @@ def make_rules(
     loop = choose(options, "exit_path", tuple(LOOPS))
     if loop == RAILS:
         exit_layers = exit_layers[:1]
-    wanted = choose(options, "exit_checks", SERVED_CHECKS)
+    wanted = choose(options, "exit_checks", EXIT_CHECKS)
     # Where the first layers draft, all tokens are checked in one read of the head.
     screens = None if loop == RAILS or wanted == ALL else block.screens_file
-    checks = ALL if screens is None else PAYING
+    checks = ALL if screens is None else SCREENED
     found = block.calibration
     other_checks = found is not None and found.exit_checks != checks
     calibration, promised = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     rules = ExitRules(
-        always_leaves=wanted == ALL,
-        switches_exits=wanted == PAYING and loop == "host",
+        exits_up_to=_exits_up_to(options),
         modes=LOOPS[loop],
         num_layers=num_layers,
         exit_layers=exit_layers,
@@ -128,7 +123,6 @@ def make_rules(
         criterion=block.criterion,
         screens_file=screens,
         calibration=calibration,
-        full_trace=loop in WITH_FULL_TRACE,
     )
     mode = options.get("mode") or _default_policy(rules, options, promised).mode
     if num_drafts := _num_drafts(options, mode, exit_layers, loop):
@@ -176,6 +170,14 @@ def _num_drafts(
             f"num_drafts must be a whole number from 1 to {MOST_DRAFTS}, not {count!r}."
         )
     return count
+
+
+def _exits_up_to(options: Mapping[str, Any]) -> int | None:
+    """See `ExitRules.exits_up_to`."""
+    most = options.get("exits_up_to")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ExitServeError(f"exits_up_to must be a whole number of at least 1, not {most!r}.")
+    return most
 
 
 def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str:

@@ -4,42 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 MAX_TRACES = 4096
 """Traces kept for collection, so abandoned streams cost no memory.
 
 Those go first that have not grown for longest: a request that runs adds to its own in every step.
 """
-
-
-class CheckNote(NamedTuple):
-    """What one token met at one layer, for a full trace."""
-
-    layer: int
-    token_id: int | None = None
-    """The most likely token there; None: a screen left the check out."""
-    confidence: float | None = None
-    threshold: float | None = None
-    """That its confidence had to pass; None at full depth."""
-
-
-class JudgedDraft(NamedTuple):
-    """A draft, and what full depth made of it (mode "verify"), for a full trace."""
-
-    layer: int
-    """The exit layer that proposed it."""
-    token_id: int
-    accepted: bool
-
-
-class TokenNotes(NamedTuple):
-    """What one generated token met."""
-
-    checks: list[CheckNote]
-    drafts: list[JudgedDraft]
-    """Itself, if it was drafted; or those that full depth rejected when it gave this token: the
-    one in its place, and what had been drafted behind that."""
 
 
 Traces = OrderedDict[str, dict[str, dict[int, Any]]]
@@ -57,8 +28,6 @@ class Recorder:
         self.passed = dict.fromkeys(exit_layers, 0)
         self.screened = dict.fromkeys(exit_layers, 0)
         """Tokens that a screen did not let through to a check."""
-        self.without_exit = dict.fromkeys(exit_layers, 0)
-        """Requests that began, or came back, while an exit layer of their policy was off."""
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
@@ -67,7 +36,6 @@ class Recorder:
         self.flushed_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
-        self.stepped_aside = 0
         self.pending_tokens = 0
         """Set by those who know, before a snapshot."""
         self.layer_reads = 0
@@ -75,7 +43,6 @@ class Recorder:
         self.final_heads = 0
         """Times the LM head was read behind the last layer."""
         self._traces: Traces = OrderedDict()
-        self._notes: Traces = OrderedDict()
 
     def count_checks(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
         """Counts one exit check over `checks` tokens of which `passed` exited.
@@ -138,20 +105,6 @@ class Recorder:
         for one in keys:
             _of(self._traces, one, request_id)[index] = depth
 
-    def note(
-        self,
-        keys: Sequence[str],
-        request_id: str,
-        index: int,
-        checks: Sequence[CheckNote],
-        drafts: Sequence[JudgedDraft] = (),
-    ) -> None:
-        """Keeps what generated token `index` of a request met, for full traces; see `trace`."""
-        for one in keys:
-            found = _of(self._notes, one, request_id).setdefault(index, TokenNotes([], []))
-            found.checks.extend(checks)
-            found.drafts.extend(drafts)
-
     def take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """Removes and returns what was traced under `key` since the last call.
 
@@ -159,13 +112,6 @@ class Recorder:
             Request id to index of a generated token to its depth.
         """
         return self._traces.pop(key, {})
-
-    def take_notes(self, key: str) -> dict[str, dict[int, TokenNotes]]:
-        """Removes and returns what was noted under `key` since the last call, like `take_traces`.
-
-        Taken after `take_traces`, it has all notes of every token whose depth that returned.
-        """
-        return self._notes.pop(key, {})
 
     def snapshot(self) -> dict[str, Any]:
         """All counts, as plain JSON-ready values."""
@@ -178,7 +124,6 @@ class Recorder:
             "checks": dict(self.checks),
             "passed": dict(self.passed),
             "screened": dict(self.screened),
-            "without_exit": dict(self.without_exit),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "deferred_tokens": self.deferred_tokens,
@@ -186,7 +131,6 @@ class Recorder:
             "flushed_tokens": self.flushed_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "stepped_aside": self.stepped_aside,
             "pending_tokens": self.pending_tokens,
             "layer_reads": self.layer_reads,
             "final_heads": self.final_heads,

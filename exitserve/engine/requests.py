@@ -17,10 +17,8 @@ from typing import Any
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.compat.sampling import Sampled
-from exitserve.engine.exit_switch import Evidence, ExitSwitch
 from exitserve.engine.pending_tokens import Bounds, PendingTokens
-from exitserve.engine.recorder import CheckNote
-from exitserve.policy import DECIDED, EXACT, FULL_TRACE, ExitPolicy, ExitRules
+from exitserve.policy import DECIDED, EXACT, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
@@ -42,7 +40,7 @@ class Request:
     """One request: what it asked for, and what it did so far."""
 
     policy: ExitPolicy
-    """What it asked for, with the exits that were on when it began."""
+    """What it asked for; full depth if its exits are disabled."""
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     """vLLM's own list of generated tokens, of which only the length is read (runner V1)."""
@@ -72,13 +70,8 @@ class Request:
     """Whether it asked for log-probabilities of its tokens."""
     has_grammar: bool = False
     """Whether a grammar constrains its output."""
-    none_on: bool = False
-    """Whether it asked for exits, and none was on when it began."""
-    evidence: Evidence | None = None
-    """What counts its tokens, to tell whether exits pay."""
-    met: dict[int, list[CheckNote]] = field(default_factory=dict)
-    """What its next tokens met, by index, until it is known which of them stand: for a full trace
-    of drafts."""
+    exits_disabled: bool = False
+    """Whether it asked for exits, and began while too many others ran (`--exits-up-to`)."""
 
     @property
     def freezes(self) -> bool:
@@ -88,7 +81,7 @@ class Request:
     @property
     def asks(self) -> bool:
         """Whether it asked for exits."""
-        return self.policy.mode != "off" or self.none_on
+        return self.policy.mode != "off" or self.exits_disabled
 
     @property
     def may_exit(self) -> bool:
@@ -99,11 +92,6 @@ class Request:
     def may_draft(self) -> bool:
         """Whether its next tokens may be drafted."""
         return self.drafts_from is not None and len(self.output_ids) >= self.drafts_from
-
-    @property
-    def note_keys(self) -> tuple[str, ...]:
-        """Those of its keys under which its checks are kept too, for a full trace."""
-        return tuple(key for key in self.trace_keys if key.startswith(FULL_TRACE))
 
     @property
     def is_caught_up(self) -> bool:
@@ -156,8 +144,7 @@ def read_request(
     eos_ids: Sequence[int] = (),
     bounds: Bounds | None = None,
     name: str = "",
-    switch: ExitSwitch | None = None,
-    running: int = 1,
+    running: int = 0,
 ) -> Request:
     """The record of a new request.
 
@@ -169,19 +156,16 @@ def read_request(
         eos_ids: the model's ends of sequence.
         bounds: when tokens that wait at exit layers have to run (mode "defer").
         name: vLLM's internal id, where it is known.
-        switch: knows which exits are on; None: all are.
-        running: requests that will be in its batch, itself included.
+        running: requests that will be in its batch, itself included; 0 for one that began before.
     """
     policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
     asks = policy.mode != "off"
     given = (params.extra_args or {}).get("exit_trace")
     keys = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
-    drafts_from, evidence, pending = _drafts_from(params, policy), None, None
-    # Who asks what checks find wants them made.
-    if switch is not None and not any(key.startswith(FULL_TRACE) for key in keys):
-        drafts = drafts_from is not None and rules.num_drafts > 0
-        samples = params.temperature > 0
-        policy, evidence = switch.begin(policy, drafts=drafts, samples=samples, running=running)
+    disabled = asks and rules.exits_up_to is not None and running > rules.exits_up_to
+    if disabled:
+        policy = ExitPolicy.off()
+    drafts_from, pending = _drafts_from(params, policy), None
     if policy.mode in ("defer", "verify"):
         pending = PendingTokens(bounds or Bounds())
     elif policy.mode == "confidence" and rules.num_drafts:
@@ -201,8 +185,7 @@ def read_request(
         is_sampled=policy.mode in DECIDED and _is_sampled(params),
         wants_logprobs=params.logprobs is not None,
         has_grammar=params.structured_outputs is not None,
-        none_on=asks and policy.mode == "off",
-        evidence=evidence,
+        exits_disabled=disabled,
     )
 
 
@@ -303,6 +286,9 @@ class RequestSlots:
         """Drops what is kept of requests that have ended, also while they were preempted."""
         self.preempted.forget(names)
 
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
     def get(self, slot: int, name: str) -> Request | None:
         """The request in a slot; None where it has another name, as in warm-ups."""
         request = self._by_slot.get(slot)
@@ -312,19 +298,15 @@ class RequestSlots:
 class Batch:
     """Runner V1's batch: requests by row."""
 
-    def __init__(
-        self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds, switch: ExitSwitch
-    ) -> None:
+    def __init__(self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds) -> None:
         """Starts empty.
 
         Args:
             rules: the model's.
             eos_ids: the model's ends of sequence.
             bounds: see `read_request`.
-            switch: knows which exits are on.
         """
         self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
-        self._switch = switch
         self.rows: dict[int, Request] = {}
         self.is_traced = False
         """Whether somebody asks for the depths of one of them."""
@@ -343,8 +325,6 @@ class Batch:
         running = len(self.rows.keys() | {index for index, *_ in changes.added})
         for index, params, prompt_ids, output_ids in changes.added:
             self._remove(index)
-            # One that has begun is back, and has a record (`named`).
-            switch = None if output_ids else self._switch
             self.rows[index] = read_request(
                 params,
                 prompt_ids,
@@ -352,8 +332,8 @@ class Batch:
                 output_ids=output_ids,
                 eos_ids=self._eos_ids,
                 bounds=self._bounds,
-                switch=switch,
-                running=running,
+                # One that has begun is back, and has a record (`named`).
+                running=0 if output_ids else running,
             )
         for source, target, direction in changes.moved:
             moved = self.rows.pop(source, None)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from exitserve.engine.compat.config import cached_block, eos_token_ids
 from exitserve.engine.compat.sampling import BatchSampler
-from exitserve.engine.exit_switch import ExitSwitch
 from exitserve.engine.options import rules_from
 from exitserve.engine.pending_tokens import Bounds
 from exitserve.engine.recorder import Recorder
@@ -44,8 +43,7 @@ class EngineState:
         self.rules = rules
         self.eos_token_ids = eos_token_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
-        self.switch = ExitSwitch(rules, self.recorder)
-        self.batch = Batch(rules, eos_token_ids.tolist(), bounds, self.switch)
+        self.batch = Batch(rules, eos_token_ids.tolist(), bounds)
         """Of runner V1."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once runner V1's batch of a pass is known."""

@@ -68,7 +68,7 @@ def add_command(subparsers: Any) -> None:
     exits = parser.add_argument_group("what is compared with full depth")
     add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
     exits.add_argument(
-        "--exit-checks", choices=EXIT_CHECKS, default="paying", help="as in `exitserve serve`"
+        "--exit-checks", choices=EXIT_CHECKS, default="screened", help="as in `exitserve serve`"
     )
     _add_text(parser.add_argument_group("held-out text"))
     _add_tasks(parser.add_argument_group("tasks (lm-eval)"))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitserve.engine.launch import runs_on_v2
-from exitserve.engine.options import PAYING, SCREENED
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
@@ -143,8 +142,7 @@ def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
         yield find_endpoint(tasks.endpoint, job.model, job.rules)
         return
     # Quality is that of the exits, whether they pay on this machine or not.
-    checks = SCREENED if job.exit_checks == PAYING else job.exit_checks
-    options = [*tasks.server_options, "--exit-checks", checks, *_mode_options(job)]
+    options = [*tasks.server_options, "--exit-checks", job.exit_checks, *_mode_options(job)]
     with LocalServer(job.directory, *options, log=out / "server.log") as server:
         yield find_endpoint(server.url, str(job.directory), job.rules)
 

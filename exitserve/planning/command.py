@@ -97,9 +97,9 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--exit-checks",
         choices=EXIT_CHECKS,
-        default="paying",
-        help="paying: screens, which `exitserve calibrate` makes, leave out checks that will "
-        "hardly pay; all: every token is checked at every exit (default %(default)s)",
+        default="screened",
+        help="screened: screens, which `exitserve calibrate` makes, leave out checks that will "
+        "hardly pass; all: every token is checked at every exit (default %(default)s)",
     )
     parser.add_argument(
         "--step-overhead-ms",
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         exit_share=args.exit_share,
         own_layers=own_layers,
-        precision=PRECISION if args.exit_checks == "paying" else None,
+        precision=PRECISION if args.exit_checks == "screened" else None,
     )
     _publish(data, out)
     return 0

@@ -10,14 +10,11 @@ from itertools import product
 from typing import Any
 
 from exitserve.draft_tokens import ROWS, WORTH_CUTTING
-from exitserve.policy import Mode
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
-from exitserve.step_costs.turns import turns_speedup
 
 ACCEPTANCES = (0.7, 0.8, 0.9)
-"""Of a draft, for which gains are shown; on a CPU, that a token exits. Training for the draft layer
-decides it."""
+"""Of a draft, for which gains are shown. Training for the draft layer decides it."""
 ASSUMED = 0.8
 """The one that advice goes by."""
 DEPTHS = (1 / 16, 1 / 8, 1 / 4)
@@ -29,8 +26,6 @@ def drafting_table(
     batch_sizes: Sequence[int],
     layers: Sequence[int],
     vocab_size: int,
-    *,
-    turns: bool,
 ) -> list[dict[str, Any]]:
     """The `modes` of the report: wall speedup by mode, batch, layer, drafts, acceptance and head.
 
@@ -39,31 +34,21 @@ def drafting_table(
         batch_sizes: B.
         layers: at which to draft.
         vocab_size: rows of the whole head.
-        turns: whether rows draft only as far as they are sure, as on a CPU.
     """
-    modes: list[Mode] = ["verify", "defer"]
     heads = [vocab_size]
-    if turns:  # exits decide with the whole head
-        modes.append("confidence")
-    elif vocab_size >= WORTH_CUTTING * ROWS:
+    if vocab_size >= WORTH_CUTTING * ROWS:
         heads.append(ROWS)
     table = []
     for mode, batch, layer, drafts, rows, acceptance in product(
-        modes, batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
+        ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
     ):
-        if turns:
-            gain = max(
-                turns_speedup(costs, batch, {layer: acceptance}, drafts, mode, through=one)
-                for one in {False, mode != "verify"}
-            )
-        else:
-            way = Drafting(
-                exit_layer=layer,
-                drafts=drafts,
-                head_share=rows / vocab_size,
-                checks=mode == "defer",
-            )
-            gain = drafting_speedup(costs, batch, way, acceptance)
+        way = Drafting(
+            exit_layer=layer,
+            drafts=drafts,
+            head_share=rows / vocab_size,
+            checks=mode == "defer",
+        )
+        gain = drafting_speedup(costs, batch, way, acceptance)
         table.append(
             {
                 "mode": mode,

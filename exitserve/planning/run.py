@@ -61,13 +61,8 @@ def make_plan(
         return _choice_block(costs, layers, batch_sizes, shares, way)
 
     best = choice(layers)
-    modes = drafting_table(
-        costs,
-        batch_sizes,
-        draft_layers(shape.num_layers, own_layers),
-        shape.vocab_size,
-        turns=way == "compacted",
-    )
+    drafted = draft_layers(shape.num_layers, own_layers)
+    modes = drafting_table(costs, batch_sizes, drafted, shape.vocab_size)
     return {
         "model": model,
         "measured": source.measured,

@@ -123,9 +123,6 @@ class LayerChecks(_Exact):
     checks: int = Field(description="tokens checked")
     checks_passed: int = Field(description="tokens that stopped there, or were drafted")
     checks_screened: int = Field(description="tokens that a screen let go on unchecked")
-    requests_without: int = Field(
-        description="requests that began while the layer was off, because it did not pay"
-    )
     break_even: float | None = Field(
         description="the share of its checks that must pass for the layer to pay, by bytes; null "
         "where drafts are judged (GPUs, modes verify and defer)"

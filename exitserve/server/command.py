@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from exitserve.arguments import add_adapter, add_revision, threshold_or_auto, with_adapter
+from exitserve.calibration_record import EXIT_CHECKS
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import (
     check_rules,
@@ -15,7 +16,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY, RAILS, SERVED_CHECKS
+from exitserve.engine.options import KEY, RAILS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.first_layers import doubt
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -124,11 +125,16 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exit-checks",
-        choices=SERVED_CHECKS,
-        help="paying: exit layers are off for requests that begin while exits cost more than they "
-        "save, as with many requests at a time, and screens of a calibrated checkpoint leave out "
-        "checks that will hardly pass (default); screened: the latter only, so that what exits "
-        "does not depend on the load; all: every token is checked at every exit layer",
+        choices=EXIT_CHECKS,
+        help="screened: screens of a calibrated checkpoint leave out checks that will hardly pass "
+        "(default); all: every token is checked at every exit layer",
+    )
+    parser.add_argument(
+        "--exits-up-to",
+        type=int,
+        metavar="N",
+        help="requests that begin while more than N run, themselves included, run at full depth; "
+        "then answers depend on the load (default: they do not)",
     )
 
 
@@ -163,6 +169,7 @@ def serve(args: argparse.Namespace) -> int:
             "num_drafts": args.num_drafts,
             "eos_threshold": args.eos_threshold,
             "exit_checks": args.exit_checks,
+            "exits_up_to": args.exits_up_to,
         },
         args.revision,
     )

@@ -133,13 +133,6 @@ CHECKS_SCREENED = WorkerMetric(
     by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["screened"]),
 )
-WITHOUT_EXIT = WorkerMetric(
-    name="exitserve_requests_without_exit_total",
-    help="Requests that began while an exit layer of their policy was off, because it did not pay.",
-    promql="sum by (exit_layer) (rate(exitserve_requests_without_exit_total[5m]))",
-    by=("exit_layer",),
-    read=lambda snapshot: _by_layer(snapshot["without_exit"]),
-)
 FROZEN_ROW_TOKENS = WorkerMetric(
     name="exitserve_frozen_row_tokens_total",
     help="Tokens whose row was frozen and whose remaining K/V was propagated.",
@@ -159,8 +152,8 @@ DEFERRED_TOKENS = WorkerMetric(
 DEFERRED_LAYERS = WorkerMetric(
     name="exitserve_deferred_layers_total",
     help=(
-        "Layers run for tokens beyond their exit: after they were emitted (mode defer), because "
-        "leaving was slower, or for rejected drafts."
+        "Layers run for tokens beyond their exit: after they were emitted (mode defer), or for "
+        "rejected drafts."
     ),
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=_field("deferred_layers"),
@@ -180,15 +173,6 @@ FLUSHED_TOKENS = WorkerMetric(
         " / sum(rate(exitserve_deferred_tokens_total[5m]))"
     ),
     read=_field("flushed_tokens"),
-)
-STEPPED_ASIDE = WorkerMetric(
-    name="exitserve_stepped_aside_total",
-    help=(
-        "Times a request drafted nothing (mode verify), or a token ran all layers where its policy "
-        "looks for an exit (defer, confidence), because that was faster."
-    ),
-    promql="sum(rate(exitserve_stepped_aside_total[5m]))",
-    read=_field("stepped_aside"),
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
@@ -248,13 +232,11 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     CHECKS,
     CHECKS_PASSED,
     CHECKS_SCREENED,
-    WITHOUT_EXIT,
     FROZEN_ROW_TOKENS,
     DEFERRED_TOKENS,
     DEFERRED_LAYERS,
     PENDING_TOKENS,
     FLUSHED_TOKENS,
-    STEPPED_ASIDE,
     DEPTH_SAVED,
     FULL_DEPTH,
 )

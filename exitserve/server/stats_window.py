@@ -14,7 +14,6 @@ from exitserve.server.metrics import (
     DEPTH_SAVED,
     FULL_DEPTH,
     TOKENS,
-    WITHOUT_EXIT,
     Counts,
     Snapshot,
     WorkerMetric,
@@ -44,8 +43,6 @@ class StatsWindow:
         self._break_even = dict(break_even or {})
         self._last: dict[int, Counts] = {}
         """By engine."""
-        self._switches: dict[int, list[dict[str, Any]]] = {}
-        """By engine, which exits are on."""
         self._samples: deque[tuple[float, Counts]] = deque()
 
     def add(self, now: float, snapshots: Mapping[int, Snapshot]) -> None:
@@ -61,7 +58,6 @@ class StatsWindow:
             for key, count in advance(self._last.get(engine, {}), current).items():
                 total[key] = total.get(key, 0) + count
             self._last[engine] = current
-            self._switches[engine] = snapshot.get("exit_switch", [])
         if len(self._samples) > 1 and now - self._samples[-2][0] < MIN_SPACING_SECONDS:
             self._samples.pop()
         self._samples.append((now, total))
@@ -75,36 +71,29 @@ class StatsWindow:
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
             later, and those of rejected drafts), `checks`, `checks_passed` and `checks_screened`,
             `drafted_tokens` and `accepted_tokens`, and `exits`, the checks by exit layer with
-            whether it `pays`. Averages are None if no token was generated. `exit_switch` has
-            which exits are on, by engine and policy.
+            whether it `pays`. Averages are None if no token was generated.
         """
         self._forget(now)
         total = self._total()
         before = self._samples[0][1] if self._samples else {}
         lately = {key: count - before.get(key, 0) for key, count in total.items()}
         periods = {"since_start": total, "last_minute": lately}
-        found: dict[str, Any] = {
+        return {
             name: {**_summary(counts), "exits": self._exits(counts)}
             for name, counts in periods.items()
         }
-        switches = sorted(self._switches.items())
-        found["exit_switch"] = [{"engine": one, **row} for one, rows in switches for row in rows]
-        return found
 
     def _exits(self, counts: Counts) -> dict[str, Any]:
         """By exit layer its checks, and whether enough of them passed to be worth their price."""
         found = {}
         for layer in sorted({int(layer) for name, layer in counts if name == CHECKS.name}):
-            kinds = CHECKS, CHECKS_PASSED, CHECKS_SCREENED, WITHOUT_EXIT
-            checks, passed, screened, without = (
-                counts.get((one.name, str(layer)), 0) for one in kinds
-            )
+            kinds = CHECKS, CHECKS_PASSED, CHECKS_SCREENED
+            checks, passed, screened = (counts.get((one.name, str(layer)), 0) for one in kinds)
             even = self._break_even.get(layer)
             found[str(layer)] = {
                 "checks": checks,
                 "checks_passed": passed,
                 "checks_screened": screened,
-                "requests_without": without,
                 "break_even": even,
                 "pays": None if even is None or not checks else passed / checks >= even,
             }

@@ -1,4 +1,4 @@
-"""Predicts wall speedup of several tokens a step, as on a GPU.
+"""Predicts wall speedup of several tokens a step.
 
 The first e layers draft k tokens one after the other, then all layers judge them and the token
 before them in one pass. Each draft is accepted with probability a, independently of the others:
@@ -10,8 +10,7 @@ before them in one pass. Each draft is accepted with probability a, independentl
 `full` of more rows costs what it costs of B as long as reading weights takes the time, except that
 attention reads a request's keys and values once for all its tokens. In mode "defer" one more pass
 through the head decides which tokens stand without a judge, and "accepted" means that a draft
-stands or full depth agrees. (On a CPU rows draft only as far as they are sure:
-`exitserve.step_costs.turns`.)
+stands or full depth agrees.
 
 Pure Python. B rows, L layers.
 """

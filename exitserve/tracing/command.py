@@ -66,8 +66,8 @@ def add_trace(subparsers: Any) -> None:
     parser.add_argument(
         "--exit-checks",
         choices=EXIT_CHECKS,
-        default="paying",
-        help="paying: screens leave out checks, as on a server (default); all: every check",
+        default="screened",
+        help="screened: screens leave out checks, as on a server (default); all: every check",
     )
     parser.set_defaults(run=_trace)
 

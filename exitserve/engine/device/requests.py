@@ -64,7 +64,7 @@ class DeviceRequests:
         self._rules, self._recorder = state.rules, state.recorder
         self._slots = Slots(state.rules, most_rows, device, least_score)
         self.rows = self.make_rows(self._slots, most_rows, logits)
-        self._running = RequestSlots()
+        self.running = RequestSlots()
         self._due: list[tuple[Request, int, int]] = []
         self._arrivals = Arrivals()
         self._plain_passes = 0
@@ -77,7 +77,7 @@ class DeviceRequests:
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        request, is_back = self._running.add(slot, request)
+        request, is_back = self.running.add(slot, request)
         if is_back:
             self.drain(wait=True)  # its tokens are computed again, each to its own depth
         if request.policy.mode in EXACT:  # refused at the front door
@@ -87,11 +87,11 @@ class DeviceRequests:
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        self._running.remove(name)
+        self.running.remove(name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
-        self._running.forget(names)
+        self.running.forget(names)
 
     def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""
@@ -112,7 +112,7 @@ class DeviceRequests:
         for row, slot in enumerate(batch.slots):
             first, length = batch.computed[row], batch.scheduled[row]
             begins, start = start, start + length  # of the row's tokens in the pass
-            request = self._running.get(slot, batch.names[row])
+            request = self.running.get(slot, batch.names[row])
             if request is None:
                 continue
             generated = first + length - request.prompt_length

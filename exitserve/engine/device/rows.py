@@ -22,7 +22,6 @@ from torch import Tensor
 from exitserve.engine.layers.masked_loop import Places
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
-from exitserve_kernels.exit_check import Decision
 
 LeastScore = Callable[[int, float], float]
 """Of an exit layer and a threshold: see `ExitHead.least_score`."""
@@ -227,9 +226,6 @@ class DeviceRows:
     def count_screened(self, layer: int, rows: Tensor) -> None:
         """See `MaskedRows`."""
         self.checks[self._index(layer), 3].add_(rows.sum())
-
-    def note_checks(self, layer: int, due: Tensor, found: Decision, logits: Tensor) -> None:
-        """Keeps nothing: captured passes tell the host depths only (`ExitRules.full_trace`)."""
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""

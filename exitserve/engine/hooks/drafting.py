@@ -12,16 +12,12 @@ Shapes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.hooks.rows_processor import PROCESSOR
-from exitserve.engine.host.leaving import pass_timing
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.host.requests import HostRequests
-from exitserve.engine.host.step import Draft
-from exitserve.engine.host.timing import PassTiming
 
 
 class Drafter:
@@ -42,17 +38,12 @@ class Drafter:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._loop: HostLoop
         self._requests: HostRequests
-        self._timing: PassTiming | None
 
     def load_model(self, model: Any) -> None:
         """Takes vLLM's model, which drafts for itself."""
         loop = model.host
         assert loop is not None, "mode 'verify' is refused where the device decides"
-        self._loop, self._requests, self._timing = (
-            loop,
-            loop.requests,
-            pass_timing(loop.requests.rules),
-        )
+        self._loop, self._requests = loop, loop.requests
 
     def propose(
         self,
@@ -74,20 +65,9 @@ class Drafter:
         """
         self._requests.record_verified(sampled_token_ids)
         drafts = self._requests.start_drafts(sampled_token_ids, self._most)
-        if drafts and self._pays(drafts, sampled_token_ids):
+        if drafts:
             self._loop.draft(drafts)
-        else:
-            self._requests.recorder.stepped_aside += len(drafts)
         found = {one.row: one.found for one in drafts}
         by_row = [found.get(row, []) for row in range(len(sampled_token_ids))]
         self._requests.keep_drafts(by_row)
         return by_row
-
-    def _pays(self, drafts: Sequence[Draft], sampled: Sequence[Sequence[int]]) -> bool:
-        """Whether to draft now."""
-        return self._timing is None or self._timing.choose(
-            tuple(one.candidate.request.name for one in drafts),
-            sum(len(sampled[one.row]) for one in drafts),
-            steady=self._requests.only_decodes,
-            policies=[one.candidate.request.policy for one in drafts],
-        )

@@ -34,8 +34,11 @@ class _FollowedRequests(DefaultModelState):
         """A request came, or came back after a preemption."""
         super().add_request(req_index, new_req_data)
         prompt, params = new_req_data.prompt_token_ids, new_req_data.sampling_params
-        request = read_request(params, prompt, self._rules, name=new_req_data.req_id)
-        self._requests.add(req_index, request)
+        running = len(self._requests.running) + 1
+        request = read_request(
+            params, prompt, self._rules, name=new_req_data.req_id, running=running
+        )
+        self._requests.add(req_index, request)  # its earlier record, if it was preempted
 
     def remove_request(self, req_id: str) -> None:
         """A request has ended, or is preempted."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed import get_tp_group
-from vllm.forward_context import set_forward_context
 
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
@@ -22,7 +20,6 @@ from exitserve.engine.compat.sampling import BatchSampler
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.hooks.rows_processor import RowsProcessor
-from exitserve.engine.recorder import TokenNotes
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
@@ -52,9 +49,6 @@ class ExitWorkerExtension:
         state.batch.request_ids = request_ids(self.model_runner)
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
-        rules = state.rules
-        if rules.exit_layers and (rules.switches_exits or rules.num_drafts):
-            self._time_parts(state)
         if state.rules.num_drafts:
             plain_without_drafts(self.model_runner)
             state.sampler = BatchSampler(self.model_runner)
@@ -64,23 +58,9 @@ class ExitWorkerExtension:
             own = RowsProcessor(self.vllm_config, torch.device("cpu"), False, state)
             restore_processors(self.model_runner, self.vllm_config, own)
 
-    def _time_parts(self, state: EngineState) -> None:
-        """Lets the exit switch know what the parts of a step cost here, the same on all ranks."""
-        if (
-            self.vllm_config.model_config.is_moe
-            and self.vllm_config.parallel_config.data_parallel_size > 1
-        ):
-            return  # experts of several engines run together only
-        with set_forward_context(None, self.vllm_config):
-            self.model_runner.get_model().host.time_parts()
-        ranks = get_tp_group()
-        if ranks.world_size > 1:
-            state.switch.costs = ranks.broadcast_object(state.switch.costs)
-
     def exit_stats(self) -> dict[str, Any]:
-        """Counts since start, the tokens that wait now, and which exits are on."""
-        state = self._counted()
-        return state.recorder.snapshot() | {"exit_switch": state.switch.table()}
+        """Counts since start, and the tokens that wait now."""
+        return self._counted().recorder.snapshot()
 
     def exit_kernels(self) -> dict[str, str]:
         """The form, triton or torch, in which each operation runs; see `dispatch.chosen`."""
@@ -89,10 +69,6 @@ class ExitWorkerExtension:
     def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
         """See `Recorder.take_traces`."""
         return self._counted().recorder.take_traces(key)
-
-    def exit_take_notes(self, key: str) -> dict[str, dict[int, TokenNotes]]:
-        """See `Recorder.take_notes`."""
-        return self._counted().recorder.take_notes(key)
 
     @property
     def _exit_state(self) -> EngineState:

@@ -5,12 +5,8 @@ and again: what that says of the next token is what another pass would say. So e
 pass without vLLM's own work of a step. Tokens that exit wait for one that goes on, or for a pass
 that cannot do without them; none runs twice. (In mode "confidence" they freeze.)
 
-Turns may also stop at the last exit. Then who passes none waits for the next pass, which runs the
-deep layers once for all rows and all that they drafted. So it has to be in mode "verify", whose
-drafts that pass judges; and in a large batch it is faster where layers are dear. A turn takes
-hardly longer for eight rows than for one, while who drafts no more has to wait: so none is made for
-fewer than half of the batch's rows, and none that stops goes beyond an exit where fewer would
-(unless with `--exit-checks all`).
+In mode "verify" turns stop at the last exit: who passes none waits for the next pass, which judges
+the drafts.
 
 Shapes: N rows, D hidden.
 """
@@ -31,9 +27,6 @@ from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, draft_step
 from exitserve.engine.layers.segments import Segment
 
-SHARE = 0.5
-"""Of a batch's rows, that a turn needs."""
-
 Slots = Mapping[tuple[int, int], Sequence[int]]
 """By row and position, where keys and values go in each of the cache groups."""
 
@@ -52,7 +45,6 @@ class Drafting:
         """Takes a model's parts."""
         self._requests, self._model, self._checks = requests, model, checks
         self._segments, self._rearranged = segments, rearranged
-        self._share = 0.0 if requests.rules.always_leaves else SHARE
 
     def run(self, rows: Sequence[Draft]) -> None:
         """Drafts the next tokens of rows, as far as they are decided.
@@ -60,21 +52,15 @@ class Drafting:
         Args:
             rows: those that may draft, after a pass and in its context; each takes what it found.
         """
-        every, through = rows, all(one.goes_through for one in rows)
-        least = self._share * len(self._requests.rows)
-        if len(rows) < least:
-            return
+        every, through = rows, all(one.stands for one in rows)
         starts = {one.row: one.position for one in rows}
         slots = slots_ahead(starts, max(one.most for one in rows))
-        while rows and len(rows) >= least:
-            if through:
-                rows = self._turn(rows, self._segments, slots, 0)
-            else:
-                rows = self._turn(rows, self._segments[:-1], slots, least)
+        while rows:
+            rows = self._turn(rows, self._segments if through else self._segments[:-1], slots)
         self._rearranged.fill_frozen(every)
 
     def _turn(
-        self, rows: Sequence[Draft], segments: Sequence[Segment], slots: Slots, least: float
+        self, rows: Sequence[Draft], segments: Sequence[Segment], slots: Slots
     ) -> list[Draft]:
         """Runs the last token of each row as far as it gets.
 
@@ -82,21 +68,19 @@ class Drafting:
             rows: those that draft.
             segments: the layers that they may run.
             slots: of their tokens.
-            least: rows that the layers beyond an exit need.
 
         Returns:
             The rows that go on.
         """
         step = draft_step(rows, self._requests.rules)
         active = self._active(rows, step, slots)
-        self._rearranged.run(active, step, segments, least=least)
+        self._rearranged.run(active, step, segments)
         finished = active.rows
         if finished and active.num_layers == self._requests.rules.num_layers:
             self._checks.at_full_depth(active.last_normed(), finished, step)
         elif finished:
             self._rearranged.wait(active, step)
             finished = []
-        self._requests.note_drafting(step, rows)
         sampled = self._sample(rows, step) if step.logits else {}
         return [one for one in rows if self._goes_on(one, step, finished, sampled.get(one.row))]
 

@@ -22,9 +22,8 @@ Shapes: T tokens, A active tokens, B rows, N rows to check, S samples, D hidden,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,21 +38,17 @@ from exitserve.engine.compat.context import (
 from exitserve.engine.host.active_tokens import ActiveTokens
 from exitserve.engine.host.checks import Checks, HostMaskedRows
 from exitserve.engine.host.drafts import Drafting
-from exitserve.engine.host.late_checks import LateChecks
-from exitserve.engine.host.leaving import Leaving
-from exitserve.engine.host.own_costs import ROWS, own_costs
 from exitserve.engine.host.rearranged import Rearranged
 from exitserve.engine.host.requests import HostRequests
 from exitserve.engine.host.step import Draft, Step, merge_logits
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Segment, Stream, total_of
-from exitserve.engine.recorder import CheckNote
+from exitserve.engine.layers.segments import Segment, Stream
 from exitserve.engine.state import EngineState
 
 FEW = 64
-"""Most rows of what is run only to be compiled, and later runs for some rows of a pass."""
+"""Rows with which checks and propagation are compiled, at most."""
 
 
 class HostLoop:
@@ -80,12 +75,10 @@ class HostLoop:
             masked: whether all passes with exits run masked.
         """
         self.requests = HostRequests(state)
-        self._rules, self._recorder, self._switch = state.rules, state.recorder, state.switch
+        self._rules, self._recorder = state.rules, state.recorder
         self._model, self._segments = model, segments
         self._propagation, self._masked = propagation, masked
         self.checks = self.make_checks(head)
-        self._late = LateChecks(self.checks, self._recorder)
-        self._leaving = Leaving(self.requests)
         self._rearranged = Rearranged(self.requests, self.checks, propagation)
         self._drafting = Drafting(self.requests, model, segments, self._rearranged, self.checks)
         self._step: Step | None = None
@@ -135,9 +128,6 @@ class HostLoop:
             hidden = embed()
             self._catch_up(hidden, step)
             normed = self._run_masked(positions, hidden, step)
-        elif not self._leaving.of_step(step):
-            self._stay(embed, step)
-            normed = self._run_late(positions, embed(), step)
         else:
             normed = self._run_rearranged(positions, embed(), step)
         self.requests.record(step)
@@ -156,59 +146,6 @@ class HostLoop:
         rows = HostMaskedRows(self.checks, step, self._recorder, hidden)
         return loop.run(positions, hidden, rows)
 
-    def _stay(self, embed: Callable[[], Tensor], step: Step) -> None:
-        """Runs what waits by itself, before a pass in which no row leaves."""
-        if step.has_more(()):
-            self._catch_up(embed(), step)
-            self._leaving.interrupt()  # what others left behind is not this way's time
-
-    def _run_late(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """All rows through all layers, and checked behind the last."""
-        rows = [step.row_ends[one.row] - 1 for one in step.candidates]
-        places = None if len(rows) == len(hidden) else torch.tensor(rows)
-        frozen = [one.request.freezes for one in step.candidates]
-        freezing = torch.tensor(rows)[frozen] if any(frozen) else None
-        normed, stream = hidden, (hidden, None)
-        states, scores = list[Tensor](), list[Tensor | None]()
-        totals = dict[int, Tensor]()
-        for segment in self._segments:
-            normed, score, *stream = segment(positions, *stream)
-            states.append(normed if places is None else normed[places])
-            scores.append(score if places is None or score is None else score[places])
-            if freezing is not None and segment.end < self._rules.num_layers:
-                totals[segment.end] = total_of(stream)[freezing]
-        self._recorder.count_layers(self._rules.num_layers)
-        self._late.settle(step, states[:-1], scores[:-1], states[-1])
-        if freezing is not None:
-            self._fill_late(step, positions[freezing], freezing, totals)
-        return normed
-
-    def _fill_late(
-        self, step: Step, positions: Tensor, tokens: Tensor, totals: Mapping[int, Tensor]
-    ) -> None:
-        """Propagates keys and values of rows that froze, over those that the layers above wrote.
-
-        Args:
-            step: knows at which exits.
-            positions: [F] of the rows that may freeze.
-            tokens: [F] their indices in the pass.
-            totals: by exit layer, their states [F, D] there.
-        """
-        rows = [one.row for one in step.candidates if one.request.freezes]
-        depths = [step.depth.get(row, self._rules.num_layers) for row in rows]
-        frozen = {layer: own for layer in totals if (own := _places(depths, layer))}
-        if not frozen:
-            return
-        every = [number for own in frozen.values() for number in own]
-        self._recorder.count_frozen(len(every))
-        self._propagation.fill(
-            torch.cat([totals[layer][own] for layer, own in frozen.items()]),
-            positions[every],
-            min(frozen),
-            tokens[every],
-            None if len(frozen) == 1 else torch.tensor([depths[number] for number in every]),
-        )
-
     def _run_rearranged(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Segment by segment, with the rows that still run."""
         active = ActiveTokens(
@@ -219,31 +156,18 @@ class HostLoop:
         return active.hand_over(left) if active.rows else left
 
     def _warm_up(self, positions: Tensor, hidden: Tensor) -> None:
-        """Compiles the segments, the exit check and what propagation computes."""
-        normed = self._run_alone(positions, hidden, len(hidden))
-        self.checks.head.warm_up(normed[:FEW])
-        self._propagation.warm_up(normed[:FEW])
+        """Compiles the segments, the exit check and what propagation computes.
 
-    @torch.inference_mode()
-    def time_parts(self) -> None:
-        """Times the parts of a decode step, in a forward context without a batch."""
-        positions = torch.arange(max(ROWS))
-        hidden = self._model.embed(torch.zeros_like(positions), positions, None)
-        layers = partial(self._run_alone, positions, hidden)
-        self._switch.costs = own_costs(layers, self._rules.num_layers, self.checks.head)
-
-    def _run_alone(self, positions: Tensor, hidden: Tensor, count: int) -> Tensor:
-        """Runs the first of some tokens [T, D], which are in no batch, through all segments.
-
-        Passes count their mixture-of-experts layers in the forward context, so each has its own.
+        Passes count their mixture-of-experts layers in the forward context, so this has its own.
         """
         with override_forward_context(replace(get_forward_context())):
             normed = hidden
-            stream: Stream = (hidden[:count], None)
+            stream: Stream = (hidden, None)
             for segment in self._segments:
                 self._rearranged.is_pair = stream[1] is not None
-                normed, _, *stream = segment(positions[..., :count], *stream)
-        return normed
+                normed, _, *stream = segment(positions, *stream)
+            self.checks.head.warm_up(normed[:FEW])
+            self._propagation.warm_up(normed[:FEW])
 
     def _catch_up(self, hidden: Tensor, step: Step) -> None:
         """Runs all pending tokens by themselves, before a pass that cannot take them along."""
@@ -274,26 +198,7 @@ class HostLoop:
             (`exitserve.engine.compat.runner.accept_decided`).
         """
         step, self._step = self._step, None  # prompt logprobs call again, for other states
-        found = self._logits(step, normed, compute)
-        if step is not None and step.noted and normed.shape[0] == step.num_samples:
-            self._note_full_depth(step, found)
-        return found
-
-    def _note_full_depth(self, step: Step, logits: Tensor | None) -> None:
-        """Notes what the head said [S, V] to tokens that reached it, for full traces."""
-        samples = {
-            sample: (row, number)
-            for row in step.noted
-            if row not in step.depth
-            for number, sample in enumerate(step.samples(row))
-            if sample not in step.decided
-        }
-        if logits is None or not samples:
-            return
-        read = self.checks.head.read(logits[list(samples)])
-        for place, token, confidence in zip(samples.values(), *read, strict=True):
-            note = CheckNote(self._rules.num_layers, token, confidence)
-            self.requests.note_full_depth(step, *place, note)
+        return self._logits(step, normed, compute)
 
     def _logits(
         self, step: Step | None, normed: Tensor, compute: Callable[[Tensor], Tensor | None]
@@ -331,8 +236,3 @@ class HostLoop:
     def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
         """The logits [S, V] that are sampled from; benchmarks of random weights override this."""
         return logits
-
-
-def _places(depths: Sequence[int], layer: int) -> list[int]:
-    """Where in `depths` a layer is."""
-    return [number for number, depth in enumerate(depths) if depth == layer]

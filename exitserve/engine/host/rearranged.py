@@ -46,7 +46,6 @@ class Rearranged:
         segments: Sequence[Segment],
         *,
         left: Tensor | None = None,
-        least: float = 0,
     ) -> None:
         """Runs segments, each followed by its exit check.
 
@@ -56,7 +55,6 @@ class Rearranged:
             step: takes the outcome of the checks.
             segments: the first of them, or all.
             left: [T, D], takes the normed states of rows that leave, if somebody wants them.
-            least: the pass stops at an exit at which fewer rows are left.
         """
         contexts, gone = self._contexts_of_pass(), set[int]()
         waiting = None if step.is_draft else step.waiting_counts()
@@ -70,8 +68,7 @@ class Rearranged:
             for segment in segments:
                 leaving = self._run_segment(segment, active, step, left)
                 gone |= leaving
-                stays = len(active.rows) - len(leaving)
-                if (not stays and not step.has_more(gone)) or stays < least:
+                if len(active.rows) == len(leaving) and not step.has_more(gone):
                     active.change(leaving, {})
                     break
                 self._fill(contexts, segment.end, step.take_frozen(segment.end, gone))
@@ -144,7 +141,7 @@ class Rearranged:
         if active.scores is not None:
             scores = active.scores.tolist()
             own = [scores[place] for place in active.last_tokens([one.row for one in due])]
-            opened = self._checks.opened(own, due, layer, step)
+            opened = self._checks.opened(own, due, layer)
             if not opened:
                 return set()
             due = [due[index] for index in opened]

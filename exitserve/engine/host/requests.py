@@ -14,7 +14,6 @@ from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.compat.sampling import BatchSampler, Sampled
 from exitserve.engine.host.step import Candidate, Draft, Step
 from exitserve.engine.pending_tokens import PendingTokens
-from exitserve.engine.recorder import CheckNote, JudgedDraft
 from exitserve.engine.requests import Exited, Request
 from exitserve.engine.state import EngineState
 
@@ -30,11 +29,8 @@ class HostRequests:
         """Of the current pass, or the last one."""
         self.only_decodes = False
         """Whether that had no other tokens than those it samples after."""
-        self.after_decodes = False
-        """Whether the pass before had none."""
         self._step: Step | None = None
         """Of the current pass, if it was asked for."""
-        self._switch = state.switch
         self._exited: Mapping[int, int] = {}
         """By row, where tokens exited in that pass."""
         state.requests = self
@@ -68,7 +64,6 @@ class HostRequests:
         """Numbers a new pass."""
         self.pass_number += 1
         self._exited, self._step = {}, None
-        self.after_decodes = self.only_decodes
 
     def decoding(self, shape: BatchShape, positions: Tensor) -> list[Request] | None:
         """The requests of a pass over `positions` [T], if each decodes one token and all are alike.
@@ -95,7 +90,6 @@ class HostRequests:
     def count_plain(self, count: int) -> None:
         """Counts a pass of so many rows that decoded at full depth, without a step."""
         self.only_decodes = True
-        self._switch.note_pass(count)
         self.recorder.tokens_by_depth[self.rules.num_layers] += count
 
     def decoding_step(self, requests: Sequence[Request], positions: Tensor) -> Step:
@@ -224,18 +218,14 @@ class HostRequests:
     def samples_last(self, step: Step) -> bool:
         """Whether each row's last sample is all that the sampler needs logits of.
 
-        The others are drafts that exits decided. Where a grammar or a full trace needs the logits
+        The others are drafts that exits decided. Where a grammar needs the logits
         of a row, every row must have all of its own.
         """
-        needed = step.noted or any(one.has_grammar for one in self.rows.values())
-        return step.drafts_decided and not needed
+        return step.drafts_decided and not any(one.has_grammar for one in self.rows.values())
 
     def record(self, step: Step) -> None:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
         self._exited = step.depth
-        if self.only_decodes:
-            rows = len(step.row_ends)
-            self._switch.note_pass(rows, max(1, step.num_samples // rows))
         for index, position in enumerate(step.last_positions):
             request = self.rows.get(index)
             # A row samples only when its last known token has been computed; earlier prompt
@@ -244,12 +234,7 @@ class HostRequests:
             # drafts.)
             if request is None or position + 1 < request.length:
                 continue
-            if request.note_keys:
-                step.noted[index] = len(request.output_ids)
             if request.drafts:
-                if request.note_keys:
-                    behind = request.met.setdefault(step.noted[index] + len(request.drafts), [])
-                    behind += step.notes.get(index, ())
                 continue
             depth = step.depth.get(index, self.rules.num_layers)
             if request.decided:
@@ -257,45 +242,14 @@ class HostRequests:
                 request.pass_over()
             generated = len(request.output_ids)
             self._note_depth(index, generated, depth)
-            if keys := request.note_keys:
-                met = request.met.pop(generated, ())
-                notes = [*met, *step.notes.get(index, ())]
-                self.recorder.note(keys, request.name, generated, notes)
-                request.met.clear()  # a preemption took drafts away
 
     def _note_depth(self, index: int, generated: int, depth: int) -> None:
         """Counts and traces a row's token, and keeps its depth for a preemption."""
         request = self.rows[index]
         self.recorder.count_token(depth)
-        if request.evidence is not None:
-            request.evidence.note_token(depth)
         if request.policy.mode != "off":
             request.note_depth(generated, depth, self.rules.num_layers)
         self._trace(index, range(generated, generated + 1), depth)
-
-    def note_drafting(self, step: Step, rows: Sequence[Draft]) -> None:
-        """Keeps what the next tokens of rows met in a pass that drafts, for full traces."""
-        if not step.notes:
-            return
-        for one in rows:
-            if found := step.notes.get(one.row):
-                request = one.candidate.request
-                request.met[one.position + 1 - request.prompt_length] = found
-
-    def note_full_depth(self, step: Step, row: int, number: int, note: CheckNote) -> None:
-        """Keeps what full depth says at one of a row's samples, after `record`.
-
-        Args:
-            step: of the pass.
-            row: whose request asks for a full trace.
-            number: of the sample, from the row's first.
-            note: what it says there.
-        """
-        request, index = self.rows[row], step.noted[row] + number
-        if request.drafts:  # which are not judged yet
-            request.met.setdefault(index, []).append(note)
-        else:
-            self.recorder.note(request.note_keys, request.name, index, [note])
 
     def _trace(self, index: int, generated: range, depth: int) -> None:
         """Keeps the depth of some generated tokens of a row, if its request asks for that."""
@@ -331,8 +285,7 @@ class HostRequests:
                 request.pending.clear()  # all were judged, or went through
             candidate = Candidate(index, request)
             found.append(Draft(candidate, tokens[-1], request.length - 1, min(left, most)))
-        together = self.all_may_draft or self.rules.always_leaves
-        return found if begun and together else []
+        return found if begun else []
 
     def keep_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Notes what each row drafted [B]."""
@@ -354,8 +307,6 @@ class HostRequests:
             count = len(request.output_ids)
             generated = range(count - len(tokens), count)
             self._trace(index, generated, self.rules.num_layers)
-            if request.note_keys:
-                self._note_met(request, generated, self._judged(request, generated))
             request.drafts = []
 
     def _record_decided(self, index: int, tokens: Sequence[int]) -> None:
@@ -367,32 +318,7 @@ class HostRequests:
         first = len(request.output_ids) - len(tokens)
         for generated, depth in enumerate(depths[: len(tokens)], first):
             self._note_depth(index, generated, depth)
-        if request.note_keys:
-            self._note_met(request, range(first, first + len(tokens)), [])
         request.pass_over()
-
-    def _judged(self, request: Request, generated: range) -> list[JudgedDraft]:
-        """The drafts of a request of which full depth made the tokens `generated`."""
-        found = []
-        for index, token in enumerate(request.drafts, generated.start):
-            exits = [note for note in request.met[index] if note.layer < self.rules.num_layers]
-            found.append(JudgedDraft(exits[-1].layer, token, index + 1 < generated.stop))
-        return found
-
-    def _note_met(self, request: Request, generated: range, judged: Sequence[JudgedDraft]) -> None:
-        """Keeps what tokens met before it was known that they stand.
-
-        Args:
-            request: theirs.
-            generated: their indices.
-            judged: the request's drafts, of these tokens and perhaps of further ones.
-        """
-        for place, index in enumerate(generated):
-            last = index + 1 == generated.stop
-            drafts = judged[place:] if last else judged[place : place + 1]
-            met = request.met.get(index, ())
-            self.recorder.note(request.note_keys, request.name, index, met, drafts)
-        request.met.clear()
 
     def update_counts(self) -> None:
         """See `RunningRequests`."""

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from exitserve.engine.compat.sampling import Sampled
 from exitserve.engine.pending_tokens import PendingTokens, Tokens
-from exitserve.engine.recorder import CheckNote
 from exitserve.engine.requests import Exited, Request
-from exitserve.policy import ALWAYS, ExitRules, Mode
+from exitserve.policy import ALWAYS, ExitRules
 
 KEPT = 1024
 """Rows of thresholds whose tensors are kept."""
@@ -71,12 +70,6 @@ class Draft:
     def stands(self) -> bool:
         """Whether nobody judges its drafts: they are the tokens (not in mode "verify")."""
         return self.candidate.request.policy.mode != "verify"
-
-    @property
-    def goes_through(self) -> bool:
-        """Whether its turns go through all layers, if no exit passes."""
-        evidence = self.candidate.request.evidence
-        return self.stands and (evidence is None or evidence.goes_through)
 
     def take(self, token: int, depth: int, sampled: Sampled | None = None) -> bool:
         """Takes what layer `depth` says of the next token; returns whether the row drafts on.
@@ -135,10 +128,6 @@ class Step:
         self.known_depth = known_depth
         self.depth: dict[int, int] = {}
         """Exit layers of the rows that exited."""
-        self.notes: dict[int, list[CheckNote]] = {}
-        """By row, what its token met so far, where its request asks for a full trace."""
-        self.noted: dict[int, int] = {}
-        """Rows of such requests that sample, and the index of the first token they generate."""
         self.logits: list[tuple[list[int], Tensor]] = []
         """Logits of successful checks: rows [N], logits [N, V]. In a step that drafts, of all rows
         whose tokens are sampled."""
@@ -179,11 +168,6 @@ class Step:
         return [
             one for one in self.candidates if one.row not in self.depth and one.may_exit_at(layer)
         ]
-
-    def note(self, candidate: Candidate, note: CheckNote) -> None:
-        """Keeps what a row's token met, if its request asks for a full trace."""
-        if candidate.request.note_keys:
-            self.notes.setdefault(candidate.row, []).append(note)
 
     def has_more(self, gone: Collection[int]) -> bool:
         """Whether tokens of rows that are not `gone` still wait."""
@@ -239,17 +223,6 @@ class Step:
     def found(self) -> bool:
         """Whether checks found anything: a row that exits, logits, or tokens before."""
         return bool(self.depth or self.logits or self.decided)
-
-    def may_stay(self, modes: Collection[Mode]) -> bool:
-        """Whether all rows that may exit are in one of `modes`, so that they could stay.
-
-        Not where drafts wait for this pass to run on with them.
-        """
-        return (
-            bool(self.candidates)
-            and all(one.request.policy.mode in modes for one in self.candidates)
-            and not self.waiting_counts()
-        )
 
     @property
     def num_samples(self) -> int:

@@ -77,7 +77,7 @@ class RailsRequests:
         """Thresholds of each slot, for any token and for ends of sequence."""
         self._may_stand: set[int] = set()
         """Slots whose requests have thresholds."""
-        self._running = RequestSlots()
+        self.running = RequestSlots()
         self._sampled: Sampled | None = None
         self._stands: Tensor | None = None
         self._arrivals = Arrivals()
@@ -85,7 +85,7 @@ class RailsRequests:
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        request, _ = self._running.add(slot, request)
+        request, _ = self.running.add(slot, request)
         if request.policy.mode == "defer":
             self._may_stand.add(slot)
             upload(request.policy.thresholds_at(self._layer), self._limits[slot])
@@ -95,11 +95,11 @@ class RailsRequests:
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        self._running.remove(name)
+        self.running.remove(name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
-        self._running.forget(names)
+        self.running.forget(names)
 
     def begin(self, sampled: Sampled) -> Judged | None:
         """Takes the positions that a pass samples at; returns them if a token may stand there."""
@@ -128,7 +128,7 @@ class RailsRequests:
         self._recorder.count_layers(self._rules.num_layers)
         self._recorder.final_heads += 1
         rows = [
-            (self._running.get(slot, name), drafts)
+            (self.running.get(slot, name), drafts)
             for slot, name, drafts in zip(sampled.slots, sampled.names, sampled.drafts, strict=True)
         ]
         self._arrivals.ask(self._found(sampled, num_sampled), partial(self._take, rows))
