@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.policy import FULL_TRACE, ExitPolicy
+from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 
 
@@ -81,21 +81,6 @@ class Harness:
                     done[output.request_id] = list(output.outputs[0].token_ids)
             steps += 1
         return [(done[name], next(iter(take_traces(self.engine, name).values()))) for name in names]
-
-    def notes(self, jobs: Sequence[Job]) -> list[Any]:
-        """What each generated token of each job met, as full traces keep it: checks and drafts."""
-        names = [f"{FULL_TRACE}:{next(NAMES)}" for _ in jobs]
-        for name, one in zip(names, jobs, strict=True):
-            self._add(name, one)
-        while self.engine.llm_engine.has_unfinished_requests():
-            self.engine.llm_engine.step()
-        found = []
-        for name in names:
-            (depths,) = self.engine.collective_rpc("exit_take_traces", args=(name,))[0].values()
-            (notes,) = self.engine.collective_rpc("exit_take_notes", args=(name,))[0].values()
-            kept = [notes.get(index, ([], [])) for index in sorted(depths)]
-            found.append([tuple([*map(tuple, part)] for part in one) for one in kept])
-        return found
 
     def stats(self) -> dict[str, Any]:
         """The engine's own counts."""
@@ -174,8 +159,7 @@ USUAL = {
 }
 
 DEFAULTS = {"exit_path": "host", "exit_checks": "screened"}
-"""Of our options, here: an engine that is told them is one that is not. Exits that do not pay on
-this machine are on all the same, so that tests see them."""
+"""Of our options: an engine that is told them is one that is not."""
 
 
 def launch(model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
@@ -334,35 +318,6 @@ def expect() -> Callable[[Reference, Job], Outcome]:
     def expect(reference: Reference, job: Job) -> Outcome:
         found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
         return found.token_ids, found.exit_layers
-
-    return expect
-
-
-@pytest.fixture(scope="session")
-def expect_notes() -> Callable[[Reference, Job], list[Any]]:
-    """What the oracle says that each token of a job meets, as far down as an engine looks."""
-
-    def expect(reference: Reference, job: Job) -> list[Any]:
-        found = reference.watch(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
-        return [
-            (
-                [
-                    (
-                        one.layer,
-                        one.token_id,
-                        pytest.approx(one.confidence, abs=1e-4),
-                        one.threshold,
-                    )
-                    if one.is_checked or one.layer == reference.parts.num_layers
-                    else (one.layer, None, None, None)
-                    for one in looks.by_layer
-                    if one.layer <= looks.depth
-                    and (one.threshold is not None or one.layer == reference.parts.num_layers)
-                ],
-                list(looks.drafts),
-            )
-            for looks in found
-        ]
 
     return expect
 

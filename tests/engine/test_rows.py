@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,11 +28,11 @@ def rows() -> Engine:
     return _engine()
 
 
-def _engine() -> Engine:
+def _engine(rules: ExitRules = RULES) -> Engine:
     from exitserve.engine.host.requests import HostRequests
     from exitserve.engine.state import EngineState
 
-    state = EngineState(RULES, torch.tensor([1]))
+    state = EngineState(rules, torch.tensor([1]))
     return Engine(state, HostRequests(state))
 
 
@@ -77,19 +77,26 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
     assert step.depth == {3: 2}
 
 
-def test_requests_that_take_the_place_of_others_are_counted_once(rows, monkeypatch) -> None:
-    """Whether exits pay is judged for those that run together."""
-    switch, counts = rows.state.switch, []
+def test_exits_only_for_requests_that_begin_among_few() -> None:
+    """`--exits-up-to`: what a request begins with stays, whoever joins, and when it comes back."""
+    rows = _engine(replace(RULES, exits_up_to=3))
+    names = ["a", "b", "c", "d", "e"]
+    rows.state.batch.request_ids = lambda: names
 
-    def begin(policy: ExitPolicy, *, running: int, **_: Any) -> tuple[ExitPolicy, None]:
-        counts.append(running)
-        return policy, None
+    def modes() -> dict[int, str]:
+        return {row: one.policy.mode for row, one in sorted(rows.requests.rows.items())}
 
-    monkeypatch.setattr(switch, "begin", begin)
     _update(rows, added=[(row, _params(), [5, 6], []) for row in range(3)])
+    assert set(modes().values()) == {"confidence"}
     # Row 0 ended and is left empty, row 1 ended and is taken, row 2 goes on, row 3 is new.
     _update(rows, removed=[0], added=[(row, _params(), [5, 6], []) for row in (1, 3)])
-    assert counts == [3, 3, 3, 3, 3]
+    assert set(modes().values()) == {"confidence"}
+    _update(rows, added=[(0, _params(), [5, 6], [])])
+    assert modes() == {0: "off", 1: "confidence", 2: "confidence", 3: "confidence"}
+    _step(rows, [2, 2, 2, 2], [1, 2, 3, 4])
+    _update(rows, removed=[0, 1, 2, 3])
+    _update(rows, added=[(0, _params(), [5, 6], [7])])
+    assert not _step(rows, [2], [1]).due(2), "it came back alone"
 
 
 def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:

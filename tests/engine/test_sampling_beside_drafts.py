@@ -227,16 +227,3 @@ def test_sampled_tokens_have_the_distribution_of_their_exits(
     assert p_value(seen, expected_pairs(reference, SHORT, policy)) > LEVEL
     wrong = expected_pairs(reference, SHORT, ExitPolicy.off())
     assert p_value(seen, wrong) < LEVEL, "the test would not see the difference"
-
-
-@pytest.mark.parametrize("mode", ["defer", "verify"])
-def test_nobody_waits_for_drafts_of_others(start, bundled, mode: str, drafted) -> None:
-    """A request that cannot draft would get one token where others get five."""
-    exits = {"mode": mode, "exit_threshold": 0.3, "num_drafts": 4}
-    engine = start(bundled, exits=exits, **OPTIONS).engine
-    other = {"extra_args": FULL_DEPTH}
-    alone = answers(engine, (DRAFTING[0], {}), (DRAFTING[1], {}))
-    assert drafted
-    drafted.clear()
-    assert answers(engine, (DRAFTING[0], {}), (DRAFTING[1], {}), (PROMPT, other))[:2] == alone
-    assert not drafted

@@ -90,26 +90,6 @@ def test_engine_is_the_oracle(start, model, jobs, expected, drafts, compiled: bo
     assert [harness.run([one]) for one in jobs[:2]] == [[one] for one in expected[:2]]
 
 
-def test_full_traces_tell_drafts(start, model, jobs, job, expect_notes, reference) -> None:
-    """What each exit and full depth said, and what became of each draft; the tokens as ever."""
-    harness = start(model, exits=ALWAYS, enable_prefix_caching=False, disable_log_stats=False)
-    some = [job(one.prompt, one.fields, 20) for one in jobs[:5]]
-    noted = harness.notes(some)
-    assert noted == [expect_notes(reference, one) for one in some]
-    drafts = [one for told in noted for _, judged in told for one in judged]
-    counted = harness.stats()
-    assert len(drafts) == counted["drafted_tokens"]
-    assert sum(stands for *_, stands in drafts) == counted["accepted_tokens"] > 0
-
-
-def test_stepping_aside_changes_nothing(start, model, jobs, expected) -> None:
-    """By default drafts are made while they pay, which is for the clock to say."""
-    harness = start(model, exits={"mode": "verify", "exit_threshold": 0.08})
-    verified = [index for index, one in enumerate(jobs) if is_verified(one)]
-    found = harness.run([jobs[index] for index in verified])
-    assert found == [expected[index] for index in verified]
-
-
 def test_the_plain_way_to_run_mixed_batches(start, model, jobs, expected) -> None:
     """It cannot take up tokens where they wait, so nothing is drafted."""
     harness = start(model, exits={**ALWAYS, "exit_path": "masked"}, enable_prefix_caching=False)
@@ -125,13 +105,6 @@ def test_preempted_requests(start, model, jobs, expected, few_blocks) -> None:
     counted = harness.stats()
     by_vllm = [harness.counter(f"vllm:spec_decode_num_{one}_tokens") for one in COUNTED]
     assert by_vllm[0] - by_vllm[1] == counted["drafted_tokens"] - counted["accepted_tokens"] > 0
-    # Nor does a trace tell of them, and it tells the right tokens.
-    for one, told, (tokens, _) in zip(jobs, harness.notes(jobs), expected, strict=True):
-        if is_verified(one):
-            assert [checks[-1][:2] for checks, _ in told] == [(6, token) for token in tokens]
-            pairs = zip(tokens, told, strict=True)
-            stands = [(drafts[0][1] == token, drafts) for token, (_, drafts) in pairs if drafts]
-            assert all(same == drafts[0][2] for same, drafts in stands)
 
 
 def test_up_to_the_end_of_the_context(start, model, job, random_jobs, reference, expect) -> None:

@@ -56,6 +56,7 @@ FLAGS = [
     ("--mode off --num-drafts 4", "num_drafts", "not 'off'"),
     ("--mode defer --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
+    ("--exits-up-to 0", "exits_up_to", "at least 1"),
     (
         "--mode verify --exit-threshold 0.5 --logits-processors a:B",
         "--logits-processors",

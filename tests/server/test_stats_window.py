@@ -77,13 +77,6 @@ def test_figures_follow_from_the_tokens(
             assert count == depths.count(int(layer))
 
 
-def test_what_is_on_is_told_by_engine() -> None:
-    window, row = StatsWindow(), {"mode": "defer", "on": [2]}
-    snapshot = Recorder(LAYERS, EXITS).snapshot()
-    window.add(0.0, {1: snapshot | {"exit_switch": [row]}, 0: snapshot})
-    assert window.report(0.0)["exit_switch"] == [{"engine": 1, **row}]
-
-
 def test_without_samples_or_tokens_depths_are_null() -> None:
     window = StatsWindow()
     for _ in range(2):
@@ -122,7 +115,6 @@ def test_exits_say_whether_their_checks_pay() -> None:
     recorder.count_checks(2, 10, 3)
     recorder.count_checks(4, 10, 2)
     recorder.screened[4] = 7
-    recorder.without_exit[4] = 3
     window.add(0.0, {0: recorder.snapshot()})
     exits = window.report(0.0)["since_start"]["exits"]
     assert {layer: one["pays"] for layer, one in exits.items()} == {"2": False, "4": True}
@@ -130,7 +122,6 @@ def test_exits_say_whether_their_checks_pay() -> None:
         "checks": 10,
         "checks_passed": 2,
         "checks_screened": 7,
-        "requests_without": 3,
         "break_even": 0.2,
         "pays": True,
     }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.engine.options import LOOPS, SERVED_CHECKS, make_rules
+from exitserve.engine.options import make_rules
 from exitserve.errors import ExitServeError
 
 
@@ -111,23 +111,14 @@ def test_a_server_serves_its_own_mode_of_those_calibrated(
 def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
     drafting = {"exit_path": "rails", "exit_layers": [6]}
     every, screened = config("defer"), config("defer")
-    screened["multi_exit"]["calibration"]["exit_checks"] = "paying"
+    screened["multi_exit"]["calibration"]["exit_checks"] = "screened"
     assert make_rules(screened, {}).default.mode == "off", "its screens are gone"
     screened["multi_exit"]["screens"] = "0" * 64
     assert make_rules(every, {}).default.mode == "defer"
     assert make_rules(screened, {}).default.mode == "defer"
-    assert make_rules(screened, {"exit_checks": "screened"}).default.mode == "defer"
     assert make_rules(screened, {"exit_checks": "all"}).default.mode == "off"
     assert make_rules(every, drafting).default.mode == "defer"
     assert make_rules(screened, drafting).default.mode == "off"
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("checks", SERVED_CHECKS)
-def test_only_the_loop_on_the_host_switches_exits(loop: str, checks: str) -> None:
-    options = {"exit_checks": checks, "exit_path": loop, "exit_layers": [6]}
-    found = make_rules(config("defer"), options).switches_exits
-    assert found == (loop == "host" and checks == "paying")
 
 
 def test_a_threshold_of_ones_own_goes_before_it() -> None:

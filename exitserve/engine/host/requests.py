@@ -46,11 +46,6 @@ class HostRequests:
         assert self._state.sampler is not None, "drafts come after the worker is up"
         return self._state.sampler
 
-    @property
-    def all_may_draft(self) -> bool:
-        """Whether nobody in the batch would wait while others draft."""
-        return all(self._may_draft(one) for one in self.rows.values())
-
     def _may_draft(self, request: Request) -> bool:
         """Whether a request's next tokens may be drafted, in this batch.
 
@@ -261,10 +256,8 @@ class HostRequests:
     def start_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[Draft]:
         """The rows that may draft after a pass, in order.
 
-        None where another request of the batch may not: it would wait for several turns for each of
-        its tokens. (`--exit-checks all` does not mind.) And none where all of them have just got
-        their first token, and could go on to the most turns: that token is sent first. (Mode
-        "verify" drafts as often as its oracle says.)
+        None where all of them have just got their first token, and could go on to the most turns:
+        that token is sent first. (Mode "verify" drafts as often as its oracle says.)
 
         Args:
             sampled: [B] tokens that the pass generated.

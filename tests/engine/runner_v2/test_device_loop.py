@@ -13,7 +13,7 @@ from exitserve.checkpoint import read_multi_exit, write_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
-EXITS = {"exit_checks": "paying"}
+EXITS = {"exit_checks": "screened"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def jobs(random_jobs):
     return [one for one in found if one.fields.get("exit_mode") != "defer"]
 
 
-@pytest.mark.parametrize("checks", ["paying", "all"])
+@pytest.mark.parametrize("checks", ["screened", "all"])
 def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> None:
     reference = load_reference(str(model), exit_checks=checks)
     expected = [expect(reference, one) for one in jobs]
