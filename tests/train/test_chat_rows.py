@@ -77,23 +77,6 @@ def test_system_prompts_tools_and_thinking_reach_the_template(
     assert learnt in [before + answer for answer in answers]
 
 
-def test_rows_may_have_options_of_their_template(
-    chat_recipe: MakeRecipe, marked_chat_model: Path
-) -> None:
-    said = [("<think></think>1", "One?"), ("<think></think>2", "Two?")]
-    rows = [
-        {**messages(("user", q), ("assistant", a)), "chat_template_kwargs": {"no_thinking": True}}
-        for a, q in said
-    ]
-    recipe = load_recipe(chat_recipe(rows))
-    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
-    tokenizer.chat_template = AGENT
-    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
-    learnt = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
-    # Not learnt: the generation prompt says it.
-    assert learnt in ("1<|im_end|>\n", "2<|im_end|>\n")
-
-
 @pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
 def test_every_form_of_row_gives_the_same(
     chat_recipe: MakeRecipe, marked_chat_model: Path, loss_on: str, chat_row: ChatRow
@@ -106,38 +89,6 @@ def test_every_form_of_row_gives_the_same(
         split = load_chats(recipe.data, tokenizer, recipe.seed)
         found.append([split[side].to_dict() for side in ("train", "validation")])
     assert found[0] == found[1] == found[2]
-
-
-def test_files_of_different_forms_go_together(
-    chat_recipe: MakeRecipe,
-    tmp_path: Path,
-    marked_chat_model: Path,
-    chat_row: ChatRow,
-    write_rows: Callable[..., Path],
-) -> None:
-    files = [
-        write_rows(tmp_path / f"{i}.jsonl", [chat_row(i, form), chat_row(i + 10, form)])
-        for i, form in enumerate(FORMS)
-    ]
-    recipe = load_recipe(chat_recipe(data={"files": [str(file) for file in files]}))
-    split = load_chats(recipe.data, AutoTokenizer.from_pretrained(marked_chat_model), 0)
-    assert len(split["train"]) + len(split["validation"]) == 6
-
-
-def test_of_several_turns_the_last_answer_is_learnt(
-    chat_recipe: MakeRecipe, marked_chat_model: Path
-) -> None:
-    turns = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
-    rows = [
-        {"messages": [{"role": r, "content": c} for r, c in (*turns, ("assistant", f"2 {end}"))]}
-        for end in ("now", "then")
-    ]
-    recipe = load_recipe(chat_recipe(rows))
-    tokenizer = AutoTokenizer.from_pretrained(marked_chat_model)
-    row = load_chats(recipe.data, tokenizer, 0)["train"][0]
-    learnt = [token for token in row["labels"] if token != IGNORED]
-    # A template that marks the end itself gets no other mark.
-    assert tokenizer.decode(learnt) in ("2 now<|im_end|>\n", "2 then<|im_end|>\n")
 
 
 def test_of_several_turns_all_answers_are_learnt(
@@ -207,14 +158,6 @@ def test_rows_that_are_no_chats_are_named(
         train(chat_recipe([good, row]))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_template_may_refuse_a_chat(chat_recipe: MakeRecipe, plain_chat_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(plain_chat_model)
-    tokenizer.chat_template = "{{ raise_exception('roles must\nalternate') }}"
-    recipe = load_recipe(chat_recipe())
-    with pytest.raises(ExitServeError, match=r"row .*template refuses it: roles must alternate"):
-        load_chats(recipe.data, tokenizer, 0)
 
 
 def test_a_tokenizer_without_a_template_is_refused(

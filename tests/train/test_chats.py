@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -69,36 +68,6 @@ def trl_trainer(trainer: ChatTrainer, train_dataset: Dataset, **arguments: Any) 
 
 def batches(trainer: ChatTrainer) -> Iterator[dict[str, Any]]:
     yield from trainer.get_train_dataloader()
-
-
-def test_the_answers_alone_have_labels(chat_recipe: MakeRecipe, chat_row: ChatRow) -> None:
-    trainer = chat_trainer(chat_recipe())
-    tokenizer: Any = trainer.processing_class
-    said = set()
-    num_padding = 0
-    for batch in batches(trainer):
-        assert set(batch) == {"input_ids", "labels", "attention_mask"}
-        learnt = batch["labels"] != IGNORED
-        assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
-        assert not learnt[batch["attention_mask"] == 0].any()
-        num_padding += int((batch["attention_mask"] == 0).sum())
-        for ids, row, mask in zip(batch["input_ids"], learnt, batch["attention_mask"], strict=True):
-            said.add((tokenizer.decode(ids[mask.bool() & ~row]), tokenizer.decode(ids[row])))
-    assert num_padding
-    assert len(said) == 24
-    # The template ends a message by a line end only: eos teaches where an answer ends.
-    chats = [chat_row(number, "texts") for number in range(26)]
-    expected = {
-        (f"{row['prompt']}\n", f"{row['completion']}\n{tokenizer.eos_token}") for row in chats
-    }
-    assert said < expected
-
-
-def test_all_of_a_chat_has_labels_if_asked(chat_recipe: MakeRecipe) -> None:
-    for batch in batches(chat_trainer(chat_recipe(data={"loss_on": "all"}))):
-        inside = batch["attention_mask"].bool()
-        assert torch.equal(batch["labels"][inside], batch["input_ids"][inside])
-        assert (batch["labels"][~inside] == IGNORED).all()
 
 
 @pytest.mark.parametrize("length", [64, 24])
@@ -225,33 +194,6 @@ def test_a_run_leaves_an_ordinary_checkpoint(
     assert report["last_layer"]["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_resuming_continues_the_same_run(
-    chat_recipe: MakeRecipe, tmp_path: Path, train: Train
-) -> None:
-    recipe = chat_recipe(
-        training={
-            "max_steps": 7,
-            "save_steps": 3,
-            "save_total_limit": 9,
-            "per_device_train_batch_size": 4,
-            "logging_steps": 1,
-            "learning_rate": 1e-2,
-            "disable_tqdm": True,
-        }
-    )
-    out = tmp_path / "out"
-    assert train(recipe) == 0
-    unbroken = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for step in (6, 7):
-        shutil.rmtree(out / f"checkpoint-{step}")
-    assert train(recipe, "resume=true") == 0
-    resumed = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for name, tensor in unbroken.items():
-        # The same operations in the same order; threads may split a sum differently.
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
-    assert not list(out.rglob("cache-*"))
-
-
 BAD_KEYS = {
     "packing=true": "set 'data.packing' instead",
     "loss_type=dft": "the loss is that of objectives",
@@ -268,16 +210,6 @@ def test_keys_without_effect_are_refused(chat_recipe: MakeRecipe, override: str)
     with pytest.raises(ExitServeError, match=BAD_KEYS[override]) as error:
         training_arguments(recipe)
     assert "\n" not in str(error.value)
-
-
-def test_without_trl_chats_say_what_to_install(
-    chat_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "trl"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(ExitServeError, match=r"needs the package 'trl.*exitserve\[train\]"):
-        training_arguments(load_recipe(chat_recipe()))
 
 
 def test_text_runs_do_not_import_trl() -> None:

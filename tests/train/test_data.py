@@ -1,14 +1,11 @@
 """Documents, their split into train and validation, the tokenizer, and packing."""
 
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exitserve.errors import ExitServeError
 from exitserve_training.packing import pack, pack_split
@@ -53,16 +50,6 @@ def test_validation_files_are_left_out_of_training(tmp_path: Path) -> None:
     assert len(split.train) == 3
 
 
-@given(st.text(alphabet="ab\n", min_size=40, max_size=200), st.floats(0.05, 0.5))
-def test_a_single_document_gives_its_tail(text: str, fraction: float) -> None:
-    from exitserve_training.sources import _cut
-
-    split = _cut(Document("one", text), fraction)
-    assert split.train[0].text + split.validation[0].text == text
-    assert split.train[0].text
-    assert split.validation[0].text
-
-
 def test_tables_and_text_give_the_same_documents(tmp_path: Path) -> None:
     texts = [f"row {i}" for i in range(5)]
     rows = datasets.Dataset.from_dict({"body": texts, "id": list(range(5))})
@@ -92,26 +79,6 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     path.write_bytes(content)
     with pytest.raises(ExitServeError, match=f"{name}.*{message}"):
         load_split(DataRecipe(files=[str(path)]), seed=0)
-
-
-def test_python_source_of_this_installation() -> None:
-    recipe = DataRecipe(
-        python_source=["stdlib"],
-        exclude=["*/test/*", "stdlib/encodings/*"],
-        max_file_bytes=50_000,
-        max_package_bytes=100_000,
-        max_bytes=1_000_000,
-    )
-    split = load_split(recipe, seed=0)
-    documents = [*split.train, *split.validation]
-    assert 500_000 < sum(len(doc.text.encode()) for doc in documents) <= 1_000_000
-    assert all(doc.name.startswith("stdlib/") and doc.name.endswith(".py") for doc in documents)
-    assert not any("/test/" in doc.name or "site-packages" in doc.name for doc in documents)
-    assert max(len(doc.text.encode()) for doc in documents) <= 50_000
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    sample = documents[0]
-    text = (stdlib / sample.name.removeprefix("stdlib/")).read_text(encoding="utf-8")
-    assert text == sample.text
 
 
 def lines_of(*parts: range) -> str:
@@ -152,27 +119,10 @@ def test_near_copies_are_left_out(tmp_path: Path) -> None:
         assert kept == texts.keys() - expected - {"held-out"}, limit
 
 
-def test_held_out_documents_are_the_same_with_and_without_near_copies(tmp_path: Path) -> None:
-    write(tmp_path)
-    for number in range(20):
-        (tmp_path / f"copy{number}.txt").write_text(lines_of(range(number, 100 + number)))
-    recipe = DataRecipe(files=[f"{tmp_path}/*.txt"], validation_fraction=0.25)
-    strict = recipe.model_copy(update={"max_repeated_lines": 0.5})
-    before, after = load_split(recipe, seed=0), load_split(strict, seed=0)
-    assert after.validation == before.validation
-    assert len(after.train) < len(before.train)
-
-
 def test_limits_that_leave_nothing_are_an_error(tmp_path: Path) -> None:
     write(tmp_path, 3)
     with pytest.raises(ExitServeError, match="data gives no document"):
         load_split(DataRecipe(files=[f"{tmp_path}/*.txt"], max_bytes=5), seed=0)
-
-
-@given(text=st.text(max_size=80))
-def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
 
 
 def test_indentation_is_one_token_and_chat_is_plain(tokenizer) -> None:

@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from exitserve.errors import ExitServeError
-from exitserve_training import pipeline
 from exitserve_training.callbacks import Gradients
 from exitserve_training.objectives.registry import OBJECTIVES
 
@@ -164,18 +162,6 @@ def test_torchrun_trains_what_one_process_trains(
     assert max(dropped) > 0.1
 
 
-def test_bfloat16_weights_in_two_processes_are_those_of_one(
-    make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
-) -> None:
-    """Halves of gradients are exact in bfloat16, so their mean is the accumulated one."""
-    pytest.importorskip("optimi", reason="bfloat16 weights need torch-optimi, the extra `bf16`")
-    keys = {"data": validation(text_file), "weights": "bfloat16", "bf16": True}
-    assert train(with_accumulation(make_recipe, tmp_path / "one", **keys)) == 0
-    done = launch("-m", "exitserve", "train", str(make_recipe(**keys, training=TRAINING)))
-    assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "out", tmp_path / "one", 1e-6)
-
-
 def test_two_processes_overwrite_resume_and_stop_together(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
@@ -263,28 +249,6 @@ def test_sharded_training_is_that_of_one_process(
             assert case["gradients"] < 1e-5
 
 
-def test_muon_in_shards_is_that_of_one_process(
-    make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
-) -> None:
-    """Its matrices are gathered to be orthogonalised; stopped and resumed.
-
-    In bfloat16, as torch.optim.Muon computes it: a sum that differs by float32 rounding may round
-    to another bfloat16, 4e-3 of one entry, of which a step of 2e-3 takes little.
-    """
-    training = {**TRAINING, "learning_rate": 2e-3}
-    keys = {**FREEZING, "data": validation(text_file), "optimizer": "muon"}
-    one, out = tmp_path / "one", tmp_path / "out"
-    accumulated = {**training, "gradient_accumulation_steps": 2}
-    assert train(make_recipe(**{**keys, "training": accumulated, "output_dir": str(one)})) == 0
-    shards = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
-    sharded = {**training, "fsdp": True, "fsdp_config": shards}
-    recipe = str(make_recipe(**{**keys, "training": sharded}))
-    given = [["train", recipe, "NaN"], ["train", recipe, "resume=true"]]
-    first, second = run_commands(tmp_path, "fsdp", given)
-    assert [said["code"] for said in (*first[:2], *second[:2])] == [2, 0, 2, 0], first
-    assert_same_run(out, one, 1e-3)
-
-
 def test_a_bad_recipe_ends_both_processes_with_one_line(make_recipe: MakeRecipe) -> None:
     done = launch("-m", "exitserve", "train", str(make_recipe()), "objectives=[alined]")
     assert done.returncode != 0
@@ -302,20 +266,6 @@ def test_accelerate_that_starts_one_process_only_is_refused(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ExitServeError, match="has started one process, not several"):
         train(make_recipe())
-
-
-def test_fsdp_of_version_1_is_refused() -> None:
-    trainer = mock.Mock(is_fsdp_enabled=True)
-    trainer.accelerator.is_fsdp2 = False
-    with pytest.raises(ExitServeError, match="FSDP version 1 is not supported; use 2"):
-        pipeline._check_sharding(mock.Mock(adagc=None), trainer)
-
-
-def test_bfloat16_weights_in_shards_are_refused() -> None:
-    """Accelerate would train float32 ones, unsaid."""
-    trainer = mock.Mock(is_fsdp_enabled=True)
-    with pytest.raises(ExitServeError, match="weights=bfloat16 would become float32"):
-        pipeline._check_sharding(mock.Mock(weights="bfloat16"), trainer)
 
 
 UNTIED = {"tie_word_embeddings": False}

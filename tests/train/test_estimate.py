@@ -89,16 +89,6 @@ def test_small_weights_count_less(
     assert four_bits["gradients"] == lora["gradients"]
 
 
-def test_more_tokens_and_more_exits_take_more(make_recipe: Callable[..., Path]) -> None:
-    def kept(*overrides: str) -> int:
-        found = estimate(load_recipe(make_recipe(), overrides))
-        return found.bytes_of["states kept for backward"]
-
-    assert kept("training.per_device_train_batch_size=8") == 2 * kept()
-    assert kept("bf16=true") == kept() // 2
-    assert kept("training.gradient_checkpointing=true") < kept()
-
-
 def test_the_command_prints_and_writes_nothing(
     make_recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

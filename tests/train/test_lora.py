@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
@@ -21,9 +20,8 @@ from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.parts import model_parts
-from exitserve_training.recipe import Lora
 from exitserve_training.tokenization import train_bpe
-from exitserve_training.trainer import MultiExitTraining, with_adapters
+from exitserve_training.trainer import MultiExitTraining
 
 Train = Callable[..., int]
 MakeRecipe = Callable[..., Path]
@@ -225,14 +223,6 @@ def test_four_bit_maps_come_out_whole(
         assert loss < report["initial_layers"][str(depth)]["loss"]
 
 
-def test_without_bitsandbytes_four_bits_say_what_to_install(
-    lora_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("exitserve_training.adapters.find_spec", lambda _name: None)
-    with pytest.raises(ExitServeError, match=r"needs the package 'bitsandbytes'.*exitserve\[qlora"):
-        train(lora_recipe(lora={"quantization": "nf4"}))
-
-
 def test_checkpoints_of_a_run_hold_adapters(
     lora_recipe: MakeRecipe, seen: list[dict[str, Tensor]], tmp_path: Path, train: Train
 ) -> None:
@@ -278,24 +268,6 @@ def test_resuming_continues_the_same_run(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_gradient_checkpointing_changes_nothing(
-    lora_recipe: MakeRecipe, tmp_path: Path, train: Train
-) -> None:
-    results = []
-    for name, checkpointing in (("without", False), ("with", True)):
-        folder = tmp_path / name
-        recipe = lora_recipe(
-            output_dir=str(folder),
-            objectives=["aligned", {"name": "nitp", "weight": 0.5}],
-            lora={"rank": 4, "dropout": 0.2},
-            training={"gradient_checkpointing": checkpointing},
-        )
-        assert train(recipe) == 0
-        results.append(weights(folder))
-    for name, tensor in results[0].items():
-        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "adagc": {"adagc": {"warmup_steps": 1}},
@@ -322,27 +294,6 @@ def test_adapters_go_with_the_rest(
         assert tensor.dtype == torch.float32
 
 
-def test_a_masked_model_takes_adapters(
-    lora_recipe: MakeRecipe, bases: dict[str, Path], tmp_path: Path, train: Train
-) -> None:
-    assert train(lora_recipe("bert", exit_layers=[2])) == 0
-    stored, theirs = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", bases["bert"])
-    )
-    assert stored.keys() == theirs.keys()
-
-
-def test_adapters_start_as_nothing(bases: dict[str, Path]) -> None:
-    """An adapted model says what the base says, and only its adapters can be trained."""
-    model = AutoModelForCausalLM.from_pretrained(bases["tied llama"])
-    ids = torch.arange(20)[None]
-    expected = model(ids).logits
-    adapted: nn.Module = with_adapters(model, Lora(rank=4))
-    assert torch.equal(adapted(ids).logits, expected)
-    trained = {name for name, tensor in adapted.named_parameters() if tensor.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-
-
 BAD_TARGETS: dict[str, Any] = {
     "no such map": (["foo_proj"], r"lora.target_modules.*foo_proj"),
     "no such pattern": ("foo_.*", r"lora.target_modules.*foo_"),
@@ -362,14 +313,3 @@ def test_target_modules_that_do_not_fit_are_refused(
     with pytest.raises(ExitServeError, match=message) as error:
         train(lora_recipe(lora={"target_modules": targets}))
     assert "\n" not in str(error.value)
-
-
-def test_without_peft_lora_says_what_to_install(
-    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(bases["tied llama"])
-    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ExitServeError, match=r"needs the package 'peft.*exitserve\[train\]"):
-        with_adapters(model, Lora())

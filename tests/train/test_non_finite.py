@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -190,34 +189,3 @@ def test_weights_that_say_nothing_are_not_saved_as_the_result(
     assert not (out / "model.safetensors").exists()
     assert not (out / "report.json").exists()
     assert [path.name for path in out.glob("*checkpoint-*")] == ["bad-checkpoint-1"]
-
-
-def test_metrics_leave_the_device_once_a_log(make_recipe: MakeRecipe, train: Train) -> None:
-    """Each `item` or `tolist` waits for the device, however many metrics there are."""
-    waits: list[str] = []
-    logged: list[dict[str, float]] = []
-    item, tolist, log = Tensor.item, Tensor.tolist, MultiExitTraining.log
-
-    def counting(name: str, original: Any) -> Any:
-        def call(self: Tensor) -> Any:
-            waits.append(name)
-            return original(self)
-
-        return call
-
-    def watched(self: MultiExitTraining, logs: dict[str, float], *args: Any) -> None:
-        with (
-            mock.patch.object(Tensor, "item", counting("item", item)),
-            mock.patch.object(Tensor, "__float__", counting("float", Tensor.__float__)),
-            mock.patch.object(Tensor, "tolist", counting("tolist", tolist)),
-        ):
-            log(self, logs, *args)
-        if "loss" in logs:
-            logged.append(logs)
-
-    with mock.patch.object(MultiExitTraining, "log", watched):
-        assert train(make_recipe(exit_aware={"select": "random"}, layer_dropout={})) == 0
-    assert len(logged) == 2
-    names = {"loss_layer_1", "loss_layer_4", "aligned_loss", "mean_depth", "dropped_share"}
-    assert names <= set(logged[0])
-    assert waits == ["tolist", "tolist"]

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -35,32 +34,6 @@ def test_tables_are_those_of_the_results(page: Path, pages: ModuleType) -> None:
     for line in text.splitlines():
         if line.startswith("!["):
             assert (page.parent / line.split("(")[1].rstrip(")")).is_file(), line
-
-
-def test_three_seeds_a_variant(pages: ModuleType) -> None:
-    files = sorted(pages.RESULTS.glob("*.json"))
-    assert files
-    for file in files:
-        runs: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["runs"]
-        for variant in pages.variants(runs):
-            seeds = [name for name in runs if name.rpartition("/")[0] == variant]
-            assert len(seeds) >= 3, (file.name, variant)
-
-
-def test_spread_is_mean_and_deviation(pages: ModuleType) -> None:
-    assert pages.spread([1.0, 2.0, 4.0], ".2f") == (
-        f"{7 / 3:.2f} ± {statistics.stdev([1.0, 2.0, 4.0]):.2f}"
-    )
-
-
-def test_steps_to_a_loss_are_between_the_points_of_the_curve(
-    script: Callable[[str], ModuleType],
-) -> None:
-    steps_to = script("tables").steps_to
-    curve = {"0": 8.0, "100": 6.0, "200": 5.0}
-    assert steps_to(curve, 6.0) == 100.0
-    assert steps_to(curve, 5.5) == 150.0
-    assert steps_to(curve, 4.0) == 200.0, "never reached: the whole run"
 
 
 def test_a_study_goes_on_where_it_stopped(

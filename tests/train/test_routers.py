@@ -51,19 +51,6 @@ def test_the_loss_is_that_of_the_model_s_own_forward(
     assert (moved - plain).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_every_objective_trains_a_mixture(
-    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, name: str
-) -> None:
-    model, ids = load("mixtral"), random_ids(3, 12)
-    wrap(model, OBJECTIVES[name](), balance=router_balance(model.config, 0.1))
-    loss, metrics = model(input_ids=ids, exit_pass=ExitPass(0))
-    loss.backward()
-    assert loss.isfinite() and metrics["router_loss"].isfinite()
-    found = gate(model).grad
-    assert found is not None and found.isfinite().all() and found.abs().max() > 0
-
-
 def test_a_weight_for_a_model_without_routers_is_refused(load: Callable[[str], Any]) -> None:
     config = load("llama").config
     assert router_balance(config, None) is None

@@ -12,12 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from exitserve.decoder import decoder_parts
-from exitserve.policy import ExitPolicy
-from exitserve.reference import Reference
-from exitserve_training.forward import ExitPass, MultiExitForward
 from exitserve_training.objectives.objective import LossInputs
-from exitserve_training.objectives.weighted_sum import Objectives
-from exitserve_training.parts import model_parts
 
 MakeSkips = Callable[..., Any]
 Ids = Callable[..., Tensor]
@@ -86,24 +81,6 @@ def test_frozen_at_given_depths_is_decoding_token_by_token(
         torch.testing.assert_close(last, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("exit_layer", EXITS)
-def test_one_depth_for_all_is_the_fixed_policy(
-    load: Callable[[str], Any],
-    exit_layer: int,
-    random_ids: Ids,
-    at_depths: MakeSkips,
-    skipped_pass: Pass,
-) -> None:
-    model, ids = load("llama"), random_ids(1, 16)
-    depth = torch.full((1, 16), exit_layer)
-    depth[:, :5] = NUM_LAYERS
-    _, batch = skipped_pass(model, at_depths(depth), ids)
-    trace = Reference(model, EXITS).trace(ids[0].tolist(), 5, ExitPolicy.fixed(exit_layer))
-    with torch.no_grad():
-        logits = batch.classifier(batch.hidden[NUM_LAYERS][0])
-    torch.testing.assert_close(logits, trace.logits, **CLOSE)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_position_is_seen_by_later_ones_only(
     load: Callable[[str], Any],
@@ -126,16 +103,6 @@ def test_a_frozen_position_is_seen_by_later_ones_only(
     # Keys and values of layers 3 to 6 come from another state: no rounding error is that large.
     changes = (after[NUM_LAYERS][0, 6:] - before[0, 6:]).abs().amax(dim=-1)
     assert changes.min() > 1e-3
-
-
-def test_nothing_skipped_is_the_plain_model(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, skipped_pass: Pass
-) -> None:
-    model, ids = load("llama"), random_ids(2, 12)
-    with torch.no_grad():
-        _, batch = skipped_pass(model, at_depths(torch.full((2, 12), NUM_LAYERS)), ids)
-        plain = model(input_ids=ids).logits
-    torch.testing.assert_close(batch.classifier(batch.hidden[NUM_LAYERS]), plain, rtol=0, atol=0)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -173,42 +140,6 @@ def test_gradients_are_those_of_finite_differences(
     # Central differences in float64: roundings of 1e-16 * |loss| / 1e-6, and the third
     # derivative times 1e-12.
     torch.testing.assert_close(slope, measured, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_reach_frozen_states_through_their_keys_and_values(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, keep: Callable[[], Any]
-) -> None:
-    model = load("gpt2").double()
-    ids = random_ids(1, 10)
-    exit_layer = EXITS[0]
-    depth = torch.full((1, 10), exit_layer)
-    depth[:, 0] = depth[:, -1] = NUM_LAYERS
-    kept = keep()
-    # Only the last position speaks: frozen ones act on it through keys and values alone.
-    kept.readout = torch.zeros(1, 10, 128, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    kept.readout[:, -1] = torch.randn(128, generator=generator, dtype=torch.float64)
-    parts = model_parts(model)
-    MultiExitForward(model, parts, Objectives([kept]), EXITS, at_depths(depth))
-    push = torch.zeros(1, 10, 128, dtype=torch.float64)
-    # Behind our own hook: moves the frozen states of one layer.
-    parts.layers[exit_layer - 1].register_forward_hook(
-        lambda _m, _a, output: (
-            (output[0] + push, *output[1:]) if isinstance(output, tuple) else output + push
-        )
-    )
-    loss, _ = model(input_ids=ids, exit_pass=ExitPass(step=0))
-    (gradient,) = torch.autograd.grad(loss, kept.batch.hidden[exit_layer])
-    for position in range(1, 9):
-        assert gradient[0, position].abs().max() > 1e-4
-    way = torch.randn(128, generator=generator, dtype=torch.float64)
-    values = []
-    for step in (1e-5, -1e-5):
-        push[0, 4] = step * way
-        values.append(model(input_ids=ids, exit_pass=ExitPass(step=0))[0].detach())
-    measured = (values[0] - values[1]) / 2e-5
-    # As above; the step is larger and so is its error, 1e-10 times the third derivative.
-    torch.testing.assert_close(gradient[0, 4] @ way, measured, rtol=1e-5, atol=1e-8)
 
 
 # --- layer dropout -------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from exitserve_training.draws import row_generators
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import ExitAware, LayerDropout
 from exitserve_training.skipping import SkippedPositions, SkipSampler, dropout_rates
@@ -45,17 +44,6 @@ def test_dropout_rates_are_layerskips() -> None:
     assert rates[0] == 0.0
     assert rates[-1].item() == pytest.approx(0.2, rel=1e-6)
     assert (rates.diff() > 0).all()
-
-
-def test_dropout_curriculum_grows_from_nothing() -> None:
-    options = LayerDropout(rate=0.2, curriculum=True)
-    half = math.exp(0.5 * math.log(2)) - 1
-    found = [dropout_rates(options, 4, progress)[-1].item() for progress in (0.0, 0.5, 1.0)]
-    assert found == pytest.approx([0.0, 0.2 * half, 0.2], rel=1e-6)
-
-
-def test_a_model_of_one_layer_drops_nothing() -> None:
-    assert dropout_rates(LayerDropout(rate=0.5), 1, 1.0).tolist() == [0.0]
 
 
 def test_layers_are_dropped_as_often_as_the_rates_say(random_ids: Ids) -> None:
@@ -139,13 +127,6 @@ def test_draws_do_not_depend_on_padding(
         assert what(padded, row)[3] == what(alone, 0)[3]
 
 
-def test_different_draws_of_a_step_differ(random_ids: Ids) -> None:
-    ids = random_ids(1, 8)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    found = [row_generators(name, 0, 0, ids, mask)[0] for name in ("skipping", "masking")]
-    assert torch.rand(4, generator=found[0]).tolist() != torch.rand(4, generator=found[1]).tolist()
-
-
 def frozen_rows(skipped: SkippedPositions) -> Tensor:
     """Bool [B]: sequences with any position that may freeze."""
     if skipped.may_exit is not None:
@@ -184,27 +165,6 @@ def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: I
             assert decode.ne(NUM_LAYERS).all()
 
 
-def test_thresholds_lie_between_the_given_ones(random_ids: Ids) -> None:
-    aware = ExitAware(share=1.0, thresholds=(0.4, 0.6))
-    skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 8))
-    assert skipped.thresholds is not None and skipped.thresholds.dtype == torch.float32
-    assert skipped.thresholds.min() >= 0.4 and skipped.thresholds.max() <= 0.6
-    # Of 1000 uniform draws some lie in the outer tenths, but for a chance of 0.9^1000 = 2e-46.
-    assert skipped.thresholds.min() < 0.42 and skipped.thresholds.max() > 0.58
-
-
-def test_prompts_are_up_to_their_longest_share(random_ids: Ids) -> None:
-    aware = ExitAware(share=1.0, longest_prompt=0.5)
-    skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), random_ids(1000, 40))
-    assert skipped.may_exit is not None
-    first = skipped.may_exit.int().argmax(dim=1)
-    # A prefix: behind the first that may exit, all may.
-    assert (skipped.may_exit.sum(dim=1) == 40 - first).all()
-    # int(u * 20) with u in [0, 1) is 0..19, and prompts of 0 are of 1: each of these 19 lengths
-    # is missed by 1000 draws with a chance below 0.95^1000 = 5e-23.
-    assert set(first.tolist()) == set(range(1, 20))
-
-
 def test_start_waits_for_its_share_of_the_steps(random_ids: Ids) -> None:
     ids = random_ids(2, 8)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -234,13 +194,3 @@ def test_only_tokens_to_be_said_and_no_padding_freeze(select: Any, random_ids: I
     may_freeze = skipped.depth < NUM_LAYERS if skipped.may_exit is None else skipped.may_exit
     # What serving freezes: tokens that were generated, the last of an answer included.
     assert may_freeze.tolist() == said.tolist()
-
-
-def test_metrics_are_over_tokens_not_padding() -> None:
-    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
-    skipped.depth = torch.tensor([[6, 2, 4, 6], [6, 2, 6, 6]])
-    found = {name: value.item() for name, value in skipped.metrics().items()}
-    assert found == pytest.approx({"frozen_share": 3 / 6, "mean_depth": 26 / 6})
-    skipped.dropped = torch.tensor([[False] * 5 + [True], [False] * 6])
-    assert skipped.metrics()["dropped_share"].item() == pytest.approx(1 / 12)

@@ -1,6 +1,5 @@
 """The share of the machine's products that training reaches: what is counted, and what is said."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,13 +119,3 @@ def test_a_slow_gpu_is_told_why_once() -> None:
         assert part in said
     meter.share(30)
     assert meter.warning(0.01) is None, "said once"
-
-
-def test_a_run_logs_the_share(
-    make_recipe: Callable[..., Path],
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = make_recipe(objectives=["aligned"], training={"max_steps": 4, "logging_steps": 1})
-    assert train(recipe) == 0
-    assert "% MFU" in capsys.readouterr().out

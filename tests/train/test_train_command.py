@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.checkpoint import read_multi_exit
-from exitserve.errors import ExitServeError
 
 TINY = Path(__file__).parents[2] / "training" / "recipes" / "tiny" / "aligned.yaml"
 MakeRecipe = Callable[..., Path]
@@ -132,102 +129,3 @@ def test_fine_tuning_a_directory_of_each_family(
     after = AutoModelForCausalLM.from_pretrained(tuned).state_dict()
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-def test_resuming_continues_the_same_run(
-    make_recipe: MakeRecipe, tmp_path: Path, train: Train
-) -> None:
-    """Stopped at step 5 and resumed, a run of 9 steps ends where the unbroken one does.
-
-    5 is odd, so the alternation of objectives has to go on with the plain step.
-    """
-    recipe = make_recipe(
-        training={
-            "max_steps": 9,
-            "save_steps": 5,
-            "save_total_limit": 10,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "disable_tqdm": True,
-        }
-    )
-    out = tmp_path / "out"
-    assert train(recipe) == 0
-    unbroken = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    whole = read(out, "report.json")
-    shutil.rmtree(out / "checkpoint-9")
-    (out / "model.safetensors").unlink()
-
-    assert train(recipe, "resume=true") == 0
-    state = read(out / "checkpoint-9", "trainer_state.json")
-    assert state["global_step"] == 9
-    names = [
-        "ce" if "ce_loss" in entry else "aligned"
-        for entry in state["log_history"]
-        if "loss" in entry
-    ]
-    assert names == ["aligned", "ce"] * 4 + ["aligned"]
-    resumed = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for name, tensor in unbroken.items():
-        # The same operations in the same order; threads may split a sum differently.
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
-    again = read(out, "report.json")
-    assert again["tokens_seen"] == whole["tokens_seen"] == 9 * 4 * 32
-    assert again["initial_layers"] == {}
-    run = read(out, "training_run.json")
-    assert len(run["earlier_sessions"]) == 1
-
-
-def test_gradient_accumulation_is_the_larger_batch(
-    make_recipe: MakeRecipe, tmp_path: Path, train: Train
-) -> None:
-    common = {"max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
-    states = []
-    for batch, accumulation in ((8, 1), (2, 4)):
-        folder = tmp_path / f"batch-{batch}"
-        training = {
-            **common,
-            "per_device_train_batch_size": batch,
-            "gradient_accumulation_steps": accumulation,
-        }
-        assert train(make_recipe(output_dir=str(folder), training=training)) == 0
-        states.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
-    for name, tensor in states[0].items():
-        # Adam divides by the gradient's size, so rounding shows where a gradient is tiny.
-        torch.testing.assert_close(states[1][name], tensor, rtol=1e-3, atol=2e-4)
-
-
-def test_no_exit_layer_is_the_plain_objective(
-    make_recipe: MakeRecipe, tmp_path: Path, train: Train
-) -> None:
-    states = []
-    for name, objective in (("aligned", "aligned"), ("plain", "ce")):
-        folder = tmp_path / name
-        recipe = make_recipe(output_dir=str(folder), objectives=[objective], exit_layers=[])
-        assert train(recipe) == 0
-        states.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
-        assert read_multi_exit(folder).exit_layers == ()
-    for name, tensor in states[0].items():
-        assert torch.equal(states[1][name], tensor)
-
-
-def test_resume_without_a_checkpoint_says_so(make_recipe: MakeRecipe, train: Train) -> None:
-    with pytest.raises(ExitServeError, match="start the run without resume first"):
-        train(make_recipe(), "resume=true")
-
-
-def test_attention_is_computed_as_the_recipe_says(
-    tmp_path: Path, make_recipe: MakeRecipe, train: Train
-) -> None:
-    losses = {}
-    for name in ("eager", "sdpa"):
-        folder = tmp_path / name
-        recipe = make_recipe(output_dir=str(folder), attn_implementation=name)
-        assert train(recipe) == 0
-        losses[name] = read(folder, "report.json")["last_layer"]["loss"]
-    # The same sums in another order.
-    assert losses["eager"] == pytest.approx(losses["sdpa"], rel=1e-4)
-    if find_spec("flash_attn") is None:
-        with pytest.raises(ExitServeError, match="attn_implementation=flash_attention_2 cannot"):
-            train(make_recipe(attn_implementation="flash_attention_2"))

@@ -50,18 +50,6 @@ def test_a_line_tells_tokens_speed_losses_and_the_end(
     assert third == "step 40 | held out: loss 2.0000 (at layer 6: 2.0000)"
 
 
-def test_nothing_is_listened_for_after_training(tmp_path: Path) -> None:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    before = signal.getsignal(signal.SIGTERM)
-    stop, state, control = StopOnTerm(), TrainerState(), TrainerControl()
-    stop.on_train_begin(arguments, state, control)
-    assert signal.getsignal(signal.SIGTERM) != before
-    stop.on_step_end(arguments, state, control)
-    assert not control.should_save
-    stop.on_train_end(arguments, state, control)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def test_a_signal_saves_once_and_a_second_is_not_held_up(tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     stop, state, control = StopOnTerm(), TrainerState(), TrainerControl()

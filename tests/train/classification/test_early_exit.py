@@ -25,8 +25,6 @@ from exitserve_training.parts import model_parts
 
 Build = Callable[..., dict[str, Any]]
 Trained = Callable[[Path, dict[str, Any]], Path]
-MakeRecipe = Callable[..., Path]
-Train = Callable[..., int]
 
 
 def one_by_one(
@@ -174,22 +172,3 @@ def test_classify_names_mistakes(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_classifiers_can_be_inspected(text_model: Path, reviews: Path, tmp_path: Path) -> None:
-    command = ["inspect", str(text_model), "--data", str(reviews), "--text-field", "sentence"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    last = report["layers"]["3"]
-    # Trained until one word decides: the states of a class have collapsed, and lines part them.
-    assert last["accuracy"] > 0.9
-    assert last["probe_accuracy"] > 0.9
-    assert last["nc1"] < 0.5
-
-
-def test_language_models_do_not_classify(
-    bundled: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["classify", str(bundled), "--data", str(reviews), "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert "is a LlamaForCausalLM, not a classifier" in capsys.readouterr().err

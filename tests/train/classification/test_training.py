@@ -1,7 +1,6 @@
 """Classifiers trained with one classifier for all layers: what is learnt, kept and refused."""
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,8 @@ from transformers import (
 
 from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.early_exit import EarlyExitClassifier
-from exitserve_training.classification.inputs import encoder
-from exitserve_training.classification.labelled import (
-    Examples,
-)
-from exitserve_training.models import load_model
 
 Build = Callable[..., dict[str, Any]]
-Trained = Callable[[Path, dict[str, Any]], Path]
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
@@ -56,33 +48,6 @@ def test_checkpoints_are_ordinary_ones(text_model: Path, image_model: Path) -> N
         "height": 8,
         "width": 8,
     }
-
-
-def test_balanced_cross_entropy_finds_the_rare_class(
-    tmp_path: Path, of_texts: Build, trained: Trained
-) -> None:
-    rare = tmp_path / "rare.tsv"
-    draw = random.Random(3)
-    rows = []
-    for number in range(400):
-        is_rare = number % 20 == 0
-        # The word tells the class in four of five rows: enough for one in twenty to be given up.
-        word = "odd" if (is_rare and draw.random() < 0.8) or draw.random() < 0.1 else "even"
-        rows.append(f"{word} number {draw.randint(0, 99)}\t{'rare' if is_rare else 'usual'}")
-    rare.write_text("\n".join(["sentence\tlabel", *rows]), encoding="utf-8")
-    found = {}
-    for balanced in (False, True):
-        tree = of_texts(rare, objectives=[{"name": "ce", "balanced": balanced}], exit_layers=[1])
-        (tmp_path / str(balanced)).mkdir()
-        folder = trained(tmp_path / str(balanced), tree)
-        model = load_model(str(folder), "class")
-        model.train(False)
-        inputs = encoder(str(folder), model.config)(
-            Examples([("odd number 7", None), ("even number 7", None)], ["", ""])
-        )
-        said = EarlyExitClassifier(model, [])(inputs, 1.0).classes.tolist()
-        found[balanced] = [model.config.id2label[one] for one in said]
-    assert found == {False: ["usual", "usual"], True: ["rare", "usual"]}
 
 
 @pytest.mark.parametrize(
@@ -162,32 +127,3 @@ def test_a_resumed_run_makes_the_same_steps(
     mine, truth = (load_file(folder / "model.safetensors") for folder in (parts, whole))
     assert mine.keys() == truth.keys()
     assert all(torch.equal(mine[name], truth[name]) for name in truth)
-
-
-def test_the_best_checkpoint_is_taken_back(
-    images: Path, make_recipe: MakeRecipe, train: Train, tmp_path: Path, of_images: Build
-) -> None:
-    usual = of_images(images)["training"]
-    steps = {**usual, "max_steps": 6, "save_steps": 2, "eval_steps": 2, "save_total_limit": 5}
-    # The loss falls, so that the greatest is not the last.
-    steps |= {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}
-    recipe = make_recipe(**of_images(images, training=steps, output_dir=str(tmp_path / "out")))
-    assert train(recipe) == 0
-    state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
-    best = Path(state["best_model_checkpoint"])
-    assert best.name != "checkpoint-6"
-    mine, truth = (load_file(one / "model.safetensors") for one in (tmp_path / "out", best))
-    assert all(torch.equal(mine[name], truth[name]) for name in truth)
-
-
-def test_another_task_begins_with_a_new_classifier(
-    text_model: Path, reviews: Path, tmp_path: Path, of_texts: Build, trained: Trained
-) -> None:
-    other = tmp_path / "three.tsv"
-    rows = reviews.read_text().splitlines()[1:100]
-    kinds = [f"{row.split(chr(9))[0]}\t{'abc'[n % 3]}" for n, row in enumerate(rows)]
-    other.write_text("\n".join(["sentence\tlabel", *kinds]), encoding="utf-8")
-    tree = of_texts(other, config=None, model=str(text_model), tokenizer=None)
-    folder = trained(tmp_path, {**tree, "training": {**tree["training"], "max_steps": 1}})
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert list(model.config.id2label.values()) == ["a", "b", "c"]

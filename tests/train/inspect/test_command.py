@@ -126,13 +126,6 @@ def test_writes_json_page_and_pictures(
     assert left_out in shown and "--thorough takes 200 and 4,000" in shown
 
 
-def test_writing_repeats_itself(bundled: Path, book: Path) -> None:
-    keys = {"rows": 2, "prompts": 1, "new_tokens": 8, "prompt_tokens": 16}
-    one, same = (look(bundled, book, **keys)["texts"]["samples"] for _ in range(2))
-    assert one == same
-    assert len(set(one.values())) > 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

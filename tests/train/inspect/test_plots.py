@@ -1,7 +1,6 @@
 """The figures of `exitserve inspect`: they can be drawn, and say what their axes are."""
 
 import io
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -80,51 +79,6 @@ def test_figures_are_drawn_and_labelled(
     assert labels_of(figure) == labels
 
 
-def test_curves_are_drawn_in_order_of_depth_and_told_apart() -> None:
-    (axes,) = by_depth({"a": {6: 3.0, 1: 1.0}, "b": {1: 2.0}}, "y", exit_layers=[2]).axes
-    first, second, exit_layer = axes.get_lines()
-    assert first.get_xydata().tolist() == [[1.0, 1.0], [6.0, 3.0]]
-    assert first.get_marker() != second.get_marker()
-    assert exit_layer.get_xdata() == [2, 2]
-    assert [line.get_label() for line in axes.get_lines()] == ["a", "b", "exit layer"]
-
-
-@pytest.mark.parametrize(("count", "shown"), [(1, 1), (6, 6), (13, 13), (14, 7), (48, 12)])
-def test_depths_are_named_as_far_as_there_is_room(count: int, shown: int) -> None:
-    depths = [10 * i for i in range(1, count + 1)]
-    axes = stacked_histograms(histograms(count), depths).axes[0]
-    names = [label.get_text() for label in axes.get_xticklabels()]
-    assert len(names) == shown
-    assert str(depths[-1]) in names
-    positions = axes.get_xticks()
-    assert [str(10 * (int(position) + 1)) for position in positions] == names
-
-
-def test_small_matrices_have_their_numbers_written_in() -> None:
-    axes = heat_map({"COS": torch.tensor([[1.0, -0.35], [-0.35, 1.0]])}, [2, 6]).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["1.00", "-0.35", "-0.35", "1.00"]
-    assert axes.images[0].get_clim() == (-0.4, 1.0)
-    assert not heat_map({"COS": torch.eye(9)}, range(9)).axes[0].texts
-
-
-def test_columns_of_histograms_start_at_the_lowest_cosine() -> None:
-    axes = stacked_histograms(torch.tensor([[0.9, 0.1], [0.0, 1.0]]), [1, 2]).axes[0]
-    # Rows from below: cosines -1 to 0, then 0 to 1; columns are depths.
-    assert axes.images[0].get_array().tolist() == [
-        pytest.approx([0.9, 0.0]),
-        [pytest.approx(0.1), 1],
-    ]
-    assert axes.images[0].origin == "lower"
-    assert axes.get_ylim() == (-1.0, 1.0)
-
-
-def test_boxes_are_ordered_by_depth() -> None:
-    axes = box_plot({5: [2.0, 2.0], 1: [1.0, 1.0]}, "y").axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "5"]
-    medians = [line for line in axes.get_lines() if line.get_color() == "#d62728"]
-    assert [float(line.get_ydata()[0]) for line in medians] == [1.0, 2.0]
-
-
 DEPTHS: Sequence[int] = [1, 2]
 
 
@@ -143,7 +97,3 @@ DEPTHS: Sequence[int] = [1, 2]
 def test_bad_arguments_are_named(call: Callable[[], Figure], message: str) -> None:
     with pytest.raises(ExitServeError, match=message):
         call()
-
-
-def test_a_missing_value_leaves_a_gap() -> None:
-    assert picture(by_depth({"NC1": {1: 2.0, 2: math.nan, 3: 1.0}}, "NC1 (no unit)"))
