@@ -91,7 +91,7 @@ def test_numbers_are_those_of_the_reference(
     assert float((logits.amax(1) - chosen).max()) <= (1e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize(("criterion", "dtype"), zip(CRITERIA, TYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("criterion", "dtype"), [*zip(CRITERIA, TYPES, strict=True)], ids=str)
 def test_every_option_at_once(criterion: str, dtype: torch.dtype, device: torch.device) -> None:
     # Many rows: with few, the ratio of two small errors is chance.
     states, weight, thresholds = inputs((150, 72, 333), dtype, device)
