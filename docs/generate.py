@@ -4,7 +4,7 @@
 
 Generated are the pages and sections of `PARTS`: what commands accept, what is exported, and what
 `exitserve plan` computes. They are committed, so that they can be read without building the site,
-and a test (`tests/packaging/test_generated.py`) fails if one is not what the code gives.
+and a test (`tests/packaging/test_site.py`) fails if one is not what the code gives.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
 GAINS = (1.0, 1.3, 1.6)
 REPLICAS = {"llama-3-8b": 1, "llama-3-70b": 4}
 """GPUs of 80 GB that one replica of a shape takes, its cache included."""
-GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+GPU_COUNTS = (1, 4, 16, 64)
 DEFER_ACCEPTANCE = 0.8
-"""Of drafts that stand, or that full depth accepts: some that stand it would not."""
+"""Of drafts that are final, or that full depth accepts: some that are final it would not."""
 
 
 @cache
@@ -333,7 +333,7 @@ def gains(report: Mapping[str, Any], batch: int) -> dict[str, float]:
     return {
         "`off`": 1.0,
         f"`verify`, {100 * ACCEPTANCE:.0f} % of drafts accepted (assumed)": verified,
-        f"`defer`, {100 * DEFER_ACCEPTANCE:.0f} % stand or are accepted (assumed)": deferred,
+        f"`defer`, {100 * DEFER_ACCEPTANCE:.0f} % are final or accepted (assumed)": deferred,
         f"`confidence`, {100 * EXIT_SHARE:.0f} % of tokens exit (assumed)": gain_of(
             report["best"], batch, EXIT_SHARE
         ),
@@ -353,7 +353,6 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
                 "Promise",
                 "Period",
                 "LayerChecks",
-                "SwitchedExits",
             ),
         ),
     ),
