@@ -18,7 +18,6 @@ from exitserve.evaluation.command import add_command as add_eval
 from exitserve.import_checkpoint import add_import
 from exitserve.planning.command import add_command as add_plan
 from exitserve.server.command import add_serve
-from exitserve.tracing.command import add_trace
 from exitserve.truncation.command import add_truncate
 
 DESCRIPTION = """\
@@ -31,7 +30,6 @@ A first tour:
   exitserve bench MODEL --out DIR                  side by side with plain vLLM
   exitserve calibrate MODEL --data FILE            thresholds that keep a target, guaranteed
   exitserve eval MODEL --data FILE --out DIR       quality against depth
-  exitserve trace MODEL --prompt TEXT --out FILE   what every exit says to each token
   exitserve train RECIPE.yaml                      make a multi-exit model
   exitserve inspect MODEL --data FILE --out DIR    look at every layer of it
   exitserve truncate MODEL --layers 8 --out DIR    its first layers as a smaller checkpoint
@@ -55,7 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
         add_bench,
         add_calibrate,
         add_eval,
-        add_trace,
         add_truncate,
         add_import,
     ):

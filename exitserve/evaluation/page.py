@@ -35,8 +35,6 @@ SHORT_HEADERS = (
     "perplexity\nretained",
 )
 """Columns of the terminal table, which fits 80 characters."""
-TASK_HEADERS = ("task", "setting", "score", "retained", "mean depth", "depth speedup")
-SHORT_TASK_HEADERS = ("task", "setting", "score", "retained", "mean\ndepth", "depth\nspeedup")
 DRAFTING_LEGEND = (
     "Tokens that a step gives, on average, if the layers up to an exit draft k tokens and full "
     "depth judges them: the accepted drafts, and one more. Every token is drafted, whatever its "
@@ -60,26 +58,6 @@ def text_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         ]
         for case in cases
     ]
-
-
-def task_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row for each task and case, in the order of `TASK_HEADERS`."""
-    rows = []
-    for name in cases[0]["tasks"]:
-        for case in cases:
-            task = case["tasks"][name]
-            spread = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
-            rows.append(
-                [
-                    name,
-                    _label(case),
-                    f"{task['score']:.3f}{spread}",
-                    _share(task["retention"]),
-                    _number(task["mean_depth"], 2),
-                    _number(task["depth_speedup"], 2),
-                ]
-            )
-    return rows
 
 
 def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -127,24 +105,10 @@ def warning_of(data: Mapping[str, Any]) -> str:
     return LOSSLESS if modes == {"verify"} else LOSSY
 
 
-def minimum_line(data: Mapping[str, Any]) -> str | None:
-    """The least retention of any task, in a sentence; None without tasks."""
-    least = data["minimum_retention"]
-    if least is None:
-        return None
-    setting = label_of(least["mode"], least["exit_threshold"])
-    return f"Minimum retained: {_share(least['retention'])} ({least['task']}, {setting})."
-
-
 def markdown(data: Mapping[str, Any]) -> str:
     """The page `report.md`."""
     cases = data["cases"]
     lines = [f"# {title_of(data)}", "", f"> **Warning.** {warning_of(data)}", ""]
-    for note in data["notes"]:
-        lines += [f"> **Note.** {note}", ""]
-    if cases[0]["tasks"]:
-        lines += ["## Tasks", "", markdown_table(TASK_HEADERS, task_rows(cases)), ""]
-        lines += [f"**{least}**", ""] if (least := minimum_line(data)) else []
     lines += ["## Held-out text", "", markdown_table(HEADERS, text_rows(cases)), ""]
     lines += ["![retained quality](retention.png)", ""]
     if by_depth := depth_rows(cases):
@@ -159,8 +123,8 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 def _conditions(data: Mapping[str, Any]) -> list[str]:
     settings = data["settings"]
-    text, tasks = settings["data"], settings["tasks"]
-    lines = [
+    text = settings["data"]
+    return [
         f"- Text: {text['name']} (sha256 {text['sha256'][:16]}, {text['documents']} documents), "
         f"{settings['windows']} windows of {settings['window_tokens']} tokens, the first "
         f"{settings['prompt_tokens']} of each as prompt: {settings['decode_tokens']} decode "
@@ -172,17 +136,8 @@ def _conditions(data: Mapping[str, Any]) -> list[str]:
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
         f"{settings['criterion']}, exit checks {settings['exit_checks']}. Nothing was timed; "
         f"depth speedup counts layers.",
+        f"- {machine_line(data)}.",
     ]
-    if tasks is not None:
-        few = "" if tasks["limit"] is None else f", at most {tasks['limit']} requests each"
-        here = tasks["server"] == "started here"
-        server = tasks["server"] + ("" if here else " (the machine below may be another)")
-        lines.append(
-            f"- Tasks: lm-eval {tasks['lm_eval']}{few}, server "
-            f"{server}, {tasks['concurrency']} requests at a time. Mean depth is of "
-            f"the tokens of a task's own answers, the first of each left out."
-        )
-    return [*lines, f"- {machine_line(data)}."]
 
 
 def _label(case: Mapping[str, Any]) -> str:
@@ -198,7 +153,7 @@ def _share(value: float | None) -> str:
 
 
 def plot(data: Mapping[str, Any]) -> Figure:
-    """What is retained of full depth, against depth speedup: text, agreement, every task.
+    """What is retained of full depth, against depth speedup.
 
     One panel for each mode; every line begins at full depth.
     """
@@ -226,13 +181,9 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
             (c["depth_speedup"], c["perplexity_retention"]) for c in cases
         ],
     }
-    for name in cases[0]["tasks"]:
-        found = [case["tasks"][name] for case in cases]
-        lines[name] = [(task["depth_speedup"], task["retention"]) for task in found]
     for name, points in lines.items():
         known = sorted((x, 100 * y) for x, y in points if x is not None and y is not None)
-        style = "--" if name.endswith("held-out text") else "-"
-        panel.plot([x for x, _ in known], [y for _, y in known], style, marker="o", label=name)
+        panel.plot([x for x, _ in known], [y for _, y in known], marker="o", label=name)
     panel.axhline(100, color="#bbbbbb", linewidth=1, zorder=0)
     panel.set_xlabel("depth speedup (layers at full depth / layers run)")
     panel.grid(alpha=0.25)

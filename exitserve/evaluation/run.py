@@ -1,29 +1,25 @@
-"""Runs an evaluation: tasks against a server, then the oracle on held-out text."""
+"""Runs an evaluation: the oracle on held-out text, and on a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.metadata import version
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from exitserve.engine.launch import runs_on_v2
-from exitserve.errors import ExitServeError
 from exitserve.evaluation.acceptance import measure_drafts
-from exitserve.evaluation.endpoint import Endpoint, check_fields, find_endpoint
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
-from exitserve.evaluation.settings import EvalJob, TaskJob
-from exitserve.policy import EXACT
-from exitserve.progress import ShareProgress
-from exitserve.reference import load_reference
+from exitserve.evaluation.settings import (
+    PROMPT_TOKENS,
+    SEED,
+    TRACED_TOKENS,
+    EvalJob,
+)
+from exitserve.evaluation.trace import Trace, traced_tokens
+from exitserve.files import replace_file
+from exitserve.reference import Reference
 from exitserve.report import machine, versions
-from exitserve.server.local_server import LocalServer
 from exitserve.windows import Window
-
-if TYPE_CHECKING:
-    # lm-eval, which it needs, may not be installed.
-    from exitserve.evaluation.harness import TaskScore
 
 NOT_TIMED: dict[str, Any] = {
     "batch_size": None,
@@ -40,73 +36,45 @@ NOT_TIMED: dict[str, Any] = {
 
 def evaluate(
     job: EvalJob,
+    reference: Reference,
     windows: Sequence[Window],
-    tasks: Mapping[str, Any],
-    out: Path,
-    progress: ShareProgress,
+    progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
-    """Runs an evaluation.
+    """Measures quality on held-out text.
 
     Args:
         job: what to evaluate.
+        reference: the oracle over its checkpoint.
         windows: of the job's documents.
-        tasks: lm-eval's, by name; empty without `job.tasks`.
-        out: for the log of a server that is started.
         progress: see `ShareProgress`.
 
     Returns:
         The report without its `schema_version`; see docs/eval.md for the keys.
-
-    Raises:
-        ExitServeError: the server is not the right one, or it or a task fails.
     """
-    steps = len(tasks) * len(job.settings) + 2 * len(windows)
     done = 0
 
     def passed(doing: str) -> None:
         nonlocal done
         done += 1
-        progress(doing, done / steps)
+        progress(doing, done / (2 * len(windows)))
 
-    scores: dict[str, list[TaskScore]] = {setting.label: [] for setting in job.settings}
-    if job.tasks is not None:
-        from exitserve.evaluation.harness import run_tasks
-
-        progress("asking the server" if job.tasks.endpoint else "starting a server", 0.0)
-        with _server(job, job.tasks, out) as endpoint:
-            for setting, score in run_tasks(
-                tasks, job.settings, job.tasks, endpoint, str(job.directory)
-            ):
-                scores[setting.label].append(score)
-                passed(f"{score.task}: {setting.label}")
-    progress("loading the model in float32", done / steps)
-    reference = load_reference(str(job.directory), exit_checks=job.exit_checks, device="auto")
     found = measure_quality(
         reference,
         windows,
-        job.prompt_tokens,
+        PROMPT_TOKENS,
         job.settings,
         lambda: passed("held-out text, every setting"),
     )
     drafting = measure_drafts(
-        reference, windows, job.prompt_tokens, lambda: passed("held-out text, drafts")
+        reference, windows, PROMPT_TOKENS, lambda: passed("held-out text, drafts")
     )
-    return _report(job, windows, found, scores) | {"drafting": drafting}
+    return _report(job, windows, found) | {"drafting": drafting}
 
 
 def _report(
-    job: EvalJob,
-    windows: Sequence[Window],
-    found: Sequence[SettingQuality],
-    scores: Mapping[str, Sequence[TaskScore]],
+    job: EvalJob, windows: Sequence[Window], found: Sequence[SettingQuality]
 ) -> dict[str, Any]:
     full = found[0].whole.perplexity
-    cases = [
-        case_of(quality, scores[quality.setting.label], full, job.rules.exit_layers)
-        for quality in found
-    ]
-    for case in cases:
-        add_retention(case, cases[0])
     return {
         "kind": "evaluation",
         "model": job.model,
@@ -114,61 +82,33 @@ def _report(
         "machine": machine(),
         "versions": versions(),
         "settings": _settings_block(job, windows),
-        "minimum_retention": least_retained(cases),
-        "notes": notes_on(cases),
-        "cases": cases,
+        "cases": [case_of(quality, full, job.rules.exit_layers) for quality in found],
     }
 
 
-def check_server(job: EvalJob) -> None:
-    """Checks the server of `--endpoint`, or of one to be started its modes.
-
-    Raises:
-        ExitServeError: it is not the right one, or refuses a setting.
-    """
-    if job.tasks is None:
-        return
-    if job.tasks.endpoint is None:
-        _mode_options(job)
-    else:
-        endpoint = find_endpoint(job.tasks.endpoint, job.model, job.rules)
-        check_fields(endpoint, (setting.fields for setting in job.settings))
-
-
-@contextmanager
-def _server(job: EvalJob, tasks: TaskJob, out: Path) -> Iterator[Endpoint]:
-    """The server of `--endpoint`, or one that is started and runs as long as the context."""
-    if tasks.endpoint is not None:
-        yield find_endpoint(tasks.endpoint, job.model, job.rules)
-        return
-    # Quality is that of the exits, whether they pay on this machine or not.
-    options = [*tasks.server_options, "--exit-checks", job.exit_checks, *_mode_options(job)]
-    with LocalServer(job.directory, *options, log=out / "server.log") as server:
-        yield find_endpoint(server.url, str(job.directory), job.rules)
-
-
-def _mode_options(job: EvalJob) -> list[str]:
-    """Options of a server that has the modes of all settings.
-
-    Raises:
-        ExitServeError: none has: on a GPU it drafts with its first layers, or tokens exit.
-    """
-    wanted = {setting.policy.mode for setting in job.settings}
-    starts = [mode for mode in EXACT if mode in wanted and (mode == "verify" or runs_on_v2())]
-    if not starts:
-        return []
-    if runs_on_v2() and "confidence" in wanted:
-        raise ExitServeError(
-            "on a GPU a server has mode confidence, or the modes defer and verify: with --tasks "
-            "give --modes of one kind, and run the command once for each."
+def write_traces(job: EvalJob, reference: Reference, tokenizer: Any, out: Path) -> Iterator[Path]:
+    """Answers the job's prompt at every setting; yields the file of each trace."""
+    assert job.prompt is not None
+    for setting in job.settings[1:]:
+        tokens = traced_tokens(reference, tokenizer, job.prompt, TRACED_TOKENS, setting.policy)
+        trace = Trace(
+            model=job.model,
+            num_layers=job.rules.num_layers,
+            exit_layers=job.rules.exit_layers,
+            criterion=job.rules.criterion,
+            fields=setting.fields,
+            prompt=job.prompt,
+            tokens=tuple(tokens),
         )
-    # The threshold is only its default; every request sends its own.
-    return ["--mode", starts[-1], "--exit-threshold", "0.5"]
+        file = out / f"trace-{setting.label.replace(' ', '-').replace(':', '-')}.json"
+        replace_file(
+            file, f"{json.dumps(trace.to_json(), ensure_ascii=False, indent=1)}\n".encode()
+        )
+        yield file
 
 
 def case_of(
     quality: SettingQuality,
-    scores: Sequence[TaskScore],
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
@@ -203,7 +143,6 @@ def case_of(
         if policy.mode != "off"
         else {},
         "by_depth": depth_entries(quality),
-        "tasks": {score.task: _task_of(score, full) for score in scores},
     }
 
 
@@ -211,61 +150,8 @@ def _finite(value: float) -> float | None:
     return None if value == float("inf") else value
 
 
-def _task_of(score: TaskScore, full: int) -> dict[str, Any]:
-    """A task under one setting; its first metric is the score."""
-    name, first = next(iter(score.metrics.items()))
-    depths = score.depths
-    mean = sum(depths) / len(depths) if depths else None
-    return {
-        "metric": name,
-        "score": rounded(first["value"]),
-        "stderr": rounded(first["stderr"]),
-        "higher_is_better": first["higher_is_better"],
-        "retention": None,
-        "samples": score.samples,
-        "tokens": len(depths),
-        "mean_depth": rounded(mean),
-        "depth_speedup": None if mean is None else rounded(full / mean),
-        "exit_layers": {str(depth): depths.count(depth) for depth in sorted(set(depths))},
-        "metrics": {
-            key: {**metric, "value": rounded(metric["value"]), "stderr": rounded(metric["stderr"])}
-            for key, metric in score.metrics.items()
-        },
-    }
-
-
-def retention(score: float, full: float, *, higher_is_better: bool) -> float | None:
-    """A score as a share of full depth's; None where that would divide by zero."""
-    part, whole = (score, full) if higher_is_better else (full, score)
-    return rounded(part / whole) if whole else None
-
-
-def add_retention(case: dict[str, Any], full: Mapping[str, Any]) -> None:
-    """Fills in `retention` of a case's tasks."""
-    for name, task in case["tasks"].items():
-        task["retention"] = retention(
-            task["score"], full["tasks"][name]["score"], higher_is_better=task["higher_is_better"]
-        )
-
-
-def least_retained(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The least retention over tasks and settings; None where no task has one."""
-    found = [
-        {
-            "retention": task["retention"],
-            "task": name,
-            "mode": case["mode"],
-            "exit_threshold": case["exit_threshold"],
-        }
-        for case in cases[1:]
-        for name, task in case["tasks"].items()
-        if task["retention"] is not None
-    ]
-    return min(found, key=lambda one: one["retention"], default=None)
-
-
 def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
-    tasks = job.tasks
+    assert job.documents is not None
     return {
         "num_layers": job.rules.num_layers,
         "exit_layers": list(job.rules.exit_layers),
@@ -274,40 +160,7 @@ def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
         "data": job.documents.provenance(),
         "windows": len(windows),
         "window_tokens": job.window,
-        "prompt_tokens": job.prompt_tokens,
-        "decode_tokens": len(windows) * (job.window - job.prompt_tokens - 1),
-        "seed": job.seed,
-        "tasks": None
-        if tasks is None
-        else {
-            "lm_eval": version("lm_eval"),
-            "names": list(tasks.names),
-            "limit": tasks.limit,
-            "concurrency": tasks.concurrency,
-            "chat_template": tasks.chat,
-            "server": "started here" if tasks.endpoint is None else tasks.endpoint,
-            "server_options": list(tasks.server_options),
-        },
+        "prompt_tokens": PROMPT_TOKENS,
+        "decode_tokens": len(windows) * (job.window - PROMPT_TOKENS - 1),
+        "seed": SEED,
     }
-
-
-def notes_on(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warnings about scores that a reader should not take at face value."""
-    notes = []
-    for name, full in cases[0]["tasks"].items():
-        others = [case["tasks"][name] for case in cases[1:]]
-        if not full["tokens"]:
-            notes.append(
-                f"{name}: answers of one token come from the prompt pass, at full depth. Nothing "
-                f"of this task can exit."
-            )
-        if not full["score"]:
-            notes.append(f"{name}: full depth's score is 0, so there is nothing to retain.")
-        moved = max((abs(one["score"] - full["score"]) for one in others), default=0.0)
-        if full["stderr"] is not None and 0 < moved < 2 * full["stderr"]:
-            notes.append(
-                f"{name}: scores differ by at most {moved:.3f}, less than two standard errors "
-                f"({2 * full['stderr']:.3f}) of a score by itself: too few samples "
-                f"({full['samples']}) to tell what exits cost."
-            )
-    return notes

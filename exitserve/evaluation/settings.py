@@ -12,6 +12,13 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.windows import Documents
 
+PROMPT_TOKENS = 32
+"""Of each window, at full depth."""
+TRACED_TOKENS = 64
+"""Most tokens of an answer that is traced."""
+SEED = 0
+"""Of the choice of windows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSetting:
@@ -36,24 +43,6 @@ def label_of(mode: str, exit_threshold: float | str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskJob:
-    """Tasks of lm-eval, and the server that they run against."""
-
-    names: tuple[str, ...]
-    path: Path | None
-    """A folder with task files of one's own."""
-    limit: int | None
-    """Most requests of each task; None for no limit."""
-    concurrency: int
-    chat: bool
-    """Whether prompts go through the tokenizer's chat template."""
-    endpoint: str | None
-    """URL of a running server; None to start one."""
-    server_options: tuple[str, ...]
-    """Flags of `exitserve serve` for a server that is started."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvalJob:
     """What an evaluation was asked to do, checked."""
 
@@ -65,15 +54,14 @@ class EvalJob:
     exit_checks: str
     settings: tuple[EvalSetting, ...]
     """Full depth first."""
-    documents: Documents
+    documents: Documents | None
+    """Held-out text, if quality is to be measured."""
     window: int
     """Tokens of a window."""
-    prompt_tokens: int
-    """How many of them are the prompt."""
     windows: int
     """Most windows."""
-    seed: int
-    tasks: TaskJob | None
+    prompt: str | None
+    """A text to continue, for traces."""
 
 
 def make_settings(

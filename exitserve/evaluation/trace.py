@@ -1,0 +1,184 @@
+"""Full traces: what every exit layer, and full depth, says to each token of an answer.
+
+`exitserve eval --prompt` writes them, by the oracle, for the playground to open.
+`docs/playground.md` describes a file, and `docs/trace.schema.json` is its schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from exitserve.calibration_record import Criterion, Layer, Number
+from exitserve.policy import ExitPolicy
+from exitserve.reference import Look, Looks, Reference
+
+VERSION: Literal[2] = 2
+
+Count = Annotated[int, Field(ge=0)]
+
+Outcome = Literal["stopped", "went_on", "drafted", "screened", "unchecked", "not_reached"]
+"""What became of a token at a layer. stopped: it was sent from there. went_on: it was checked, and
+not confident enough. drafted: confident enough, so that in mode "verify" the layer's token was
+drafted, unless it ends the answer. screened: a screen left the check out. unchecked: it passed by,
+since its request has no threshold there, or nobody drafted there, or its position runs all layers.
+not_reached: it stopped below."""
+
+PRIMING = 8
+"""Tokens of the prompt behind which generated ones are decoded: enough for a character."""
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LayerTrace:
+    """What one token met at one layer; the last layer is full depth."""
+
+    layer: Layer
+    outcome: Outcome
+    token_id: Count
+    """The most likely token there."""
+    text: str
+    """Its text."""
+    confidence: Number
+    threshold: Number | None = None
+    """That the confidence had to pass."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DraftTrace:
+    """A draft that full depth judged (mode "verify")."""
+
+    layer: Layer
+    """The exit layer that proposed it."""
+    token_id: Count
+    text: str
+    accepted: bool
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TokenTrace:
+    """One generated token."""
+
+    index: Count
+    """Its place in the answer, from 0."""
+    token_id: Count
+    text: str
+    """What it added to the text: nothing, if it is only a part of a character."""
+    depth: Layer
+    """The layer that it was sent from."""
+    layers: tuple[LayerTrace, ...]
+    """The exit layers, ascending, and full depth."""
+    drafts: tuple[DraftTrace, ...] | None = None
+    """Itself, if it was drafted and accepted. Or those rejected when full depth gave this token:
+    the one in its place, and what had been drafted behind that. None where there were none."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Trace:
+    """One answer, with all that is needed to read it: a file."""
+
+    version: Literal[2] = VERSION
+    model: str
+    num_layers: Layer
+    exit_layers: tuple[Layer, ...]
+    criterion: Criterion
+    """What confidence is."""
+    fields: Mapping[str, Any]
+    """The `exit_*` fields of the request."""
+    prompt: str
+    tokens: tuple[TokenTrace, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it, without what is not known."""
+        found: dict[str, Any] = TypeAdapter(Trace).dump_python(self, mode="json", exclude_none=True)
+        return found
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a file."""
+    return TypeAdapter(Trace).json_schema()
+
+
+def traced_tokens(
+    reference: Reference, tokenizer: Any, prompt: str, max_tokens: int, policy: ExitPolicy
+) -> Iterator[TokenTrace]:
+    """Answers a prompt greedily, token by token.
+
+    Args:
+        reference: the checkpoint.
+        tokenizer: its Hugging Face tokenizer.
+        prompt: the text to continue.
+        max_tokens: most tokens to generate.
+        policy: when tokens exit.
+    """
+
+    def text_of(token_id: int) -> str:
+        return str(tokenizer.decode([token_id]))
+
+    def layer(look: Look, looks: Looks) -> LayerTrace:
+        return LayerTrace(
+            layer=look.layer,
+            outcome=_outcome(look, looks),
+            token_id=look.token_id,
+            text=text_of(look.token_id),
+            confidence=round(look.confidence, 6),
+            threshold=look.threshold,
+        )
+
+    prompt_ids = tokenizer.encode(prompt)
+    texts = TokenTexts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), prompt_ids)
+    for index, looks in enumerate(reference.watch(prompt_ids, max_tokens, policy)):
+        drafts = tuple(
+            DraftTrace(layer=layer, token_id=token, text=text_of(token), accepted=accepted)
+            for layer, token, accepted in looks.drafts
+        )
+        yield TokenTrace(
+            index=index,
+            token_id=looks.token_id,
+            text=texts.add(looks.token_id),
+            depth=looks.depth,
+            layers=tuple(layer(look, looks) for look in looks.by_layer),
+            drafts=drafts or None,
+        )
+
+
+def _outcome(look: Look, looks: Looks) -> Outcome:
+    if look.layer >= looks.depth:
+        return "stopped" if look.layer == looks.depth else "not_reached"
+    if look.is_checked:
+        return "drafted" if look.passes else "went_on"
+    return "unchecked" if look.threshold is None else "screened"
+
+
+class TokenTexts:
+    """What each token adds to a text, so that the parts joined are the whole.
+
+    A token alone may be a part of a character, or lose the blank before it; so it is decoded behind
+    the tokens before it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
+        """Starts behind a prompt.
+
+        Args:
+            decode: gives the text of token ids, without special tokens.
+            before: the prompt.
+        """
+        self._decode = decode
+        self._ids = list(before[-PRIMING:])
+        self._start, self._read = 0, len(self._ids)
+        """Where the window begins that is decoded, and what of it has been given out."""
+
+    def add(self, token_id: int) -> str:
+        """What the next token adds; nothing while a character is incomplete."""
+        self._ids.append(token_id)
+        known = self._decode(self._ids[self._start : self._read])
+        now = self._decode(self._ids[self._start :])
+        if now.endswith("�") or len(now) <= len(known):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return now[len(known) :]

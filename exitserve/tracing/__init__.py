@@ -1,1 +1,0 @@
-"""Full traces: what every exit check found, of servers and of the oracle."""

@@ -1,0 +1,96 @@
+"""Full traces: their texts, their file, and what the oracle says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exitserve.cli import main
+from exitserve.evaluation.trace import TokenTexts, schema
+from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "the quick brown fox"
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, so that characters may take several."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\ufffd")
+"""Without the one that stands for an incomplete character."""
+
+
+@given(st.text(CHARACTERS, max_size=20), st.text(CHARACTERS, max_size=20))
+def test_texts_joined_are_the_text(prompt: str, answer: str) -> None:
+    texts = TokenTexts(Bytes().decode, prompt.encode())
+    assert "".join(texts.add(one) for one in answer.encode()) == answer
+
+
+@pytest.mark.parametrize("mode", ["confidence", "defer", "off"])
+def test_watching_changes_nothing(make_checkpoint, mode: str) -> None:
+    """What is looked at beyond a token's exit leaves no key or value behind."""
+    reference = load_reference(str(make_checkpoint("llama")))
+    policy = ExitPolicy.off() if mode == "off" else ExitPolicy.confidence(0.1, mode=mode)
+    ids = [ord(c) for c in PROMPT]
+    decoded = reference.decode(ids, 16, policy)
+    seen = list(reference.watch(ids, 16, policy))
+    assert [one.token_id for one in seen] == decoded.token_ids
+    assert [one.depth for one in seen] == decoded.exit_layers
+    for one in seen:
+        assert [look.layer for look in one.by_layer] == [2, 4, 6]
+        (there,) = [look for look in one.by_layer if look.layer == one.depth]
+        assert there.token_id == one.token_id
+        above = [look for look in one.by_layer if look.is_checked and look.layer < one.depth]
+        assert all(look.confidence <= look.threshold for look in above)
+
+
+def test_watching_drafts(make_checkpoint) -> None:
+    """The rounds of `decode`; a draft that full depth accepted is the token, one that it rejected
+    is not."""
+    reference = load_reference(str(make_checkpoint("llama")), exit_checks="all")
+    policy, ids = ExitPolicy.confidence(0.1, mode="verify"), [ord(c) for c in PROMPT]
+    decoded = reference.decode(ids, 40, policy, num_drafts=3)
+    seen = list(reference.watch(ids, 40, policy, num_drafts=3))
+    assert [one.token_id for one in seen] == decoded.token_ids
+    assert {one.depth for one in seen} == {6}
+    drafts = [one for looks in seen for one in looks.drafts]
+    assert (len(drafts), sum(stands for *_, stands in drafts)) == (
+        decoded.drafted,
+        decoded.accepted,
+    )
+    assert 0 < decoded.accepted < decoded.drafted
+    for looks in filter(lambda one: one.drafts, seen):
+        layer, token, stands = looks.drafts[0]
+        (there,) = [look for look in looks.by_layer if look.layer == layer]
+        assert there.passes and there.is_checked and there.token_id == token
+        assert stands == (token == looks.token_id)
+        assert not any(look.is_checked for look in looks.by_layer if look.layer > layer)
+
+
+def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path) -> None:
+    import jsonschema
+
+    arguments = ["eval", str(make_checkpoint("llama")), "--prompt", PROMPT, "--out", str(tmp_path)]
+    arguments += ["--thresholds", "0.08", "--modes", "confidence,verify"]
+    assert main(arguments) == 0
+    files = sorted(tmp_path.glob("trace-*.json"))
+    early, drafted = (json.loads(file.read_text()) for file in files)
+    for written in (early, drafted):
+        jsonschema.validate(written, schema())
+        assert written["prompt"] == PROMPT and written["fields"]["exit_threshold"] == 0.08
+    assert min(token["depth"] for token in early["tokens"]) < 6
+    assert {token["depth"] for token in drafted["tokens"] if "drafts" in token} == {6}
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_the_schema_in_the_documentation_is_ours() -> None:
+    assert json.loads((ROOT / "docs" / "trace.schema.json").read_text()) == schema()
