@@ -18,7 +18,6 @@ from exitserve.bench.command import add_command, job_of
 from exitserve.bench.engines import _arguments, engine_names
 from exitserve.bench.settings import GPU_SHARE, BenchJob
 from exitserve.calibration.command import _own_checks
-from exitserve.cli import main
 from exitserve.engine.launch import engine_options, suit_runner
 from exitserve.errors import ExitServeError
 
@@ -131,12 +130,3 @@ def test_drafts_are_planned_by_the_name_of_the_gpu(model: Path, gpu: None) -> No
 
 def test_calibrations_are_for_this_machines_servers(gpu: None) -> None:
     assert _own_checks() == "all", "the first layers draft, and no screens are read"
-
-
-def test_modes_that_no_server_has_together(
-    make_checkpoint, gpu: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("lm_eval")
-    asked = ("--data", __file__, "--tasks", "gsm8k", "--modes", "confidence,defer", "--out", "no")
-    assert main(["eval", str(make_checkpoint("llama")), *asked]) == 2
-    assert "give --modes of one kind" in capsys.readouterr().err

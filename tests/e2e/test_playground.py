@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from exitserve.cli import main
+from exitserve.evaluation.settings import TRACED_TOKENS as TRACED
 from exitserve.server.local_server import LocalServer
-from exitserve.tracing.format import read_trace
 
 PROMPT = "def read_lines(path):\n    with open(path"
 HTML = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;"
@@ -46,7 +46,7 @@ def run(page: Any, expect: Any, prompt: str = PROMPT) -> None:
     expect(page.locator("#parting")).not_to_be_empty(timeout=SOON)
 
 
-def test_both_answers_come_coloured_and_compared(page, expect, complete, tmp_path) -> None:
+def test_both_answers_come_coloured_and_compared(page, expect, complete) -> None:
     run(page, expect)
     answer = complete(PROMPT, 32, exit_threshold=0.4)["choices"][0]
     shown = page.locator("#early .token").all_inner_texts()
@@ -60,13 +60,6 @@ def test_both_answers_come_coloured_and_compared(page, expect, complete, tmp_pat
         figures = page.locator(f"{pane} .figures")
         expect(figures).to_have_text(re.compile(r"^[\d.]+ tokens/s · 32 tokens · mean depth "))
     expect(page.locator("#live-text")).to_have_text(re.compile(r"^[\d,]+ tokens · mean depth"))
-    with page.expect_download() as download:
-        page.locator("#save").click()
-    file = tmp_path / "trace.json"
-    download.value.save_as(file)
-    trace = read_trace(file)
-    assert trace.made_by == "server" and trace.prompt == PROMPT
-    assert [token.depth for token in trace.tokens] == answer["exit_layers"]
 
 
 def test_where_the_texts_part(page, expect, complete) -> None:
@@ -82,8 +75,9 @@ def test_where_the_texts_part(page, expect, complete) -> None:
 FIXED_AND_FULL: tuple[dict[str, Any], ...] = ({"exit_layer": 6}, {"exit_mode": "off"})
 
 
-def test_why_here_by_keyboard(page, expect) -> None:
-    run(page, expect)
+def test_why_here_by_keyboard(page, expect, trace_file) -> None:
+    page.locator("#file").set_input_files(trace_file)
+    expect(page.locator("#early .token")).to_have_count(TRACED)
     first, tip, why = page.locator("#early-0"), page.locator("#tip"), page.locator("#why")
     first.focus()
     expect(tip).to_contain_text("full depth (24), confidence")
@@ -96,17 +90,17 @@ def test_why_here_by_keyboard(page, expect) -> None:
     expect(page.locator("#early-1")).to_have_attribute("aria-selected", "true")
     assert page.locator("#why-layers tbody tr").count() == 4
     assert page.locator("#why-map tbody tr").count() == 4
-    assert page.locator("#why-map thead th").count() == 32
+    assert page.locator("#why-map thead th").count() == 40
     page.keyboard.press("End")
     expect(page.locator("#why-map thead .chosen")).to_have_text(
-        page.locator("#early-31").get_attribute("aria-label").rpartition(": ")[0]
+        page.locator(f"#early-{TRACED - 1}").get_attribute("aria-label").rpartition(": ")[0]
     )
     page.keyboard.press("Escape")
     expect(why).to_be_hidden()
 
 
-def test_why_here_by_pointer(page, expect) -> None:
-    run(page, expect)
+def test_why_here_by_pointer(page, expect, trace_file) -> None:
+    page.locator("#file").set_input_files(trace_file)
     page.locator("#early-5").hover()
     expect(page.locator("#tip")).to_contain_text("confidence")
     page.locator("#early-5").click()
@@ -135,7 +129,7 @@ def test_the_slider_is_a_promise_behind_an_api_key(open_page, judging, expect) -
     assert slider.get_attribute("aria-valuetext") == meaning.inner_text()
     run(page, expect, "x = 1\ny =")
     fields = [json.loads(one.post_data)["vllm_xargs"] for one in asked]
-    assert [one.pop("exit_trace") for one in fields] == ["full"] * 4
+    assert [one.pop("exit_trace") for one in fields] == [True] * 4
     full_depth = {"exit_mode": "off"}
     assert fields == [{"exit_target": 0.75}, full_depth, {"exit_mode": "verify"}, full_depth]
     page.reload()
@@ -187,7 +181,7 @@ def test_what_a_trace_says_is_text(page, expect, trace_file) -> None:
     content = json.dumps(trace).encode()
     file = {"name": f"{HTML}.json", "mimeType": "application/json", "buffer": content}
     page.locator("#file").set_input_files(file)
-    expect(page.locator("#early .text")).to_have_text(HTML * 13)
+    expect(page.locator("#early .text")).to_have_text(HTML * (TRACED + 1))
     page.locator("#early-2").click()
     page.locator("#early-3").hover()
     expect(page.locator("#why")).to_contain_text("<script>alert(2)</script>")
@@ -197,9 +191,10 @@ def test_what_a_trace_says_is_text(page, expect, trace_file) -> None:
 @pytest.fixture(scope="module")
 def trace_file(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace by the oracle."""
-    file = tmp_path_factory.mktemp("trace") / "trace.json"
-    arguments = ["--prompt", PROMPT, "--max-tokens", "12", "--exit-threshold", "0.4"]
-    assert main(["trace", str(bundled), *arguments, "--out", str(file)]) == 0
+    out = tmp_path_factory.mktemp("trace")
+    arguments = ["--prompt", PROMPT, "--thresholds", "0.4", "--out", str(out), "--overwrite"]
+    assert main(["eval", str(bundled), *arguments]) == 0
+    (file,) = out.glob("trace-*.json")
     return file
 
 
@@ -214,8 +209,8 @@ def test_a_trace_is_opened_by_drop_and_by_choice(page, expect, trace_file) -> No
     text = trace_file.read_text()
     dropped = page.evaluate_handle(DROP, text)
     page.dispatch_event("main", "drop", {"dataTransfer": dropped})
-    expect(page.locator("#early .token")).to_have_count(12)
-    expect(page.locator("#early-title")).to_contain_text("trace.json (oracle")
+    expect(page.locator("#early .token")).to_have_count(TRACED)
+    expect(page.locator("#early-title")).to_contain_text("trace.json (exit-py-19m")
     expect(page.locator("#full")).to_be_hidden()
     early = next(token for token in json.loads(text)["tokens"] if token["depth"] < 24)
     page.locator(f"#early-{early['index']}").click()

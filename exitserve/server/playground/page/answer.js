@@ -1,10 +1,9 @@
-// One answer: text that streams in, each token in the colour of its depth once that is known.
+// One answer: text that streams in, then each token in the colour of its depth.
 
 import { depthStep, draftsOf, element, nameOf, visible } from "./depths.js";
 import { hideTip, showTip } from "./tip.js";
 
 const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
-const STRUCK = 1500; // milliseconds for which rejected drafts are shown
 
 export class Answer extends EventTarget {
   /** @param pane the section that shows it */
@@ -56,8 +55,7 @@ export class Answer extends EventTarget {
     const choice = chunk.choices[0];
     if (!choice) return;
     this.addText(choice.text ?? choice.delta?.content ?? "", choice.token_ids ?? []);
-    if (choice.exit_trace) this.addTokens(choice.exit_trace.tokens, true);
-    else if (choice.exit_layers) this.#addDepths(choice.exit_layers);
+    if (choice.exit_layers) this.#addDepths(choice.exit_layers);
   }
 
   addText(text, ids) {
@@ -70,7 +68,7 @@ export class Answer extends EventTarget {
     this.tail.textContent = this.received.slice(this.coloured);
   }
 
-  /** Servers without full traces tell depths at the end: then pieces of text get them. */
+  /** Servers tell depths at the end: then the pieces of text get them. */
   #addDepths(exitLayers) {
     let at = 0;
     const tokens = this.pieces.map(([text, ids]) => {
@@ -82,20 +80,16 @@ export class Answer extends EventTarget {
     this.addTokens(tokens);
   }
 
-  /** @param arriving whether they have just been decided: then rejected drafts are shown too */
-  addTokens(tokens, arriving = false) {
+  addTokens(tokens) {
     for (const token of tokens) {
       const place = this.tokens.push(token) - 1;
-      const { accepted, rejected } = draftsOf(token);
-      if (arriving && rejected.length) this.#strike(rejected);
       const shown = element("span", `token depth-${depthStep(token.depth, this.depths)}`, token.text);
       shown.id = `${this.text.parentElement.id}-${place}`;
       shown.setAttribute("role", "option");
       shown.setAttribute("aria-selected", "false");
       shown.setAttribute("aria-label", this.describe(token));
       shown.tabIndex = place === 0 ? 0 : -1;
-      if (accepted) shown.classList.add("drafted");
-      if (accepted && arriving) shown.classList.add("arriving");
+      if (draftsOf(token).accepted) shown.classList.add("drafted");
       this.shown.push(shown);
       this.list.append(shown);
       this.coloured += token.text.length;
@@ -106,14 +100,6 @@ export class Answer extends EventTarget {
       this.list.setAttribute("aria-orientation", "horizontal");
     }
     this.tail.textContent = this.received.slice(this.coloured);
-  }
-
-  /** Shows drafts that full depth rejected, for a moment. */
-  #strike(drafts) {
-    const struck = element("del", "rejected", drafts.map((one) => visible(one.text)).join(""));
-    struck.setAttribute("aria-hidden", "true"); // the token that came instead tells of them
-    this.list.append(struck);
-    setTimeout(() => struck.remove(), STRUCK);
   }
 
   describe(token) {

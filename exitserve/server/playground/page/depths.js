@@ -41,20 +41,17 @@ export function draftsOf(token) {
   };
 }
 
-export function drawLegend(place, depths, hasDrafts) {
+export function drawLegend(place, depths, hasDrafts = false) {
   const entry = (mark, text) => {
     const item = element("li");
     item.append(mark, ` ${text}`);
     return item;
   };
   const last = `depth-${depthStep(depths.at(-1), depths)}`;
-  const drafts = [
-    entry(element("span", `${last} drafted`, "ab"), "drafted, and full depth agreed"),
-    entry(element("del", "rejected", "ab"), "rejected"),
-  ];
+  const drafted = element("span", `${last} drafted`, "ab");
   place.replaceChildren(
     ...depths.map((depth) =>
       entry(element("span", `swatch depth-${depthStep(depth, depths)}`), nameOf(depth, depths))),
-    ...(hasDrafts ? drafts : []),
+    ...(hasDrafts ? [entry(drafted, "drafted, and full depth agreed")] : []),
   );
 }

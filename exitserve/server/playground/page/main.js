@@ -5,7 +5,7 @@ import { keepKey, read, ServerError, stream } from "./api.js";
 import { drawLegend, visible } from "./depths.js";
 import { Live } from "./live.js";
 import { Settings } from "./settings.js";
-import { openTrace, saveTrace } from "./trace-file.js";
+import { openTrace } from "./trace-file.js";
 import { hideWhy, showWhy } from "./why.js";
 
 const EXAMPLE = "def read_lines(path):\n    with open(path";
@@ -13,16 +13,15 @@ const $ = (id) => document.getElementById(id);
 
 const early = new Answer($("early"));
 const full = new Answer($("full"));
-let stats, model, settings, live, running, saved;
+let model, settings, live, running;
 
 async function start() {
   if (!$("prompt").value) $("prompt").value = EXAMPLE;
   const models = await withKey(() => read("v1/models"));
   model = models.data[0].id;
   $("model").textContent = model;
-  stats = await read("exitserve/stats");
-  settings = new Settings(stats);
-  drawLegend($("legend"), settings.depths, settings.drafts);
+  settings = new Settings(await read("exitserve/stats"));
+  drawLegend($("legend"), settings.depths);
   live = new Live(settings.depths);
 }
 
@@ -62,15 +61,11 @@ function problem(text) {
 async function run() {
   running?.abort();
   const own = (running = new AbortController());
-  reset(settings.depths, settings.drafts);
+  reset(settings.depths);
   $("stop").hidden = false;
   const request = settings.request(model);
   const fields = settings.fields();
-  const runEarly = async () => {
-    await answer(early, fields, request, own.signal);
-    saved = { model, prompt: request.prompt, fields, tokens: early.tokens };
-    $("save").disabled = !stats.offers.full_trace || !early.tokens.length;
-  };
+  const runEarly = () => answer(early, fields, request, own.signal);
   const runFull = () => answer(full, { exit_mode: "off" }, request, own.signal);
   try {
     if (settings.together) await Promise.all([runEarly(), runFull()]);
@@ -85,8 +80,7 @@ async function run() {
 }
 
 async function answer(shown, fields, { path, prompt, chat, body }, signal) {
-  const exit_trace = stats.offers.full_trace ? "full" : true;
-  const asked = { ...body, vllm_xargs: { ...fields, exit_trace } };
+  const asked = { ...body, vllm_xargs: { ...fields, exit_trace: true } };
   shown.start(chat ? "" : prompt);
   live.hurry();
   try {
@@ -102,10 +96,9 @@ async function answer(shown, fields, { path, prompt, chat, body }, signal) {
 }
 
 /** Empties both answers, for depths that may be those of another model. */
-function reset(depths, hasDrafts) {
+function reset(depths, hasDrafts = false) {
   problem("");
   $("parting").textContent = "";
-  $("save").disabled = true;
   early.clear(depths);
   full.clear(depths);
   drawLegend($("legend"), depths, hasDrafts);
@@ -139,7 +132,7 @@ async function open(file) {
     running?.abort();
     reset([...trace.exit_layers, trace.num_layers], trace.tokens.some((token) => token.drafts));
     document.body.classList.add("from-file");
-    $("early-title").textContent = `${file.name} (${trace.made_by}, ${trace.model})`;
+    $("early-title").textContent = `${file.name} (${trace.model})`;
     early.start(trace.prompt);
     early.end();
     early.addText(trace.tokens.map((token) => token.text).join(""), []);
@@ -160,12 +153,6 @@ function connect() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
   });
   $("stop").addEventListener("click", () => running?.abort());
-  $("save").addEventListener("click", () => saveTrace({
-    num_layers: stats.num_layers,
-    exit_layers: stats.exit_layers,
-    criterion: stats.offers.criterion,
-    ...saved,
-  }));
   $("file").addEventListener("change", () => {
     open($("file").files[0]);
     $("file").value = "";

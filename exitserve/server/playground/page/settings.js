@@ -20,7 +20,6 @@ export class Settings {
     this.lossless = stats.offers.modes.includes("verify") ? "verify" : "off";
     const served = stats.offers.modes.includes(stats.offers.calibrated_mode);
     this.promises = served ? stats.offers.promises : [];
-    this.drafts = this.lossless === "verify" && stats.offers.full_trace;
     this.judges = stats.default.mode === "verify"; // by default, full depth judges every token
     this.#fill();
     for (const id of ["promise", "by", "threshold", "mode", "layer", "order"]) {

@@ -1,9 +1,8 @@
-// Trace files: docs/playground.md says what is in them, `exitserve trace` writes them too.
+// Trace files: docs/playground.md says what is in them, `exitserve eval --prompt` writes them.
 
 import { OUTCOMES } from "./why.js";
 
 const VERSION = 2;
-const READABLE = [1, VERSION]; // version 1 is the same without drafts
 
 /** Reads a file; throws an `Error` with one line if it is no trace. */
 export async function openTrace(file) {
@@ -11,11 +10,11 @@ export async function openTrace(file) {
   try {
     trace = JSON.parse(await file.text());
   } catch {
-    throw new Error(`${file.name} is not JSON; open a file that exitserve trace wrote.`);
+    throw new Error(`${file.name} is not JSON; open a file that exitserve eval --prompt wrote.`);
   }
-  if (!READABLE.includes(trace?.version) || !isTrace(trace)) {
+  if (trace?.version !== VERSION || !isTrace(trace)) {
     throw new Error(
-      `${file.name} is no trace of version ${READABLE.join(" or ")}; open a file that exitserve trace wrote.`,
+      `${file.name} is no trace of version ${VERSION}; open a file that exitserve eval --prompt wrote.`,
     );
   }
   return trace;
@@ -42,14 +41,4 @@ function isLayer(layer) {
   const numbers = [layer.confidence ?? 0, layer.threshold ?? 0];
   return Number.isInteger(layer.layer) && layer.outcome in OUTCOMES &&
     typeof (layer.text ?? "") === "string" && numbers.every(Number.isFinite);
-}
-
-/** Lets the browser save an answer as a trace. */
-export function saveTrace(trace) {
-  const text = JSON.stringify({ version: VERSION, made_by: "server", ...trace }, null, 1);
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  link.download = "trace.json";
-  link.click();
-  URL.revokeObjectURL(link.href);
 }

@@ -34,7 +34,7 @@ export function hideWhy() {
 function says(token, depths) {
   const text = `“${visible(token.text)}”`;
   if (!token.layers.length) {
-    return `${text} stopped at ${nameOf(token.depth, depths)}. This server tells no more than that.`;
+    return `${text} stopped at ${nameOf(token.depth, depths)}. exitserve eval --prompt tells why.`;
   }
   const there = token.layers.find((layer) => layer.layer === token.depth);
   const where = nameOf(token.depth, depths);
