@@ -1,7 +1,4 @@
-"""The first N layers of a decoder: the tensors that belong to them, and their config.
-
-Pure Python: a server that loads the first layers only (`--max-layers`) needs this as well.
-"""
+"""The first N layers of a decoder: the tensors that belong to them, and their config."""
 
 from __future__ import annotations
 
@@ -111,10 +108,3 @@ def cut_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     if left is not None:
         cut[BLOCK] = left.to_json()
     return cut
-
-
-def config_overrides(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """What vLLM's `hf_overrides` must change in a config for the first `num_layers` layers."""
-    cut = cut_config(config, num_layers)
-    # The block is left out: `exitserve.engine.options` reads and restricts the exits.
-    return {key: value for key, value in cut.items() if key != BLOCK and value != config[key]}

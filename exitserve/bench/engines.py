@@ -23,7 +23,7 @@ from typing import Any
 from exitserve.bench.forced import start_forced_engine
 from exitserve.bench.measures import Timing
 from exitserve.bench.memory import cache_bytes, share_of_gpu
-from exitserve.bench.rivals import DraftCounts, cut_of, speculation_of
+from exitserve.bench.rivals import DraftCounts, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     gpu,
@@ -84,9 +84,7 @@ class Engines:
         self._exits = exits
         self._drafting = drafting
         self._rivals = rivals
-        self._drafts = {
-            name: DraftCounts(engine) for name, engine in rivals.items() if cut_of(name) is None
-        }
+        self._drafts = {name: DraftCounts(engine) for name, engine in rivals.items()}
         self._last: Any = None
 
     @property
@@ -323,10 +321,6 @@ def _start(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
 
 
 def _rival(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
-    if (layers := cut_of(name)) is not None:
-        # As with a checkpoint of `exitserve truncate`, without exits.
-        cut = {"max_layers": layers, "exit_layers": []}
-        return start_engine(job.model_dir, exits=cut, **arguments)
     return start_plain_engine(
         job.model_dir,
         speculative_config=speculation_of(name, job.num_drafts),

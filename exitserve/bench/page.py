@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exitserve.bench.measures import label_of
-from exitserve.bench.rivals import cut_of
 from exitserve.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
@@ -181,20 +180,13 @@ def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What other kinds of drafts need beside the model, and what a cut model is."""
+    """What other kinds of drafts need beside the model."""
     if not rivals:
         return [
             "- vLLM's own drafts were not measured: `--rivals ngram` puts them beside these, and "
             "any server can have them (`vllm serve --speculative-config`)."
         ]
-    cuts = [name for name in rivals if cut_of(name) is not None]
-    return [
-        *(
-            f"- Cut to {cut_of(name)} layers: the deeper ones are not there at all."
-            for name in cuts
-        ),
-        *(_drafts_line(name, memory) for name, memory in rivals.items() if name not in cuts),
-    ]
+    return [_drafts_line(name, memory) for name, memory in rivals.items()]
 
 
 def _drafts_line(name: str, memory: Mapping[str, int]) -> str:

@@ -1,9 +1,8 @@
 """Other ways to be faster: what `--rivals` puts beside ours.
 
-Most are vLLM's ways to several tokens a step. Each runs on plain vLLM, with the same checkpoint and
+They are vLLM's ways to several tokens a step. Each runs on plain vLLM, with the same checkpoint and
 arguments: n-grams and suffixes of the text so far as drafts, or a separate draft model (for example
 the checkpoint cut to its first layers by `exitserve truncate`). Their answers are full depth's.
-The last is to do without the deeper layers altogether.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from typing import Any
 from exitserve.checkpoint import read_config
 from exitserve.costs import serving_dtype, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import check_depth
 
 DRAFTS = 4
 """Tokens that a rival drafts at a time, unless --num-drafts says otherwise."""
 LONGEST_NGRAM = 4
-KINDS = ("ngram", "suffix", "draft:PATH", "cut:N")
+KINDS = ("ngram", "suffix", "draft:PATH")
 
 
 def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
-    """Reads `ngram,suffix,draft:PATH,cut:N`.
+    """Reads `ngram,suffix,draft:PATH`.
 
     Raises:
         ExitServeError: one is unknown, cannot run here, or has another vocabulary.
@@ -35,8 +33,6 @@ def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
         kind, _, path = one.partition(":")
         if kind == "draft" and path:
             _check_draft(Path(path), model_dir)
-        elif kind == "cut" and path.isdigit():
-            check_depth(int(path), read_config(model_dir), "--rivals cut:")
         elif one not in ("ngram", "suffix"):
             raise ExitServeError(f"--rivals {one!r} is unknown; allowed: {', '.join(KINDS)}.")
         elif one == "suffix" and find_spec("arctic_inference") is None:
@@ -47,12 +43,6 @@ def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
     if len(set(rivals)) != len(rivals):
         raise ExitServeError(f"--rivals {text!r} names one twice; give each once.")
     return rivals
-
-
-def cut_of(rival: str | None) -> int | None:
-    """How many layers a rival is cut to; None for those that draft."""
-    kind, _, layers = (rival or "").partition(":")
-    return int(layers) if kind == "cut" else None
 
 
 def _check_draft(path: Path, model_dir: Path) -> None:

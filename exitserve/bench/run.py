@@ -33,7 +33,7 @@ from exitserve.bench.measures import (
     steps_of,
     timing_of,
 )
-from exitserve.bench.rivals import cut_of, extra_memory
+from exitserve.bench.rivals import extra_memory
 from exitserve.bench.schedule import rounds_of
 from exitserve.bench.settings import PLAIN, BenchJob, Setting
 from exitserve.checkpoint import read_config
@@ -201,13 +201,11 @@ def _traced_pass(
     """The untimed pass: records tokens, depths, steps and checks."""
     before = engines.counts(measured.setting)
     plain = measured.setting.mode in ("plain", "rival")
-    cut = cut_of(measured.setting.rival)
-    full = cut or job.rules.num_layers
     for index, batch in enumerate(batches):
         key = f"bench:{measured.batch_size}:{measured.setting.label}:{index}"
         result = engines.run_batch(measured.setting, batch, job.max_tokens, None if plain else key)
         if plain:
-            depths = [(full,) * job.max_tokens] * len(batch)
+            depths = [(job.rules.num_layers,) * job.max_tokens] * len(batch)
         else:
             depths = engines.depths(measured.setting, key)
         decoded = [request[1:] for request in depths]
@@ -222,7 +220,7 @@ def _traced_pass(
     # Subtracting counters drops zeros, which read as 0 all the same.
     counts = engines.counts(measured.setting) - before
     measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
-    drafts = measured.setting.mode in ("verify", "rival") and cut is None
+    drafts = measured.setting.mode in ("verify", "rival")
     if drafts or counts["drafted"]:
         measured.drafts = counts["drafted"], counts["accepted"]
 

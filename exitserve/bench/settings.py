@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from exitserve import policy
 from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
-from exitserve.bench.rivals import cut_of
 from exitserve.calibration_record import SCREENED
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
@@ -41,7 +40,7 @@ class Setting:
     run at full depth."""
 
     rival: str | None = None
-    """Plain vLLM with drafts of another kind, or fewer layers (`exitserve.bench.rivals`)."""
+    """Plain vLLM with drafts of another kind (`exitserve.bench.rivals`)."""
 
     @property
     def exits(self) -> bool:
@@ -52,9 +51,7 @@ class Setting:
     def label(self) -> str:
         """For tables and plots."""
         if self.mode == "rival":
-            cut = cut_of(self.rival)
-            drafts = f"vLLM, {(self.rival or '').replace('draft:', 'draft ')}"
-            return drafts if cut is None else f"cut to {cut} layers"
+            return f"vLLM, {(self.rival or '').replace('draft:', 'draft ')}"
         if self.mode in BY_CONFIDENCE:
             return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":

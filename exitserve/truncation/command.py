@@ -26,8 +26,6 @@ model's head predicts after that many layers, so cut at a layer that was trained
 
   exitserve truncate MODEL --layers 8 --out DIR
   exitserve truncate MODEL --to-fit 8GiB --context 4096 --requests 16 --out DIR
-
-`exitserve serve MODEL --max-layers N` serves the same without writing anything.
 """
 DEFAULT_CONTEXT = 4096
 

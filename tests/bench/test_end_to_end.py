@@ -86,11 +86,6 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["efficiency"] == pytest.approx(wall["median"] / limit, rel=1e-3)
     assert case["tpot_ms"]["median"] <= case["tpot_ms"]["p99"]
     assert case["tokens_per_second"] > 0
-    if case["rival"] == "cut:2":
-        assert by_layer[2] == tokens
-        assert case["drafted"] is None
-        assert case["agreement"] < 1.0
-        return
     if case["mode"] in {"plain", "off", "verify", "rival"}:
         assert case["depth_speedup"] == 1.0
         assert case["limit_speedup"] == 1.0 or case["mode"] in {"verify", "rival"}
@@ -128,7 +123,7 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     lines = [{"prompt_token_ids": [5, 9, 17]}, {"prompt_token_ids": list(range(20, 60))}]
     prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     # The model as its own draft model is always right.
-    work = ("--rivals", f"draft:{model},ngram,cut:2", "--prompts", str(prompts), "--out", str(out))
+    work = ("--rivals", f"draft:{model},ngram", "--prompts", str(prompts), "--out", str(out))
     arguments = (str(model), *work, *ARGUMENTS.split())
 
     assert bench(*arguments) == 0

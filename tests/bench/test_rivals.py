@@ -43,12 +43,10 @@ def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("eagle", "'eagle' is unknown; allowed: ngram, suffix, draft:PATH, cut:N"),
+        ("eagle", "'eagle' is unknown; allowed: ngram, suffix, draft:PATH"),
         ("draft:", "is unknown"),
         ("draft:/nowhere", "no such checkpoint directory"),
         ("ngram,ngram", "names one twice"),
-        ("cut:x", "is unknown"),
-        ("cut:3", "--rivals cut"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, text: str, words: str) -> None:

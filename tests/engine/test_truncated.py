@@ -1,4 +1,4 @@
-"""The first layers alone: as a checkpoint in plain vLLM, and served with `max_layers`.
+"""The first layers alone, as a checkpoint in plain vLLM.
 
 What is equal to what. A truncated checkpoint of N layers says, for any text, what the full model's
 norm and head say after N layers. Mode "fixed" at layer N says the same of every token that it
@@ -11,7 +11,6 @@ token of "fixed": the truncated model, given the prompt and t, goes on as "fixed
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,42 +74,3 @@ def test_plain_vllm_says_what_the_layer_says(
     answers = [list(one.outputs[0].token_ids) for one in engine.generate(inputs, params)]
     assert [answer[0] for answer in answers[: len(prompts)]] == firsts
     assert answers[len(prompts) :] == [one[1:] for one in fixed]
-
-
-def test_max_layers_is_the_truncated_checkpoint(
-    bundled, truncated, prompts, job, start, oracle, expect
-) -> None:
-    """Also with the exit that is left, at layer 6, and by calibrated arithmetic of 12 layers."""
-    fields: list[dict[str, Any]] = [{}, {"exit_layer": 6}, {"exit_threshold": 0.4}]
-    fields.append({"exit_threshold": 0.4, "exit_mode": "defer"})
-    jobs = [
-        job(prompt, one, max_tokens=LENGTH) for prompt, one in zip(prompts, fields, strict=True)
-    ]
-    harness = start(bundled, exits={"max_layers": DEPTH})
-    outcomes = harness.run(jobs)
-    assert {6, DEPTH} == {depth for _, depths in outcomes for depth in depths}
-    stats = harness.stats()
-    assert stats["num_layers"] == DEPTH
-    reference = oracle(truncated)
-    assert outcomes == [expect(reference, one) for one in jobs]
-    assert start(truncated).run(jobs) == outcomes
-
-
-WINDOWS = {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32}
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("gpt2", {}),
-    ("gemma3_text", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 3}),
-    ("olmo2", {}),
-]
-
-
-@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_families_load_their_first_layers(
-    make_checkpoint, random_jobs, start, oracle, expect, tmp_path, family, changes
-) -> None:
-    """GPT-2's names, a list by layer in the config, and vLLM's Transformers backend."""
-    model = make_checkpoint(family, **changes)
-    jobs = [one for one in random_jobs(count=8) if one.fields != {"exit_layer": 4}]
-    reference = oracle(_cut(model, tmp_path, 4))
-    expected = [expect(reference, one) for one in jobs]
-    assert start(model, exits={"max_layers": 4}).run(jobs) == expected

@@ -67,10 +67,6 @@ FLAGS = [
         "decoding (--speculative-config)",
         "two kinds of drafts",
     ),
-    ("--max-layers 25", "max_layers 25", "from 1 to 24 is allowed"),
-    ("--max-layers 0", "max_layers 0", "from 1 to 24 is allowed"),
-    ("--max-layers 12 --exit-layers 6,12", "exit layer 12 is out of range", "has 12 layers"),
-    ("--max-layers 12 --exit-layer 12", "exit_layer 12", "not one of this model's exit layers"),
     ("--structured-outputs-config.backend nothing", "--structured-outputs-config", "nothing"),
     ("--shadow-rate 1.5", "--shadow-rate", "from 0 (off) to 1"),
     ("--shadow-rate -0.1", "--shadow-rate", "from 0 (off) to 1"),
@@ -128,8 +124,6 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.1",
         "--api-server-count 1",
         "--exit-layer 6",
-        "--max-layers 12 --exit-layer 6",
-        "--max-layers 6",
         "--shadow-rate 0.01",
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
@@ -186,10 +180,10 @@ def test_a_revision_is_checked_and_served(serve, hub, bundled: Path, checkpoint)
     hub.publish(bundled)
     hub.publish(checkpoint(num_hidden_layers=9, multi_exit=None), "shallow")
     model = Path(hub.model)
-    assert serve("--max-layers", "10", model=model)[0] == 0
-    code, _, error = serve("--revision", "shallow", "--max-layers", "10", model=model)
-    assert code == 2 and "the model has 9 layers" in error
-    code, output, _ = serve("--revision=shallow", "--max-layers", "5", model=model)
+    assert serve("--exit-layers", "10", model=model)[0] == 0
+    code, _, error = serve("--revision", "shallow", "--exit-layers", "10", model=model)
+    assert code == 2 and "has 9 layers" in error
+    code, output, _ = serve("--revision=shallow", "--exit-layers", "5", model=model)
     assert code == 0 and "revision shallow" in output
     code, _, error = serve("--revision", "none", model=model)
     assert code == 2 and "'someone/small' at revision 'none'" in error
@@ -250,11 +244,3 @@ def test_engines_of_a_mixture_of_experts_wait_for_each_other(serve, checkpoint) 
     assert code == 2 and "mixture of experts (--data-parallel-size)" in error.splitlines()[-1]
     flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--exit-layers", "")
     assert serve(*flags, model=experts)[0] == 0
-
-
-def test_a_depth_that_was_not_trained_is_served_with_a_warning(serve) -> None:
-    code, output, error = serve("--max-layers", "10")
-    assert code == 0 and "the engine would start" in output
-    assert "Warning: layer 10 was not trained as an exit (those that were: 6, 12, 18)" in error
-    assert "'num_hidden_layers': 10" in output
-    assert "Warning" not in serve("--max-layers", "12")[2]
