@@ -40,7 +40,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments, from the parsers."""
+    """Every command with its arguments, from the parsers; examples stay in `--help`."""
     from exitserve.cli import build_parser
 
     (subparsers,) = (
@@ -48,10 +48,27 @@ def commands() -> str:
         for action in build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    return "\n\n".join(_command(name, one) for name, one in subparsers.choices.items())
+    parsers = subparsers.choices
+    users: dict[tuple[str, str], list[str]] = {}
+    for name, parser in parsers.items():
+        for action in _shown(parser._actions):
+            users.setdefault(_argument(action, parser), []).append(name)
+    shared = {row: names for row, names in users.items() if len(names) >= SEVERAL}
+    rows = [(*row, ", ".join(f"`{one}`" for one in names)) for row, names in shared.items()]
+    several = ["## Of several commands", table(("argument", "meaning", "commands"), rows)]
+    parts = [_command(name, one, set(shared)) for name, one in parsers.items()]
+    return "\n\n".join([*parts, *several])
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> str:
+SEVERAL = 4
+"""Commands that share an argument, from which on it is described once for all of them."""
+
+
+def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
+    return [one for one in actions if "--help" not in one.option_strings]
+
+
+def _command(name: str, parser: argparse.ArgumentParser, shared: set[tuple[str, str]]) -> str:
     words = [_placeholder(action) for action in parser._actions if not action.option_strings]
     usage = " ".join([parser.prog, *words, "[options]"])
     parts = [f"## {name}", f"```text\n{usage}\n```"]
@@ -60,14 +77,14 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     for group in parser._action_groups:
         # argparse's own groups have no titles of ours.
         standard = group.title in ("options", "positional arguments")
-        shown = [one for one in group._group_actions if "--help" not in one.option_strings]
         title = "" if standard else str(group.title)
-        rows.setdefault(title, []).extend(_argument(one, parser) for one in shown)
+        written = (_argument(one, parser) for one in _shown(group._group_actions))
+        rows.setdefault(title, []).extend(row for row in written if row not in shared)
     for title, arguments in rows.items():
         if arguments:
             parts += [_titled(f"{title}:")] if title else []
             parts.append(table(("argument", "meaning"), arguments))
-    return "\n\n".join([*parts, *_blocks(parser.epilog or "")])
+    return "\n\n".join(parts)
 
 
 def _placeholder(action: argparse.Action) -> str:
@@ -194,8 +211,8 @@ EXIT_SHARE = 0.5
 ACCEPTANCE = 0.7
 DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
 GAINS = (1.0, 1.3, 1.6)
-REPLICAS = {"llama-3-8b": 1, "llama-3-70b": 4}
-"""GPUs of 80 GB that one replica of a shape takes, its cache included."""
+SCALED = "llama-3-8b"
+"""One GPU of 80 GB holds it, and its cache."""
 GPU_COUNTS = (1, 4, 16, 64)
 DEFER_ACCEPTANCE = 0.8
 """Of drafts that are final, or that full depth accepts: some that are final it would not."""
@@ -301,25 +318,20 @@ def acceptances() -> str:
     return of_shapes([f"{part}: {gain:g}" for part in DRAFT_DEPTHS for gain in GAINS], cells)
 
 
-def scaled(shape: str, gpu: str = "h100") -> Callable[[], str]:
-    """What writes tokens a second of 1 to 64 GPUs, in replicas of as few as hold the model."""
+def scaled(gpu: str = "h100") -> str:
+    """Tokens a second of 1 to 64 GPUs, each a replica."""
     from math import floor, log10
 
     def rounded(rate: float) -> str:
         return f"{round(rate, 2 - floor(log10(rate))):,.0f}"
 
-    def write() -> str:
-        costs, size = costs_of(shape, gpu).costs, REPLICAS[shape]
-        counts = [count for count in GPU_COUNTS if count >= size]
-        rows = []
-        for batch in BATCHES[1:]:
-            for mode, gain in gains(plan(shape, gpu), batch).items():
-                of_one = gain * batch / costs.full(batch)
-                rows.append((str(batch), mode, *(rounded(count * of_one) for count in counts)))
-        first = "1 GPU: by bytes" if size == 1 else f"{size} GPUs: by bytes, assumed"
-        return table(("batch", "mode", first, *(f"{n}: assumed" for n in counts[1:])), rows)
-
-    return write
+    costs, rows = costs_of(SCALED, gpu).costs, []
+    for batch in BATCHES[1:]:
+        for mode, gain in gains(plan(SCALED, gpu), batch).items():
+            of_one = gain * batch / costs.full(batch)
+            rows.append((str(batch), mode, *(rounded(n * of_one) for n in GPU_COUNTS)))
+    headers = (f"{n}: assumed" for n in GPU_COUNTS[1:])
+    return table(("batch", "mode", "1 GPU: by bytes", *headers), rows)
 
 
 def gains(report: Mapping[str, Any], batch: int) -> dict[str, float]:
@@ -367,7 +379,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("acceptances", acceptances),
         ("skipped", skipped),
     ),
-    "scale.md": tuple((f"tokens-of-{shape}", scaled(shape)) for shape in REPLICAS),
+    "scale.md": (("tokens", scaled),),
 }
 """By page: the name of each generated section, and what writes it."""
 
