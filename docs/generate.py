@@ -357,15 +357,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("metrics", metrics),
         (
             "stats",
-            fields(
-                "Stats",
-                "Default",
-                "LayerThresholds",
-                "Offers",
-                "Promise",
-                "Period",
-                "LayerChecks",
-            ),
+            fields("Stats", "Period", "LayerChecks"),
         ),
     ),
     "reference/commands.md": (("commands", commands),),
