@@ -164,7 +164,7 @@ def _by_depths(study: str, depths: int) -> dict[str, Callable[[], str]]:
     }
 
 
-THRESHOLDS = ("0.7", "0.8", "0.9", "0.95")
+THRESHOLDS = ("0.8", "0.9")
 
 TABLES: dict[str, Callable[[], str]] = {
     **_by_depths("aligned-texts", 6),
