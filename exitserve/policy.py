@@ -29,8 +29,8 @@ it to be: some name blocks by their tokens, not by policy, and none comes back f
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
 
-NUM_DRAFTS = 8
-"""Most tokens drafted in a row in mode "verify", by default."""
+NUM_DRAFTS = 4
+"""Most tokens drafted in a row, by default."""
 
 NEVER = math.inf
 """A threshold no confidence passes."""

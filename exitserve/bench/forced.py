@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.engine.hooks.plugin import register_model
-from exitserve.engine.launch import prepare_environment, runs_on_v2, start_engine
-from exitserve.engine.options import RAILS_DRAFTS
-from exitserve.policy import EXACT
+from exitserve.engine.launch import prepare_environment, start_engine
+from exitserve.policy import EXACT, NUM_DRAFTS
 
 KEY = "exitserve_forced"
 """Names the shares in vLLM's `additional_config`, and the plugin that registers the class."""
@@ -48,8 +47,8 @@ def start_forced_engine(
         "additional_config": {KEY: dict(shares)},
     }
     prepare_environment()
-    if (exits or {}).get("mode") in EXACT and runs_on_v2():
-        drafts = (exits or {}).get("num_drafts") or RAILS_DRAFTS
+    if (exits or {}).get("mode") in EXACT:
+        drafts = (exits or {}).get("num_drafts") or NUM_DRAFTS
         accepted = [shares["acceptance"] ** (count + 1) for count in range(drafts)]
         forced["speculative_config"] = {
             "rejection_sample_method": "synthetic",

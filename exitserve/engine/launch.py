@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import KEY, PROPOSER, RAILS, make_rules, rules_from
+from exitserve.engine.options import DRAFTING, KEY, make_rules, rules_from
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import config_overrides, cut_config
 from exitserve.policy import EXACT, ExitRules
 from exitserve.step_costs.drafting import Drafting, drafts_by_batch
 from exitserve.step_costs.sources import step_costs
@@ -77,35 +76,32 @@ def engine_options(
     """
     given = {name: value for name, value in options.items() if value is not None}
     architecture = served_architecture(model_dir, revision)
-    rules = check_rules(model_dir, given, revision)
-    depth = config_overrides(read_config(model_dir, revision), rules.num_layers)
-    arguments: dict[str, Any] = {
-        "hf_overrides": {"architectures": [architecture], **depth},
+    check_rules(model_dir, without_path(given), revision)
+    return {
+        "hf_overrides": {"architectures": [architecture]},
         "logits_processors": ["exitserve.engine.hooks.rows_processor:RowsProcessor"],
         "worker_extension_cls": "exitserve.engine.hooks.worker_extension.ExitWorkerExtension",
         "scheduler_cls": "exitserve.engine.hooks.scheduler.ExitScheduler",
         "additional_config": {KEY: given},
     }
-    if rules.num_drafts:
-        arguments["speculative_config"] = {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": rules.num_drafts,
-        }
-    return arguments
+
+
+def without_path(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options from which it does not follow yet how passes run: all modes may be asked for."""
+    return {name: value for name, value in options.items() if name != "exit_path"}
 
 
 MISREAD = ("eagle-", "eagle3", "dflash", "dspark")
 """In the name of a draft model, vLLM takes these for another kind of drafts."""
 
 
-def rails_options(
+def drafting_options(
     model_dir: Path | str, rules: ExitRules, given: int | None, revision: str | None
 ) -> dict[str, Any]:
-    """vLLM engine arguments of a model whose first layers draft, beside those of runner V2.
+    """vLLM engine arguments of a model whose first layers draft.
 
     To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
-    our worker sees to it that no second model is loaded (`exitserve.engine.rails.worker`).
+    our worker sees to it that no second model is loaded (`exitserve.engine.drafting.worker`).
 
     Args:
         model_dir: the checkpoint.
@@ -132,9 +128,11 @@ def rails_options(
     }
     if revision is not None:
         speculation["revision"] = revision
-    config = cut_config(read_config(model_dir, revision), rules.num_layers)
-    if given is None and (by_batch := paying_drafts(config, rules)):
-        speculation["num_speculative_tokens_per_batch_size"] = by_batch
+    config = read_config(model_dir, revision)
+    by_batch = paying_drafts(config, rules) if given is None else None
+    # Without a table runner V1 fills up steps of new requests with drafts that are no tokens.
+    by_batch = by_batch or [(1, MOST_ROWS, rules.num_drafts)]
+    speculation["num_speculative_tokens_per_batch_size"] = by_batch
     worker = "cpu_worker" if current_platform.is_cpu() else "gpu_worker"
     return {
         "worker_cls": f"exitserve.engine.hooks.{worker}.ExitWorker",
@@ -227,42 +225,50 @@ def runs_on_v2() -> bool:
 def suit_runner(
     ours: dict[str, Any], model_dir: Path | str, revision: str | None = None
 ) -> dict[str, Any]:
-    """Our engine options as vLLM's runner needs them; after `prepare_environment`.
+    """Our engine options as the server's mode and vLLM's runner need them; after
+    `prepare_environment`.
 
-    On a GPU vLLM runs its runner V2, which schedules passes ahead, and requests are checked by a
-    class of V2's kind. Servers of the modes "verify" and "defer" draft with their first layers;
-    on others the device decides who exits.
+    Servers of the modes "verify" and "defer" draft with their first layers. On others the host
+    decides who exits, or on a GPU, where vLLM runs its runner V2, the device. V2 schedules passes
+    ahead, and checks requests by a class of its own kind.
 
     Args:
         ours: from `engine_options`.
         model_dir: the checkpoint.
         revision: of a hub id.
+
+    Raises:
+        ExitServeError: the mode needs another runner.
     """
-    options = ours["additional_config"][KEY]
-    if not runs_on_v2():
-        return ours
-    os.environ[RUNNER] = "1"
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        print(EXPERIMENTAL, file=sys.stderr)
-    wanted = check_rules(model_dir, options, revision).default.mode
-    options = {**options, "exit_path": RAILS if wanted in EXACT else "device"}
-    suited = {
-        **ours,
-        "additional_config": {KEY: options},
-        "logits_processors": ["exitserve.engine.hooks.request_check:RequestCheck"],
-        "scheduler_cls": "exitserve.engine.hooks.scheduler.AsyncExitScheduler",
-    }
-    suited.pop("speculative_config", None)
-    if wanted in EXACT:
+    given = ours["additional_config"][KEY]
+    options = without_path(given)
+    mode = check_rules(model_dir, options, revision).default.mode
+    on_v2 = runs_on_v2()
+    early_exit = "device" if on_v2 else given.get("exit_path", "host")
+    options["exit_path"] = path = DRAFTING if mode in EXACT else early_exit
+    suited = {**ours, "additional_config": {KEY: options}}
+    if on_v2:
+        os.environ[RUNNER] = "1"
+        suited["logits_processors"] = ["exitserve.engine.hooks.request_check:RequestCheck"]
+        suited["scheduler_cls"] = "exitserve.engine.hooks.scheduler.AsyncExitScheduler"
+        if not current_platform.is_cpu():
+            print(EXPERIMENTAL, file=sys.stderr)
+    if path == DRAFTING:
+        if not on_v2 and not current_platform.is_cpu():
+            raise ExitServeError(
+                f"mode {mode!r} needs vLLM's runner V2 on a GPU: unset {RUNNER}, or add "
+                "--mode confidence."
+            )
         rules = check_rules(model_dir, options, revision)
-        return suited | rails_options(model_dir, rules, options.get("num_drafts"), revision)
-    from exitserve.engine.layers.branches import can_branch_in_graphs
+        return suited | drafting_options(model_dir, rules, options.get("num_drafts"), revision)
+    if on_v2:
+        from exitserve.engine.layers.branches import can_branch_in_graphs
 
-    if not can_branch_in_graphs():
-        # Only pieces of a pass are captured then, and the host takes the branches.
-        suited["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+        if not can_branch_in_graphs():
+            # Only pieces of a pass are captured then, and the host takes the branches.
+            suited["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
     return suited
 
 
@@ -286,12 +292,10 @@ def start_engine(
     arguments = suit_runner(arguments, model_dir, revision)
     from vllm import LLM
 
-    from exitserve.engine.compat.config import accept_sampling_fields
     from exitserve.engine.hooks.rows_processor import RowsProcessor
 
     engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
     RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
-    accept_sampling_fields(engine.llm_engine.input_processor)
     engine.collective_rpc("exit_attach")
     return engine
 

@@ -3,7 +3,7 @@
 Three loops run the same semantic (`docs/architecture.md`): the host decides who exits
 (`exitserve.engine.host`), as on a CPU; or the device does, in the CUDA graphs of runner V2
 (`exitserve.engine.device`); or, there too, the first layers draft several tokens, which full depth
-judges together (`exitserve.engine.rails`).
+judges together (`exitserve.engine.drafting`).
 
 Shapes: T tokens, B rows, D hidden, V vocabulary, R tensor-parallel ranks.
 """
@@ -22,20 +22,18 @@ from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.device.loop import DeviceLoop
 from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.device.rows import DeviceRows
+from exitserve.engine.drafting.forward import DraftingLoop
+from exitserve.engine.drafting.head import DraftHead
 from exitserve.engine.host.loop import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.layers.loading import FirstLayers
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
-from exitserve.engine.options import RAILS, options_of
-from exitserve.engine.rails.draft_head import DraftHead
-from exitserve.engine.rails.loop import RailsLoop
-from exitserve.engine.rails.requests import RailsRequests
+from exitserve.engine.options import DRAFTING, options_of
 from exitserve.engine.state import EngineState, state_of
 from exitserve.screens import Screens, load_screens
 
 
-class MultiExitMixin(FirstLayers):
+class MultiExitMixin:
     """Makes a vLLM decoder stop early; put it, with a `Family`, before the vLLM class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
@@ -49,12 +47,12 @@ class MultiExitMixin(FirstLayers):
         path = options_of(vllm_config).get("exit_path")
         self.host: HostLoop | None = None
         self.device: DeviceLoop | None = None
-        self.rails: RailsLoop | None = None
-        if path == RAILS:
-            segments = self._make_segments(vllm_config, screens={}, masked=False)
+        self.drafting: DraftingLoop | None = None
+        if path == DRAFTING:
+            segments = self._make_segments(vllm_config, screens=self._head.screens, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)
-            self.rails = RailsLoop(self, segments, self._head, draft_head, most)
+            self.drafting = DraftingLoop(self, segments, self._head, draft_head, most)
             return
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
@@ -141,8 +139,8 @@ class MultiExitMixin(FirstLayers):
         model: Any = self
         plain = partial(super().forward, input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]  # of the vLLM class
         embed = partial(model.embed, input_ids, positions, inputs_embeds)
-        if self.rails is not None:
-            return self.rails.run(positions, embed())
+        if self.drafting is not None:
+            return self.drafting.run(positions, embed())
         if self.host is not None:
             return self.host.run(positions, embed, plain)
         assert self.device is not None
@@ -151,8 +149,8 @@ class MultiExitMixin(FirstLayers):
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the sampled rows [B, D]: a successful check's own, else the head's."""
         plain = self.full_depth_logits
-        if self.rails is not None:
-            return self.rails.logits(hidden_states, plain)
+        if self.drafting is not None:
+            return self.drafting.logits(hidden_states, plain)
         if self.host is not None:
             return self.host.logits(hidden_states, plain)
         assert self.device is not None
@@ -167,9 +165,9 @@ class MultiExitMixin(FirstLayers):
 
     def get_model_state_cls(self) -> Any:
         """Runner V2's way to the state of a model; runner V1 never asks."""
-        from exitserve.engine.hooks.model_state import ExitModelState, RailsModelState
+        from exitserve.engine.hooks.model_state import DraftingModelState, ExitModelState
 
-        return ExitModelState if self.rails is None else RailsModelState
+        return ExitModelState if self.drafting is None else DraftingModelState
 
     def make_host_loop(self, *parts: Any, masked: bool) -> HostLoop:
         """The loop on the host; benchmarks of random weights override it."""
@@ -182,10 +180,6 @@ class MultiExitMixin(FirstLayers):
         """
         room = self.logits_room(most_rows, device)
         return DeviceRequests(self._state, most_rows, room, device, self._head.least_score)
-
-    def make_rails_requests(self, most_rows: int, device: torch.device) -> RailsRequests:
-        """Room for an engine's requests, of which `most_rows` run together."""
-        return RailsRequests(self._state, most_rows, device)
 
     def logits_room(self, rows: int, device: torch.device) -> Tensor:
         """Room for the logits [rows, V / R] of a pass whose exits the device decides."""

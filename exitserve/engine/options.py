@@ -15,7 +15,6 @@ from exitserve.checkpoint import (
 )
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
-from exitserve.first_layers import check_depth, cut_config
 from exitserve.policy import (
     AUTO,
     BY_CONFIDENCE,
@@ -31,7 +30,6 @@ from exitserve.policy import (
 
 KEY = "exitserve"
 OPTIONS = (
-    "max_layers",
     "exit_layers",
     "mode",
     "exit_threshold",
@@ -45,22 +43,20 @@ OPTIONS = (
 QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
 """Quantisation methods that exits were tried with."""
 FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
-PROPOSER = "exitserve.engine.hooks.drafting.Drafter"
-"""How vLLM's configuration names what drafts in mode "verify"."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
-RAILS = "rails"
+DRAFTING = "drafting"
+EARLY_EXIT: tuple[Mode, ...] = ("off", "confidence", "fixed")
 LOOPS: dict[str, tuple[Mode, ...]] = {
-    "host": ("off", "confidence", "defer", "fixed"),
-    "masked": ("off", "confidence", "defer", "fixed"),
-    "device": ("off", "confidence", "fixed"),
-    RAILS: ("off", "defer", "verify"),
+    "host": EARLY_EXIT,
+    "masked": EARLY_EXIT,
+    "device": EARLY_EXIT,
+    DRAFTING: ("off", *EXACT),
 }
 """How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
-"masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits;
-"rails": the first layers draft several tokens, which full depth judges (both on GPUs)."""
-RAILS_DRAFTS = 4
-"""Tokens drafted in a row on the rails, by default."""
+"masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits
+(GPUs); "drafting": the first layers draft several tokens, which full depth judges. Which one it is
+follows from the server's mode (`exitserve.engine.launch.suit_runner`)."""
 
 
 def has_fixed_activation_scales(quantisation: Any) -> bool:
@@ -81,8 +77,7 @@ def make_rules(
 
     Args:
         config: the checkpoint's `config.json`.
-        options: any of `OPTIONS`; `exit_layers` replaces those that the checkpoint declares, and
-            `max_layers` leaves the first layers only.
+        options: any of `OPTIONS`; `exit_layers` replaces those that the checkpoint declares.
         transfers: whether a KV connector carries keys and values from and to other servers.
 
     Raises:
@@ -92,21 +87,17 @@ def make_rules(
         if name not in OPTIONS:
             raise ExitServeError(f"unknown exitserve option {name!r}.{nearest(name, OPTIONS)}")
     block = parse_multi_exit(config) or MultiExit(exit_layers=())
-    most = options.get("max_layers")
-    if most is not None:
-        # An engine's config has its layers cut already, but not its exits.
-        block = block.first(check_depth(most, config, "max_layers")) or MultiExit(exit_layers=())
-        config = cut_config(config, most)
     num_layers = num_layers_of(config)
     layers = options.get("exit_layers")
     exit_layers = check_exit_layers(block.exit_layers if layers is None else layers, num_layers)
     eos = options.get("eos_threshold")
-    loop = choose(options, "exit_path", tuple(LOOPS))
-    if loop == RAILS:
+    loop = None
+    if options.get("exit_path") is not None:  # else it is not known yet
+        loop = choose(options, "exit_path", tuple(LOOPS))
+    if loop == DRAFTING:
         exit_layers = exit_layers[:1]
     wanted = choose(options, "exit_checks", EXIT_CHECKS)
-    # Where the first layers draft, all tokens are checked in one read of the head.
-    screens = None if loop == RAILS or wanted == ALL else block.screens_file
+    screens = None if wanted == ALL else block.screens_file
     checks = ALL if screens is None else SCREENED
     found = block.calibration
     other_checks = found is not None and found.exit_checks != checks
@@ -115,20 +106,17 @@ def make_rules(
     )
     rules = ExitRules(
         exits_up_to=_exits_up_to(options),
-        modes=LOOPS[loop],
+        modes=MODES if loop is None else LOOPS[loop],
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
-        break_even={} if loop == RAILS else break_even_rates(config, exit_layers),
+        break_even=break_even_rates(config, exit_layers),
         criterion=block.criterion,
         screens_file=screens,
         calibration=calibration,
     )
     mode = options.get("mode") or _default_policy(rules, options, promised).mode
-    if num_drafts := _num_drafts(options, mode, exit_layers, loop):
-        rules = replace(
-            rules, num_drafts=num_drafts, modes=tuple(dict.fromkeys((*rules.modes, "verify")))
-        )
+    rules = replace(rules, num_drafts=_num_drafts(options, mode, exit_layers))
     rules = replace(rules, default=_default_policy(rules, options, promised))
     return _transferring(rules) if transfers else rules
 
@@ -147,24 +135,22 @@ def _transferring(rules: ExitRules) -> ExitRules:
     )
 
 
-def _num_drafts(
-    options: Mapping[str, Any], mode: str, exit_layers: tuple[int, ...], loop: str
-) -> int:
+def _num_drafts(options: Mapping[str, Any], mode: str, exit_layers: tuple[int, ...]) -> int:
     """How many tokens requests may draft at a time: any only on servers that draft."""
     given = options.get("num_drafts")
-    if given is not None and (mode not in BY_CONFIDENCE or loop == "device"):
-        raise ExitServeError(
-            f"num_drafts belongs to modes 'verify', 'defer' and, on CPUs, 'confidence', not "
-            f"{mode!r}; add --mode verify or another of these."
-        )
-    if mode != "verify" and given is None and loop != RAILS:
+    if mode not in EXACT:
+        if given is not None:
+            raise ExitServeError(
+                f"num_drafts belongs to modes 'verify' and 'defer', not {mode!r}; add --mode "
+                "verify or --mode defer."
+            )
         return 0
     if not exit_layers:
         raise ExitServeError(
             f"mode '{mode}' drafts at exit layers, and this model declares none; "
             "name some, for example --exit-layers 4,8."
         )
-    count = (RAILS_DRAFTS if loop == RAILS else NUM_DRAFTS) if given is None else given
+    count = NUM_DRAFTS if given is None else given
     if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_DRAFTS:
         raise ExitServeError(
             f"num_drafts must be a whole number from 1 to {MOST_DRAFTS}, not {count!r}."
@@ -229,7 +215,7 @@ def _as_served(
     Args:
         found: the checkpoint's.
         exit_layers: the server's.
-        num_layers: of the model; a cut one agrees with another depth.
+        num_layers: of the model.
         void: whether options change who exits, other than by thresholds.
     """
     if found is None:

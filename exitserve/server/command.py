@@ -16,9 +16,8 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY, RAILS
+from exitserve.engine.options import DRAFTING, KEY
 from exitserve.errors import ExitServeError, nearest, one_line
-from exitserve.first_layers import doubt
 from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
@@ -112,12 +111,6 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
         help="layers where tokens may exit (default: the checkpoint's)",
     )
     parser.add_argument(
-        "--max-layers",
-        type=int,
-        metavar="N",
-        help="load and serve only the first N layers, like a checkpoint of `exitserve truncate`",
-    )
-    parser.add_argument(
         "--eos-threshold",
         type=float,
         metavar="T",
@@ -161,7 +154,6 @@ def serve(args: argparse.Namespace) -> int:
     ours = engine_options(
         args.model,
         {
-            "max_layers": args.max_layers,
             "exit_layers": args.exit_layers,
             "mode": args.mode,
             "exit_threshold": args.exit_threshold,
@@ -175,11 +167,9 @@ def serve(args: argparse.Namespace) -> int:
     )
     config = read_config(args.model, args.revision)
     rules = check_rules(args.model, ours["additional_config"][KEY], args.revision)
-    if warning := doubt(config, rules.num_layers):
-        print(f"exitserve: {warning}", file=sys.stderr)
     prepare_environment()
     ours = suit_runner(ours, args.model, args.revision)
-    drafts = ours["additional_config"][KEY].get("exit_path") == RAILS
+    drafts = ours["additional_config"][KEY].get("exit_path") == DRAFTING
     if rules.exit_layers and not drafts:
         reject_unsupported_quantisation(config)
     served = ours["additional_config"][KEY]

@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from exitserve.engine.compat.config import accept_sampling_fields
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
 from exitserve.policy import TraceKeys
@@ -55,7 +54,6 @@ class ExitServer:
     async def start(self) -> None:
         """Attaches to the worker and starts to read its counts."""
         RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
-        accept_sampling_fields(self.engine.input_processor)
         await self.worker.attach()
         await self.counts.read()
         if self._exports:

@@ -372,3 +372,58 @@ def make_family(make_checkpoint: Any) -> Callable[..., Path]:
         return found
 
     return make
+
+
+DRAFT_LAYER = 2
+"""Of 6: where the tiny checkpoints draft."""
+KINDS: dict[str, dict[str, Any]] = {
+    "verify": {"exit_mode": "verify", "exit_threshold": 0.1},
+    "defer": {"exit_mode": "defer", "exit_threshold": 0.08},
+    "off": {"exit_mode": "off"},
+    "daring": {"exit_mode": "defer", "exit_threshold": 0.04},
+}
+"""Fields of requests that a server which drafts takes."""
+
+
+@pytest.fixture(scope="session")
+def drafting() -> dict[str, Any]:
+    """Options of engines that draft three tokens a step, prompts of more than 64 in chunks."""
+    exits = {"mode": "verify", "exit_threshold": 0.1, "exit_layers": [DRAFT_LAYER], "num_drafts": 3}
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return {"exits": exits, "enable_prefix_caching": False, **sizes}
+
+
+@pytest.fixture(scope="session")
+def asking(job: Any) -> Callable[..., list[Any]]:
+    """`asking(jobs, "defer")`: the jobs, of one of `KINDS`, or of all in turn."""
+
+    def asking(jobs: Sequence[Any], kind: str | None = None) -> list[Any]:
+        names = list(KINDS) if kind is None else [kind]
+        return [
+            job(one.prompt, KINDS[names[index % len(names)]], one.max_tokens)
+            for index, one in enumerate(jobs)
+        ]
+
+    return asking
+
+
+@pytest.fixture(scope="session")
+def model(make_checkpoint: Any) -> Path:
+    """A checkpoint with one exit."""
+    found: Path = make_checkpoint("llama", exits=(DRAFT_LAYER,))
+    return found
+
+
+@pytest.fixture(scope="session")
+def expected(expect: Any) -> Callable[..., list[Any]]:
+    """`expected(model, jobs)`: the oracle's tokens and depths; in mode "verify" full depth's."""
+
+    def expected(model: Path, jobs: Sequence[Any]) -> list[Any]:
+        reference = load_reference(str(model))
+        asked = [
+            one if one.fields["exit_mode"] == "defer" else type(one)(one.prompt, {}, one.max_tokens)
+            for one in jobs
+        ]
+        return [expect(reference, one) for one in asked]
+
+    return expected

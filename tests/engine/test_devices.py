@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.engine.device.requests import PassRows
+from exitserve.engine.drafting.gpu import Sampled, SlotRequests
 from exitserve.engine.layers.branches import every_branch
-from exitserve.engine.rails.requests import RailsRequests, Sampled
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.screens import KNOTS, Screen
@@ -160,7 +160,7 @@ def test_propagation(card: torch.device, with_all: bool) -> None:
 
 def test_drafts_and_their_judge(card: torch.device) -> None:
     rules = ExitRules(num_layers=LAYERS, exit_layers=(2,))
-    every = RailsRequests(EngineState(rules, torch.tensor([1])), MOST, card)
+    every = SlotRequests(EngineState(rules, torch.tensor([1])), lambda *_: -torch.inf, MOST, card)
     every.add(0, request_of("0", ExitPolicy.confidence(0.5, mode="defer")))
     every.add(1, request_of("1", ExitPolicy.off()))
 
@@ -181,6 +181,6 @@ def test_drafts_and_their_judge(card: torch.device) -> None:
         )
     )
     assert judged is not None
-    parts = (judged.places, judged.thresholds, judged.end_thresholds, judged.stands)
+    parts = (judged.places, judged.limits, judged.is_final)
     assert {one.device for one in parts} == {card}
     every.end(ints(1, 1))

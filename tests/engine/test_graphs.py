@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
 from exitserve.engine.device import loop
 from exitserve.engine.device.requests import PassRows
+from exitserve.engine.drafting.forward import DraftingLoop
+from exitserve.engine.drafting.requests import Judged
 from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.masked_loop import MaskedSegment, Room
 from exitserve.engine.layers.segments import ended
-from exitserve.engine.rails.loop import RailsLoop
-from exitserve.engine.rails.requests import Judged
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 
@@ -114,6 +114,8 @@ def test_drafts_and_their_judge_norm_in_segments() -> None:
             return own + 100 * self.end, None, own, own
 
     class Head:
+        screens: Mapping[int, Any] = {}
+
         def check(self, normed: Tensor, *limits: Tensor) -> Any:
             return SimpleNamespace(exits=normed[:, 0] > limits[0]), normed
 
@@ -122,17 +124,17 @@ def test_drafts_and_their_judge_norm_in_segments() -> None:
 
     model: Any = SimpleNamespace(embed=lambda ids, positions, embeds: ids[:, None].float())
     parts: Any = ([Ends(2), Ends(4)], Head(), None)
-    loop_of_rails = RailsLoop(model, *parts, MOST)
+    loop = DraftingLoop(model, *parts, MOST)
     ids = torch.arange(3)
-    assert loop_of_rails.draft(ids, ids)[:, 0].tolist() == [200, 201, 202]
-    full = loop_of_rails.run(ids, ids[:, None].float())
+    assert loop.draft(ids, ids)[:, 0].tolist() == [200, 201, 202]
+    full = loop.run(ids, ids[:, None].float())
     assert full[:, 0].tolist() == [400, 402, 404]
-    limits = torch.tensor([200.5, 200.5])
-    judged = Judged(torch.tensor([0, 2]), limits, limits, torch.zeros(2, dtype=torch.bool))
-    loop_of_rails.judge(judged)
-    found = loop_of_rails.logits(full[[0, 2]], lambda normed: normed)
+    limits = torch.tensor([[200.5, 200.5, -torch.inf]] * 2)
+    judged = Judged(torch.tensor([0, 2]), limits, torch.zeros(2, dtype=torch.bool))
+    loop.judge(judged)
+    found = loop.logits(full[[0, 2]], lambda normed: normed)
     assert found is not None and found[:, 0].tolist() == [400, 202]
-    assert judged.stands.tolist() == [False, True]
+    assert judged.is_final.tolist() == [False, True]
 
 
 def test_what_a_graph_holds_stays_where_it_is() -> None:

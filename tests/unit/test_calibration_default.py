@@ -109,7 +109,7 @@ def test_a_server_serves_its_own_mode_of_those_calibrated(
 
 
 def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
-    drafting = {"exit_path": "rails", "exit_layers": [6]}
+    drafting = {"exit_path": "drafting", "exit_layers": [6]}
     every, screened = config("defer"), config("defer")
     screened["multi_exit"]["calibration"]["exit_checks"] = "screened"
     assert make_rules(screened, {}).default.mode == "off", "its screens are gone"

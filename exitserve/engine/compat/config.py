@@ -10,10 +10,9 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from exitserve.engine.options import (
+    DRAFTING,
     FIXED_SCALES,
-    PROPOSER,
     QUANTISED,
-    RAILS,
     has_fixed_activation_scales,
     options_of,
 )
@@ -69,17 +68,6 @@ def _graphs(vllm_config: Any) -> str | None:
     return None if mode is None else str(mode.name)
 
 
-def accept_sampling_fields(input_processor: Any) -> None:
-    """Lets a front end accept `min_p` and `logit_bias` where the host drafts.
-
-    vLLM refuses both beside speculative decoding (`SamplingParams._validate_spec_decode`). Here
-    requests with them have no drafts that it judges, and the worker applies them
-    (`exitserve.engine.compat.runner.restore_processors`).
-    """
-    if getattr(input_processor.speculative_config, "model", None) == PROPOSER:
-        input_processor.speculative_config = None
-
-
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises `ValueError` at start-up for features that exits do not support yet."""
     parallel = vllm_config.parallel_config
@@ -87,12 +75,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
     declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     # Drafts and their judge are passes of vLLM's own layers, whatever these are made of.
-    drafts = options_of(vllm_config).get("exit_path") == RAILS
+    drafts = options_of(vllm_config).get("exit_path") == DRAFTING
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
-        "speculative decoding (--speculative-config)": (
-            speculation not in (None, PROPOSER) and not drafts
-        ),
+        "speculative decoding (--speculative-config)": (speculation is not None and not drafts),
         f"{scheme} weights (supported: {', '.join(QUANTISED)})": (
             scheme not in ("none", *QUANTISED) and not drafts
         ),

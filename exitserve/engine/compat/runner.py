@@ -5,7 +5,8 @@ Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice, zip_longest
 from typing import Any
@@ -163,6 +164,20 @@ def _expand(
     """Repeats each of `values` [B] for the tokens that end before `ends` [B], into `output` [T]."""
     values = torch.where(values == replace_from, replace_to, values).to(output.dtype)
     output.copy_(values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+
+@contextmanager
+def runner_class(own: type) -> Iterator[None]:
+    """Lets vLLM's worker of a CPU make a runner V1 of another class: its own is not asked for it,
+    as that of a GPU is (`_make_model_runner`)."""
+    from vllm.v1.worker import cpu_worker
+
+    names = vars(cpu_worker)
+    given, names["CPUModelRunner"] = names["CPUModelRunner"], own
+    try:
+        yield
+    finally:
+        names["CPUModelRunner"] = given
 
 
 def living_requests(model_runner: Any) -> Callable[[str], bool]:

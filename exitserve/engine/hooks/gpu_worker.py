@@ -2,9 +2,9 @@
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from exitserve.engine.drafting.worker import DraftingWorker
 from exitserve.engine.hooks.worker_extension import ExitWorkerExtension
-from exitserve.engine.rails.worker import RailsWorker
 
 
-class ExitWorker(RailsWorker, Worker, ExitWorkerExtension):
-    """See `RailsWorker`."""
+class ExitWorker(DraftingWorker, Worker, ExitWorkerExtension):
+    """See `DraftingWorker`."""

@@ -10,24 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from exitserve.engine.device.requests import DeviceRequests, PassRows
-from exitserve.engine.rails.requests import RailsRequests, Sampled
+from exitserve.engine.drafting.gpu import Sampled, SlotRequests
 from exitserve.engine.requests import read_request
 from exitserve.engine.state import state_of
 
 
-class _FollowedRequests(DefaultModelState):
-    """vLLM's state of a decoder, of which we follow the requests."""
-
-    _requests: DeviceRequests | RailsRequests
+class ExitModelState(DefaultModelState):
+    """Exits whose tokens freeze."""
 
     def __init__(
-        self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device
+        self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        self._requests: DeviceRequests = model.make_device_requests(self.max_num_reqs, device)
         self._rules = state_of(vllm_config).rules
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -44,18 +43,6 @@ class _FollowedRequests(DefaultModelState):
         """A request has ended, or is preempted."""
         super().remove_request(req_id)
         self._requests.remove(req_id)
-
-
-class ExitModelState(_FollowedRequests):
-    """Exits whose tokens freeze."""
-
-    _requests: DeviceRequests
-
-    def __init__(
-        self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
-    ) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
-        self._requests = model.make_device_requests(self.max_num_reqs, device)
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """Fills in the rows of a pass; called for warm-ups too, whose requests are not known."""
@@ -107,16 +94,21 @@ class ExitModelState(_FollowedRequests):
         self._requests.end()
 
 
-class RailsModelState(_FollowedRequests):
-    """Several tokens a step, of which some stand without a judge."""
-
-    _requests: RailsRequests
+class DraftingModelState(DefaultModelState):
+    """Several tokens a step, of which some are final without full depth."""
 
     def __init__(
         self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self._requests = model.make_rails_requests(self.max_num_reqs, device)
+        least, rows = model.drafting.least_score, self.max_num_reqs
+        self._requests = SlotRequests(model.exit_state, least, rows, device)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """A request came, or came back after a preemption."""
+        super().add_request(req_index, new_req_data)
+        prompt, params = new_req_data.prompt_token_ids, new_req_data.sampling_params
+        self._requests.add(req_index, self._requests.read(params, prompt, new_req_data.req_id))
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """Takes what a pass samples."""
@@ -135,7 +127,7 @@ class RailsModelState(_FollowedRequests):
             )
         )
         served: Any = self.model
-        served.rails.judge(judged)
+        served.drafting.judge(judged)
         return super().prepare_inputs(input_batch, req_states)
 
     def postprocess_state(self, idx_mapping: Tensor, num_sampled: Any, *others: Any) -> None:

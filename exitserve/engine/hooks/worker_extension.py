@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import (
-    accept_decided,
-    draft_to_the_end,
     living_requests,
-    plain_without_drafts,
     request_ids,
-    restore_processors,
     watch_ends,
 )
-from exitserve.engine.compat.sampling import BatchSampler
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.device.requests import DeviceRequests
-from exitserve.engine.hooks.rows_processor import RowsProcessor
+from exitserve.engine.drafting.requests import DraftingRequests
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
@@ -42,6 +35,8 @@ class ExitWorkerExtension:
         self._is_attached = True
         check_version()
         state = self._exit_state
+        if isinstance(state.requests, DraftingRequests):
+            return
         if self.vllm_config.use_v2_model_runner:
             if isinstance(state.requests, DeviceRequests):
                 watch_ends(self.model_runner, state.requests.forget)
@@ -49,14 +44,6 @@ class ExitWorkerExtension:
         state.batch.request_ids = request_ids(self.model_runner)
         state.batch.preempted.may_return = living_requests(self.model_runner)
         state.before_pass = seed_keeper(self.model_runner)
-        if state.rules.num_drafts:
-            plain_without_drafts(self.model_runner)
-            state.sampler = BatchSampler(self.model_runner)
-            requests = self.model_runner.get_model().host.requests
-            accept_decided(self.model_runner, requests.decided_drafts)
-            draft_to_the_end(self.model_runner)
-            own = RowsProcessor(self.vllm_config, torch.device("cpu"), False, state)
-            restore_processors(self.model_runner, self.vllm_config, own)
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start, and the tokens that wait now."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from exitserve.engine.drafting.worker import DraftingWorker
 from exitserve.engine.hooks.worker_extension import ExitWorkerExtension
-from exitserve.engine.rails.worker import RailsWorker
 
 ROOT = Path(__file__).parents[4]
 
@@ -36,5 +36,5 @@ class GraphWorker(CPUWorker):
         return sum(one.replays > 0 for one in self._graphs)
 
 
-class DraftingWorker(RailsWorker, GraphWorker, ExitWorkerExtension):
+class DraftingWorker(DraftingWorker, GraphWorker, ExitWorkerExtension):
     """The same for an engine that drafts."""

@@ -1,5 +1,5 @@
-"""Several tokens a step on runner V2: full depth's tokens in mode "verify", the oracle's in
-"defer", whoever shares the batch."""
+"""Several tokens a step: full depth's tokens in mode "verify", the oracle's in "defer", whoever
+shares the batch. On runner V1 here, and on V2 in `runner_v2`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several tokens a step on runner V2: every architecture, and two ranks."""
+"""Several tokens a step: every architecture, and two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_architecture(
 def test_tensor_parallel(
     model, start, random_jobs, asking, expected, drafting, monkeypatch
 ) -> None:
-    """Each rank drafts, and decides who stands, with its slice of the vocabulary."""
+    """Each rank drafts, and decides which tokens are final, with its slice of the vocabulary."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     jobs = asking(random_jobs(4, longest=30, max_tokens=12))
     harness = start(model, **drafting, tensor_parallel_size=2)

@@ -1,4 +1,4 @@
-"""Several tokens a step on runner V2: what vLLM does to logits, it does to those of drafts."""
+"""Several tokens a step: what vLLM does to logits, it does to those of drafts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The passes of a model that drafts with its first layers.
 
 A pass of the full model leaves every token's state after the draft layer behind. In mode "defer" a
-token whose state there is confident stands: the sampler gets the logits of that state in place of
+token whose state there is confident is final: the sampler gets the logits of that state in place of
 full depth's. So drafts above the threshold are accepted, whatever full depth would say, and also
-the token that follows the last draft may stand. Keys and values are full depth's throughout.
+the token that follows the last draft may be final. Keys and values are full depth's throughout.
 
 What a request gets does not depend on how many tokens were drafted, nor on which: full depth or
 the state at the draft layer decides each token by itself (`exitserve.reference`, mode "defer").
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exitserve.engine.drafting.head import DraftHead
+from exitserve.engine.drafting.requests import Judged
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.segments import Segment
-from exitserve.engine.rails.draft_head import DraftHead
-from exitserve.engine.rails.requests import Judged
 
 
-class RailsLoop:
+class DraftingLoop:
     """The forward passes of one model."""
 
     def __init__(
@@ -56,14 +56,19 @@ class RailsLoop:
         """How many layers a draft runs."""
         return self._first.end
 
+    def least_score(self, layer: int, threshold: float) -> float:
+        """See `ExitHead`."""
+        return self._head.least_score(layer, threshold)
+
     def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
         if self._room is None:
             self._room = _Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
         room = self._room
-        states, _, *stream = self._first(positions, _kept(hidden, room.hidden), None)
+        states, scores, after, residual = self._first(positions, _kept(hidden, room.hidden), None)
         _kept(states, room.states)
-        after, residual = stream
+        if scores is not None:
+            _kept(scores, room.scores)
         if residual is not None:
             residual = _kept(residual, room.residual)
         normed: Tensor = self._rest(positions, _kept(after, room.hidden), residual)[0]
@@ -80,11 +85,11 @@ class RailsLoop:
         return self._draft_head.tokens(normed)
 
     def judge(self, judged: Judged | None) -> None:
-        """Says which positions the pass that comes samples at, if any token may stand there."""
+        """Says which positions the pass that comes samples at, if any token may be final there."""
         self._judged = judged
 
     def logits(self, normed: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """Logits of the sampled positions [S, D]: full depth's, or those of tokens that stand.
+        """Logits of the sampled positions [S, D]: full depth's, or those of tokens that are final.
 
         Args:
             normed: [S, D].
@@ -96,17 +101,21 @@ class RailsLoop:
             return logits
         assert self._room is not None
         states = self._room.states[judged.places]
-        found, own = self._head.check(states, judged.thresholds, judged.end_thresholds)
-        judged.stands.copy_(found.exits)
+        threshold, end_threshold, least_score = judged.limits.unbind(dim=1)
+        found, own = self._head.check(states, threshold, end_threshold)
+        is_final = found.exits
+        if self._head.screens:
+            is_final = is_final & (self._room.scores[judged.places] > least_score)
+        judged.is_final.copy_(is_final)
         if logits is None:  # another rank samples
             return None
         every = self._head.logits_of(own, range(len(own)))
-        return torch.where(found.exits[:, None], every, logits)
+        return torch.where(is_final[:, None], every, logits)
 
 
 class _Room:
     """Where a pass keeps what it hands on, [most_tokens, D] each: what goes into a segment, and the
-    states after the draft layer, normed.
+    states after the draft layer, normed; and their screen's scores [most_tokens].
 
     A graph that is replayed reads and writes where it was captured. Of a segment that is captured
     in pieces, what goes in must lie at one place, and what comes out lies where later pieces put
@@ -115,8 +124,9 @@ class _Room:
 
     def __init__(self, like: Tensor) -> None:
         self.hidden, self.residual, self.states = (torch.empty_like(like) for _ in range(3))
+        self.scores = like.new_empty(len(like), dtype=torch.float32)
 
 
 def _kept(given: Tensor, place: Tensor) -> Tensor:
-    """What was given [T, D], at the place where it is kept."""
+    """What was given [T, ...], at the place where it is kept."""
     return place[: len(given)].copy_(given)

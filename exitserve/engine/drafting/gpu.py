@@ -1,4 +1,4 @@
-"""What drafts: the first layers of the model that is served.
+"""Drafts on vLLM's runner V2, which GPUs run, and the requests there, by slot.
 
 vLLM's runner V2 asks its speculator for drafts after each pass. This one runs the target's own
 first layers, final norm and head, which find the target's keys and values by the names of its
@@ -10,12 +10,18 @@ drafts, graphs and buffers this uses. There the drafts' first token comes from a
 whole batch; here all keys and values are there already, so the token that was just sampled takes
 that place: column 0 of `draft_tokens`.
 
-Shapes: B rows, T tokens, K drafts, D hidden.
+Which tokens are final, and how many drafts were accepted, only the device knows when the next pass
+is prepared. So a pass leaves its outcome in one small tensor, which is copied while later passes
+run, and counted when it has arrived.
+
+Shapes: B rows, T tokens, S sampled positions (B and all drafts), K drafts at most, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +40,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     prepare_decode_inputs,
 )
 
-from exitserve.engine.rails.loop import RailsLoop
+from exitserve.engine.drafting.forward import DraftingLoop
+from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Outcome
+from exitserve.engine.requests import Request
+from exitserve.engine.state import EngineState
+from exitserve.engine.transfers import Arrivals, upload
+from exitserve.policy import NEVER
 
 
 class FirstLayers(nn.Module):
@@ -43,7 +54,7 @@ class FirstLayers(nn.Module):
     def __init__(self, target: Any) -> None:
         """Takes the served model, a `MultiExitMixin`."""
         super().__init__()
-        assert isinstance(target.rails, RailsLoop), "the model was built to draft"
+        assert isinstance(target.drafting, DraftingLoop), "the model was built to draft"
         self._target = (target,)  # in a tuple, so that its modules are not this one's too
 
     def forward(
@@ -55,26 +66,26 @@ class FirstLayers(nn.Module):
     ) -> Tensor:
         """Normed states [T, D] after the draft layer; other inputs than tokens are unused."""
         (target,) = self._target
-        normed: Tensor = target.rails.draft(input_ids, positions)
+        normed: Tensor = target.drafting.draft(input_ids, positions)
         return normed
 
     def tokens(self, normed: Tensor) -> Tensor:
         """[B] drafts, from normed states [B, D]."""
         (target,) = self._target
-        found: Tensor = target.rails.draft_tokens(normed)
+        found: Tensor = target.drafting.draft_tokens(normed)
         return found
 
     def count(self, drafts: int) -> None:
         """Counts what so many drafts read."""
         (target,) = self._target
-        target.exit_state.recorder.count_layers(drafts * target.rails.draft_layer)
+        target.exit_state.recorder.count_layers(drafts * target.drafting.draft_layer)
         target.exit_state.recorder.final_heads += drafts
 
     @property
     def attention_layers(self) -> set[str]:
         """vLLM's names of the attention in the layers that drafts run."""
         (target,) = self._target
-        layers = target.decoder_layers()[: target.rails.draft_layer]
+        layers = target.decoder_layers()[: target.drafting.draft_layer]
         parts = (part for layer in layers for part in layer.modules())
         return {part.layer_name for part in parts if isinstance(part, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
 
@@ -274,3 +285,133 @@ class DraftGraphs(SpeculatorCudaGraphManager):
                 for mode, described in self._capture_descs.items()
             }
         super().capture(*args, **others)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sampled positions of a pass, as runner V2 has them."""
+
+    slots: Sequence[int]
+    """[B] of its rows."""
+    names: Sequence[str]
+    """[B] vLLM's internal request ids."""
+    drafts: Sequence[int]
+    """[B] how many drafts of each row are judged."""
+    places: Tensor
+    """[S] where the positions are in the pass."""
+    slot_of: Tensor
+    """[S] each one's request."""
+    ends: Tensor
+    """[B + 1] where each row's positions begin, and where the last ones end."""
+    positions: Tensor
+    """[T] of all tokens, in their sequences."""
+    prompt_lengths: Tensor
+    """[slots] of the requests' prompts."""
+    known_ids: Tensor
+    """[slots, longest] all tokens of the requests, those that the pass samples once it has."""
+
+
+class SlotRequests(DraftingRequests):
+    """The requests of runner V2."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        least_score: Callable[[int, float], float],
+        most_rows: int,
+        device: torch.device,
+    ) -> None:
+        """Makes room.
+
+        Args:
+            state: the engine's.
+            least_score: see `DraftingRequests`.
+            most_rows: requests that run together.
+            device: where the model is.
+        """
+        super().__init__(state, least_score)
+        self._limits = torch.full((most_rows, len(IMPASSABLE)), NEVER, device=device)
+        """`Limits` of each slot."""
+        self._may_be_final: set[int] = set()
+        """Slots whose requests have thresholds."""
+        self._sampled: Sampled | None = None
+        self._is_final: Tensor | None = None
+        self._arrivals = Arrivals()
+
+    def add(self, slot: int, request: Request) -> None:
+        """Takes a request into a slot, a new one or one that was preempted."""
+        self._by_number[slot] = request
+        if request.policy.mode == "defer":
+            self._may_be_final.add(slot)
+            upload(self.limits_of(request), self._limits[slot])
+        elif slot in self._may_be_final:  # by the request that was there before
+            self._may_be_final.remove(slot)
+            upload(IMPASSABLE, self._limits[slot])
+
+    def begin(self, sampled: Sampled) -> Judged | None:
+        """Takes the positions that a pass samples at; returns them if a token may be final."""
+        self._arrivals.drain(wait=False)
+        self._sampled, self._is_final = sampled, None
+        if not self._may_be_final.intersection(sampled.slots):
+            return None
+        self._is_final = torch.zeros_like(sampled.slot_of, dtype=torch.bool)
+        slots, places = sampled.slot_of.long(), sampled.places.long()
+        lengths = sampled.prompt_lengths[slots]
+        # The first generated token is full depth's, in every mode.
+        begun = sampled.positions[places] >= lengths
+        limits = torch.where(begun[:, None], self._limits[slots], NEVER)
+        return Judged(places, limits, self._is_final)
+
+    def end(self, num_sampled: Tensor) -> None:
+        """Asks for the outcome of the pass that is under way.
+
+        Args:
+            num_sampled: [B] tokens that each row generated.
+        """
+        sampled, self._sampled = self._sampled, None
+        if sampled is None:
+            return
+        self.count_pass()
+        rows = [
+            (self.get(slot, name), drafts)
+            for slot, name, drafts in zip(sampled.slots, sampled.names, sampled.drafts, strict=True)
+        ]
+        self._arrivals.ask(self._found(sampled, num_sampled), partial(self._take, rows))
+
+    def _found(self, sampled: Sampled, num_sampled: Tensor) -> Tensor:
+        """[B, 2 + 2 (K + 1)]: the index of the first generated token, how many there are, then each
+        one's id, and whether it is final."""
+        starts = sampled.ends[:-1].long()
+        slots = sampled.slot_of[starts].long()
+        position = sampled.positions[sampled.places[starts].long()].long() + 1
+        steps = torch.arange(1 + max(sampled.drafts, default=0), device=starts.device)
+        ids = sampled.known_ids
+        tokens = ids[slots[:, None], (position[:, None] + steps).clamp(max=ids.shape[1] - 1)]
+        is_final = torch.zeros_like(tokens)
+        if self._is_final is not None:
+            places = (starts[:, None] + steps).clamp(max=len(self._is_final) - 1)
+            is_final = self._is_final[places]
+        index = position - sampled.prompt_lengths[slots]
+        parts = (index[:, None], num_sampled[: len(slots), None], tokens, is_final)
+        return torch.cat([part.long() for part in parts], dim=1)
+
+    def _take(
+        self, rows: Sequence[tuple[Request | None, int]], found: Sequence[Sequence[int]]
+    ) -> None:
+        """Counts a pass.
+
+        Args:
+            rows: each row's request, None in warm-ups, and how many drafts it had.
+            found: see `_found`.
+        """
+        outcomes = []
+        for (request, drafts), (index, count, *pairs) in zip(rows, found, strict=True):
+            tokens, is_final = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+            if request is not None:
+                given = Outcome(request, drafts, index, tokens[:count], is_final[: 1 + drafts])
+                outcomes.append(given)
+        self.count(outcomes)
+
+    def update_counts(self) -> None:
+        """See `RunningRequests`; waits for the device."""
+        self._arrivals.drain(wait=True)

@@ -1,0 +1,263 @@
+"""Drafts on vLLM's runner V1, which CPUs run, and the requests there, by row.
+
+vLLM's rejection sampler judges the drafts. The runner schedules them as those of a draft model;
+this drafter runs the target's own first layers, final norm and head, which find the target's keys
+and values by the names of its layers. A draft writes the first layers' keys and values where the
+judging pass will write all of them again; those of rejected drafts lie behind the sequence's end,
+where nothing reads them.
+
+Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/spec_decode/llm_base_proposer.py`. The
+host knows all of a pass before it drafts, so requests draft as many tokens as they can use: none
+in mode "off", none of a request with a seed, whose random numbers rejection sampling would use up
+by the number of drafts, and none beyond the end of the answer.
+
+Shapes: B rows, R rows that draft, S sampled positions (B and all drafts), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from exitserve.engine.compat.runner import repair_sampling_with_drafts
+from exitserve.engine.compat.seeds import seed_keeper
+from exitserve.engine.drafting.forward import DraftingLoop
+from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Limits, Outcome
+from exitserve.engine.hooks.rows_processor import PROCESSOR
+from exitserve.engine.requests import Request
+
+
+class RowRequests(DraftingRequests):
+    """The requests of runner V1."""
+
+    def __init__(self, runner: CPUModelRunner) -> None:
+        """Takes the runner, its model loaded."""
+        model: Any = runner.get_model()
+        super().__init__(model.exit_state, model.drafting.least_score)
+        self._runner = runner
+        self._rows: list[tuple[Request, int, int]] = []
+        """Of the current pass: each row's request, its drafts, and the index of the token that its
+        first sampled position leads to."""
+        self._judged: Judged | None = None
+
+    def begin(
+        self, scheduled: Sequence[int], drafts: Mapping[str, Sequence[int]], places: Tensor
+    ) -> Judged | None:
+        """Takes a pass; returns its sampled positions if a token may be final.
+
+        Args:
+            scheduled: [B] tokens of each row.
+            drafts: by vLLM's internal id.
+            places: [S] of the sampled positions in the pass.
+        """
+        batch = self._runner.input_batch
+        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        prompts = batch.num_prompt_tokens[: batch.num_reqs].tolist()
+        self._rows = []
+        for row, name in enumerate(batch.req_ids):
+            count = len(drafts.get(name, ()))
+            index = computed[row] + scheduled[row] - count - prompts[row]
+            self._rows.append((self._in_row(row, name), count, index))
+        self._judged = self._judge(places)
+        return self._judged
+
+    def _in_row(self, row: int, name: str) -> Request:
+        """The request that is in a row now."""
+        request = self.get(row, name)
+        if request is None:
+            state = self._runner.requests[name]
+            request = self.read(state.sampling_params, state.prompt_token_ids, name)
+            self._by_number[row] = request
+        return request
+
+    def _judge(self, places: Tensor) -> Judged | None:
+        if all(request.policy.mode != "defer" for request, _, _ in self._rows):
+            return None
+        limits: list[Limits] = []
+        for request, drafts, index in self._rows:
+            # The first generated token is full depth's, in every mode; a row drafts only after it.
+            limits += [self.limits_of(request) if index > 0 else IMPASSABLE] * (1 + drafts)
+        is_final = torch.zeros(len(limits), dtype=torch.bool)
+        return Judged(places, torch.tensor(limits), is_final)
+
+    def end(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Counts the pass, which gave each row [B] these tokens; none inside its prompt."""
+        self.count_pass()
+        is_final = [] if self._judged is None else self._judged.is_final.tolist()
+        outcomes, start = [], 0
+        for (request, drafts, index), tokens in zip(self._rows, sampled, strict=True):
+            end = start + drafts + 1
+            own = is_final[start:end] or [False] * (drafts + 1)
+            outcomes.append(Outcome(request, drafts, index, tokens, own))
+            start = end
+        self.count(outcomes)
+
+    def may_draft(self, row: int, sampled: Sequence[int], most: int) -> int:
+        """How many tokens a row may draft after a pass that gave it some."""
+        request, _, index = self._rows[row]
+        if not sampled or request.policy.mode == "off" or request.has_seed:
+            return 0
+        generated = index + len(sampled)
+        known = request.prompt_length + generated
+        left = [most, self._runner.max_model_len - known - 1]
+        if request.max_tokens:
+            left.append(request.max_tokens - generated - 1)
+        return 0 if sampled[-1] in request.stop_ids else max(0, min(left))
+
+
+class FirstLayersProposer(DraftModelProposer):
+    """To vLLM a draft model; it has no weights, cache or buffers of its own."""
+
+    def __init__(self, runner: DraftingRunner) -> None:
+        # Without vLLM's own, which makes room for a second model.
+        self._runner = runner
+
+    def load_model(self, target_model: Any) -> None:
+        """No weights are loaded: the draft is part of the target."""
+        loop = target_model.drafting
+        assert isinstance(loop, DraftingLoop), "the model was built to draft"
+        self._loop = loop
+        layers = target_model.decoder_layers()[: loop.draft_layer]
+        parts = (part for layer in layers for part in layer.modules())
+        self._names = {one.layer_name for one in parts if isinstance(one, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
+        self._recorder = target_model.exit_state.recorder
+
+    def initialize_attn_backend(self, *args: Any, **more: Any) -> None:
+        """The target's metadata builders are used."""
+        groups = [group for found in self._runner.attn_groups for group in found]
+        self._groups = [one for one in groups if self._names.intersection(one.layer_names)]
+
+    def initialize_cudagraph_keys(self, *args: Any) -> None:
+        """No graphs."""
+
+    def dummy_run(self, *args: Any, **more: Any) -> None:
+        """The target's warm-up compiles the first layers."""
+
+    def draft(self, rows: Sequence[int], last: Sequence[int], count: int) -> list[list[int]]:
+        """Drafts some tokens of each row [R].
+
+        Args:
+            rows: of vLLM's batch, ascending.
+            last: [R] each one's last token, whose keys and values are not there yet.
+            count: of tokens.
+        """
+        runner = self._runner
+        longest = runner.max_model_len - 1
+        known = runner.input_batch.num_tokens_no_spec[rows]
+        positions = torch.from_numpy(known).long() - 1
+        tokens, found = torch.tensor(last), []
+        for _ in range(count):
+            metadata, slots = self._attention(rows, positions)
+            with set_forward_context(
+                metadata, runner.vllm_config, num_tokens=len(rows), slot_mapping=slots
+            ):
+                tokens = self._loop.draft_tokens(self._loop.draft(tokens, positions))
+            found.append(tokens)
+            positions = (positions + 1).clamp_(max=longest)
+        self._recorder.count_layers(count * self._loop.draft_layer)
+        self._recorder.final_heads += count
+        return torch.stack(found, dim=1).tolist()
+
+    def _attention(
+        self, rows: Sequence[int], positions: Tensor
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metadata and cache slots by layer, for one token of each row [R] at a position [R]."""
+        count, batch = len(rows), self._runner.input_batch
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        lengths = (positions + 1).int()
+        longest = int(lengths.max())
+        metadata: dict[str, Any] = {}
+        slots: dict[str, Tensor] = {}
+        for group in self._groups:
+            table = batch.block_table[group.kv_cache_group_id]
+            blocks = table.get_device_tensor(batch.num_reqs)
+            if count < batch.num_reqs:
+                blocks = blocks[list(rows)]
+            size = table.block_size
+            own = blocks.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
+            common = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=count,
+                num_actual_tokens=count,
+                max_query_len=1,
+                max_seq_len=longest,
+                block_table_tensor=blocks,
+                slot_mapping=own,
+            )
+            metadata |= dict.fromkeys(group.layer_names, group.build_metadata(common))
+            slots |= dict.fromkeys(group.layer_names, own)
+        return metadata, slots
+
+
+class DraftingRunner(CPUModelRunner):
+    """vLLM's runner V1 of a CPU, whose drafts come from the model's first layers."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        model_config, speculation = vllm_config.model_config, vllm_config.speculative_config
+        # vLLM refuses logits processors beside drafts. Ours is one in name only, for the front end,
+        # which has its list already.
+        own = [one for one in model_config.logits_processors or [] if one != PROCESSOR]
+        model_config.logits_processors = own or None
+        super().__init__(vllm_config, device)
+        self.drafter = FirstLayersProposer(self)
+        speculation.disable_padded_drafter_batch = True  # drafts come when the host has the samples
+        # Else all rows would be sent drafts of zeros once one comes near the end of its context.
+        self.effective_drafter_max_model_len = self.max_model_len + self.num_spec_tokens
+        self._keep_seeds = seed_keeper(self)
+        repair_sampling_with_drafts()
+
+    def load_model(self, *args: Any, **more: Any) -> None:
+        """Loads the model, of which the drafter is a part."""
+        super().load_model(*args, **more)
+        self._requests = RowRequests(self)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Prepares a pass, and tells the model which of its tokens may be final."""
+        self._keep_seeds()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        with self._drafting_if(bool(drafts)):
+            found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        judged = self._requests.begin(num_scheduled_tokens.tolist(), drafts, found[0])
+        self.get_model().drafting.judge(judged)  # type: ignore[union-attr, operator]
+        return found
+
+    @contextmanager
+    def _drafting_if(self, drafted: bool) -> Iterator[None]:
+        """Lets a pass without drafts be prepared and sampled as in an engine that never has any.
+
+        vLLM would prepare to judge its no drafts, and judge them. That takes time, and on a CPU
+        fails where a request has a top-k: it takes the maximum of all k, and of none there is none.
+        """
+        speculation = self.speculative_config
+        self.speculative_config = speculation if drafted else None
+        try:
+            yield
+        finally:
+            self.speculative_config = speculation
+
+    def propose_draft_token_ids(  # type: ignore[override]  # with lists of rows, as vLLM's n-grams
+        self, scheduler_output: Any, sampled: list[list[int]], *others: Any
+    ) -> list[list[int]]:
+        """Counts what a pass gave each row [B]; returns each row's drafts."""
+        self._requests.end(sampled)
+        most = scheduler_output.num_spec_tokens_to_schedule
+        may = [self._requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
+        rows = [row for row, count in enumerate(may) if count]
+        found: list[list[int]] = [[] for _ in sampled]
+        if rows:
+            last = [sampled[row][-1] for row in rows]
+            drafts = self.drafter.draft(rows, last, max(may))  # type: ignore[union-attr]
+            for row, own in zip(rows, drafts, strict=True):
+                found[row] = own[: may[row]]
+        return found

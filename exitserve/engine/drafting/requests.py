@@ -1,0 +1,123 @@
+"""Requests of an engine that drafts: which tokens may be final without full depth, and the counts.
+
+Both runners know their requests by a number: runner V1 by the row of its batch (`cpu`), runner V2
+by a slot (`gpu`).
+
+Shapes: S sampled positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from exitserve.engine.requests import Request, read_request
+from exitserve.engine.state import EngineState
+from exitserve.policy import NEVER
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The sampled positions of a pass in which tokens may be final at the draft layer."""
+
+    places: Tensor
+    """[S] where they are in the pass."""
+    limits: Tensor
+    """[S, 3] what each must pass, see `Limits`."""
+    is_final: Tensor
+    """[S] bool, takes which tokens are final."""
+
+
+class Outcome(NamedTuple):
+    """What a pass gave one request."""
+
+    request: Request
+    drafts: int
+    """How many were judged."""
+    first: int
+    """Index of the first generated token."""
+    tokens: Sequence[int]
+    """Generated; the last one was not drafted."""
+    is_final: Sequence[int]
+    """Of each judged position, one more than `drafts`, whether it was final at the draft layer."""
+
+
+Limits = tuple[float, float, float]
+"""What a token must pass to be final: the threshold for any token, that for an end of sequence, and
+the least score of the screen (minus infinity without one)."""
+IMPASSABLE: Limits = (NEVER, NEVER, NEVER)
+"""Where full depth decides."""
+
+
+class DraftingRequests:
+    """Counts and traces what passes give."""
+
+    def __init__(self, state: EngineState, least_score: Callable[[int, float], float]) -> None:
+        """Starts without requests.
+
+        Args:
+            state: the engine's.
+            least_score: the least score of a screen, by layer and threshold
+                (`exitserve.engine.layers.exit_head`).
+        """
+        self._state, self._recorder, self._least_score = state, state.recorder, least_score
+        (self.layer,) = state.rules.exit_layers
+        """How many layers a draft runs."""
+        self._by_number: dict[int, Request] = {}
+        state.requests = self
+
+    def read(self, params: Any, prompt_ids: Sequence[int] | None, name: str) -> Request:
+        """The record of a request, from vLLM's `SamplingParams` and internal id."""
+        state = self._state
+        ends = state.eos_token_ids.tolist()
+        return read_request(params, prompt_ids, state.rules, eos_ids=ends, name=name)
+
+    def limits_of(self, request: Request) -> Limits:
+        """What a token of a request must pass to be final at the draft layer."""
+        if request.policy.mode != "defer":
+            return IMPASSABLE
+        threshold, ends = request.policy.thresholds_at(self.layer)
+        return threshold, ends, self._least_score(self.layer, threshold)
+
+    def get(self, number: int, name: str) -> Request | None:
+        """The request of a row or slot; None where it has another name, as in warm-ups."""
+        request = self._by_number.get(number)
+        return request if request is not None and request.name == name else None
+
+    def count_pass(self) -> None:
+        """Counts what a pass reads."""
+        self._recorder.count_layers(self._recorder.num_layers)
+        self._recorder.final_heads += 1
+
+    def count(self, outcomes: Iterable[Outcome]) -> None:
+        """Counts and traces a pass."""
+        checks = passed = 0
+        for one in outcomes:
+            if not one.tokens:
+                continue
+            if one.request.policy.mode == "defer" and one.first > 0:
+                checks += 1 + one.drafts
+                passed += sum(one.is_final)
+            self._recorder.count_judged(one.drafts, len(one.tokens) - 1)
+            self._count_tokens(one)
+        if checks:
+            self._recorder.count_checks(self.layer, checks, passed)
+
+    def _count_tokens(self, outcome: Outcome) -> None:
+        request, full = outcome.request, self._recorder.num_layers
+        pairs = zip(outcome.tokens, outcome.is_final, strict=False)
+        for number, (token, is_final) in enumerate(pairs, outcome.first):
+            if 0 < request.max_tokens <= number:
+                return  # the pass went on past the end
+            depth = self.layer if is_final else full
+            self._recorder.count_token(depth)
+            if request.trace_keys:
+                self._recorder.trace(request.trace_keys, request.name, number, depth)
+            if token in request.stop_ids:
+                return
+
+    def update_counts(self) -> None:
+        """See `RunningRequests`."""
