@@ -211,11 +211,6 @@ EXIT_SHARE = 0.5
 ACCEPTANCE = 0.7
 DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
 GAINS = (1.0, 1.3, 1.6)
-SCALED = "llama-3-8b"
-"""One GPU of 80 GB holds it, and its cache."""
-GPU_COUNTS = (1, 4, 16, 64)
-DEFER_ACCEPTANCE = 0.8
-"""Of drafts that are final, or that full depth accepts: some that are final it would not."""
 
 
 @cache
@@ -256,16 +251,10 @@ def step_times() -> str:
     return of_shapes(GPUS, cells)
 
 
-def draft_gain(
-    report: Mapping[str, Any],
-    batch: int,
-    rows: int,
-    mode: str = "verify",
-    acceptance: float = ACCEPTANCE,
-) -> float | None:
+def draft_gain(report: Mapping[str, Any], batch: int, rows: int) -> float | None:
     """Wall speedup where an eighth of the layers drafts; None if the head has not so many rows."""
     layer = round(DRAFT_DEPTHS["an eighth"] * report["shape"]["num_layers"])
-    wanted = {"mode": mode, "batch_size": batch, "acceptance": acceptance}
+    wanted = {"mode": "verify", "batch_size": batch, "acceptance": ACCEPTANCE}
     wanted |= {"exit_layer": layer, "draft_head_rows": rows}
     found = (one["wall_speedup"] for one in report["modes"] if wanted.items() <= one.items())
     return max(found, default=None)
@@ -318,40 +307,6 @@ def acceptances() -> str:
     return of_shapes([f"{part}: {gain:g}" for part in DRAFT_DEPTHS for gain in GAINS], cells)
 
 
-def scaled(gpu: str = "h100") -> str:
-    """Tokens a second of 1 to 64 GPUs, each a replica."""
-    from math import floor, log10
-
-    def rounded(rate: float) -> str:
-        return f"{round(rate, 2 - floor(log10(rate))):,.0f}"
-
-    costs, rows = costs_of(SCALED, gpu).costs, []
-    for batch in BATCHES[1:]:
-        for mode, gain in gains(plan(SCALED, gpu), batch).items():
-            of_one = gain * batch / costs.full(batch)
-            rows.append((str(batch), mode, *(rounded(n * of_one) for n in GPU_COUNTS)))
-    headers = (f"{n}: assumed" for n in GPU_COUNTS[1:])
-    return table(("batch", "mode", "1 GPU: by bytes", *headers), rows)
-
-
-def gains(report: Mapping[str, Any], batch: int) -> dict[str, float]:
-    """Wall speedup by mode, with what it assumes; drafts read the whole head."""
-    from exitserve.planning.run import gain_of
-
-    head = report["shape"]["vocab_size"]
-    verified = draft_gain(report, batch, head)
-    deferred = draft_gain(report, batch, head, "defer", DEFER_ACCEPTANCE)
-    assert verified is not None and deferred is not None
-    return {
-        "`off`": 1.0,
-        f"`verify`, {100 * ACCEPTANCE:.0f} % of drafts accepted (assumed)": verified,
-        f"`defer`, {100 * DEFER_ACCEPTANCE:.0f} % are final or accepted (assumed)": deferred,
-        f"`confidence`, {100 * EXIT_SHARE:.0f} % of tokens exit (assumed)": gain_of(
-            report["best"], batch, EXIT_SHARE
-        ),
-    }
-
-
 PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "metrics.md": (
         ("metrics", metrics),
@@ -371,7 +326,6 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("acceptances", acceptances),
         ("skipped", skipped),
     ),
-    "scale.md": (("tokens", scaled),),
 }
 """By page: the name of each generated section, and what writes it."""
 
