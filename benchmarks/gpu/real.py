@@ -18,7 +18,7 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
-SECONDS = {"model": 30, "chats": 90, "calibrate": 35, "request": 45, "eval": 20, "bench": 150}
-"""Planned for each stage. Training gets what the others leave."""
-AROUND_TRAINING = 50
+SECONDS = {"model": 55, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 220}
+"""Planned for each stage. Training gets what the others leave; those after it run side by side."""
+AROUND_TRAINING = 60
 """Seconds: libraries, data, two evaluations, and files with what changed."""
 LEAST_TRAINING = 5
 SLACK, TINY_SLACK = 2, 20
@@ -130,7 +130,7 @@ def _written_chats(run: StageRun) -> list[str]:
 def train(run: StageRun) -> StageOutcome:
     """Trains by the clock, then leaves what changed in files."""
     start, folder = _start(run), run.folder / RUN
-    reserved = sum(SECONDS[stage] for stage in run.later)
+    reserved = max((SECONDS[stage] for stage in run.pending if stage != "train"), default=0)
     left = run.left(float("inf")) - reserved
     seconds = left - (0 if run.tiny else AROUND_TRAINING)
     if seconds < LEAST_TRAINING:
@@ -244,10 +244,9 @@ def calibrate(run: StageRun) -> StageOutcome:
     arguments = ["calibrate", str(_model(run)), "--data", str(held_out)]
     arguments += ["--mode", "defer", "--exit-checks", "all", "--target-agreement", "0.9"]
     # Random weights write texts that are too short to count.
-    arguments += ["--generated-share", "0" if run.tiny else "1", "--temperature", "0"]
-    arguments += ["--windows", str(windows), "--window", str(window)]
-    arguments += ["--prompt-tokens", str(prompt)]
-    return calibration_page(_report(run, "calibrate", arguments))
+    arguments += ["--temperature", "0", "--windows", str(windows), "--window", str(window)]
+    research = {"generated_share": 0 if run.tiny else 1, "prompt_tokens": prompt}
+    return calibration_page(_report(run, "calibrate", arguments, research))
 
 
 def request(run: StageRun) -> StageOutcome:
@@ -259,6 +258,8 @@ def request(run: StageRun) -> StageOutcome:
     arguments += ["--mode", "defer", "--exit-threshold", EXIT_THRESHOLD]
     # Not about speed: one that is not compiled starts a minute sooner.
     arguments += ["--max-model-len", "128" if run.tiny else "2048", "--enforce-eager"]
+    if not run.tiny:  # beside the engines of the stage `bench`
+        arguments += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30)]
     status, log = command(
         run, "request", ["benchmarks/gpu/asking.py", *arguments], most=_most(run, "request")
     )
@@ -293,10 +294,10 @@ def evaluate(run: StageRun) -> StageOutcome:
     # Behind the longest question, so that what is compared are answers.
     asked = [_rendered(run, messages[:1]) for messages in found["chats"]]
     prompt = max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in asked)
-    arguments = ["eval", str(_model(run)), "--data", str(data), "--prompt-tokens", str(prompt)]
+    arguments = ["eval", str(_model(run)), "--data", str(data)]
     arguments += ["--window", str(prompt + (8 if run.tiny else 64))]
     arguments += ["--thresholds", EXIT_THRESHOLD, "--modes", "defer"]
-    return eval_page(_report(run, "eval", arguments))
+    return eval_page(_report(run, "eval", arguments, {"prompt_tokens": prompt}))
 
 
 def bench(run: StageRun) -> StageOutcome:
@@ -313,19 +314,35 @@ def bench(run: StageRun) -> StageOutcome:
         arguments += ["--max-model-len", "128", "--enforce-eager"]
     else:
         arguments += ["--modes", "defer,verify", "--rivals", "ngram", "--batch-sizes", "1,8,32"]
-        arguments += ["--max-tokens", "128", "--repeats", "2", "--seconds", "1"]
-        arguments += ["--max-model-len", "2048"]
-    return bench_page(_report(run, "bench", arguments))
+        arguments += ["--max-tokens", "64", "--repeats", "2", "--seconds", "0.5"]
+        arguments += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.6"]
+    return bench_page(_report(run, "bench", arguments, wait=lambda log: _disturbed(run, log)))
 
 
-def _report(run: StageRun, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs a command that leaves report.json, and reads it; raises `StageError` without one."""
+def _disturbed(run: StageRun, log: Path) -> bool:
+    """Whether the engines have started, but other stages still run."""
+    return run.pending != ["bench"] and "warm-up" in log.read_text(errors="replace")
+
+
+def _report(
+    run: StageRun,
+    name: str,
+    arguments: Sequence[str],
+    research: Mapping[str, Any] | None = None,
+    wait: Callable[[Path], bool] = lambda _: False,
+) -> dict[str, Any]:
+    """Runs a command that leaves report.json, and reads it; raises `StageError` without one.
+
+    `research`: options that have no flag (`exitserve.cli.main`).
+    """
     out = run.folder / f"{name}-report"
+    code = f"import sys; from exitserve.cli import main; sys.exit(main(**{dict(research or {})!r}))"
     status, log = command(
         run,
         name,
-        ["-m", "exitserve", *arguments, "--out", str(out)],
+        ["-c", code, *arguments, "--out", str(out)],
         most=_most(run, name),
+        wait=wait,
     )
     file = out / "report.json"
     if status != 0 or not file.is_file():

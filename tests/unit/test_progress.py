@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from exitserve.progress import byte_bar, share_bar, step_bars
+from exitserve.progress import share_bar, step_bars
 
 
 def test_a_share_of_the_work_gives_a_line_for_each_description() -> None:
@@ -14,14 +14,7 @@ def test_a_share_of_the_work_gives_a_line_for_each_description() -> None:
     with share_bar(stream) as progress:
         for doing, done in (("starting", 0.0), ("running", 0.25), ("running", 0.5), ("[end]", 1.0)):
             progress(doing, done)
-    assert stream.getvalue() == "[  0%] starting\n[ 25%] running\n[100%] [end]\n"
-
-
-def test_short_work_leaves_nothing() -> None:
-    stream = io.StringIO()
-    with share_bar(stream, transient=True) as progress:
-        progress("timing", 0.5)
-    assert stream.getvalue().strip() == ""
+    assert stream.getvalue() == "[  0%, 0 s] starting\n[ 25%, 0 s] running\n[100%, 0 s] [end]\n"
 
 
 def test_steps_give_a_line_for_each_kind_of_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,10 +24,3 @@ def test_steps_give_a_line_for_each_kind_of_work(capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert captured.err == "reading (2)\ntesting (2)\n"
     assert captured.out == ""
-
-
-def test_bytes_are_counted_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    with byte_bar("writing", 10) as advance:
-        advance(4)
-        advance(6)
-    assert capsys.readouterr() == ("", "")
