@@ -1,10 +1,10 @@
 """Documents, their split into train and validation, the tokenizer, and packing."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import json
 import datasets
 import pytest
 
