@@ -16,9 +16,22 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from .forks import fork_instead_of_spawn
+from .scheduling import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_xdist_make_scheduler,
+)
 
 if TYPE_CHECKING:
     from exitserve.screens import Screen
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_xdist_make_scheduler",
+]
 
 # Deadlines measure the machine, not the code.
 settings.register_profile(
@@ -40,18 +53,6 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 fork_instead_of_spawn()
 
 ROOT = Path(__file__).parent.parent
-SLOW_FIRST = ("e2e", "engine", "evaluation", "bench", "train", "calibration")
-"""Folders of tests in the order in which workers take them: a long one at the end would run alone.
-"""
-SERVERS = "tests/e2e/"
-OWN_SERVERS = (
-    "test_data_parallel.py",
-    "test_demo.py",
-    "test_kv_transfer.py",
-    "test_server_ends.py",
-    "test_tutorial.py",
-)
-"""Files there that use none of the servers which the others share."""
 BUNDLED = ROOT / "models" / "exit-py-19m"
 BUNDLED_EXITS = [6, 12, 18]
 """Of its 24 layers, those that were trained to be exits."""
@@ -73,32 +74,6 @@ INT8 = {
 }
 
 MakeCheckpoint = Callable[..., Path]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow folders first; in each the order stays."""
-    places = {folder: place for place, folder in enumerate(SLOW_FIRST)}
-
-    def place(item: pytest.Item) -> int:
-        return places.get(item.path.relative_to(ROOT / "tests").parts[0], len(places))
-
-    items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, because they share engines; so do those that share servers."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByWhatIsShared(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            shares = file.startswith(SERVERS) and not file.endswith(OWN_SERVERS)
-            return SERVERS if shares else file
-
-    config.option.loadscopereorder = False
-    return ByWhatIsShared(config, log)
 
 
 def _tokenizer() -> Any:

@@ -44,8 +44,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     def serve(model: Path, *options: object, ranks: int = 1) -> Iterator[LocalServer]:
         log = tmp_path_factory.mktemp("server") / "server.log"
         own = UNI if ranks == 1 else ("--tensor-parallel-size", str(ranks))
-        if "--exit-checks" not in options:  # so that exits are on, whether they pay here or not
-            own = (*own, "--exit-checks", "screened")
         server = ForkedServer(model, *OPTIONS, *own, *map(str, options), log=log)
         with pytest.MonkeyPatch.context() as environment:
             for name, value in WITH_UNI.items() if ranks == 1 else ():

@@ -55,11 +55,6 @@ def test_layers(post, layer: int) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "6, 12, 18")
 
 
-@pytest.mark.parametrize("layer", ["12", 12.5, True])
-def test_layers_that_are_no_whole_numbers(post, layer: object) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), "whole number", repr(layer))
-
-
 def test_both_fields(post) -> None:
     fields = {"exit_threshold": 0.5, "exit_layer": 12}
     _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
@@ -69,10 +64,6 @@ def test_both_fields(post) -> None:
 def test_modes(post, mode: object) -> None:
     fields = {"exit_mode": mode, "exit_threshold": 0.5}
     _says(post(prompt="x", vllm_xargs=fields), "exit_mode", "off, confidence, defer")
-
-
-def test_a_mode_without_a_threshold(post) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_mode": "defer"}), "send exit_threshold")
 
 
 def test_unknown_fields(post) -> None:
@@ -86,11 +77,6 @@ def test_fields_in_the_wrong_place(post) -> None:
 @pytest.mark.parametrize("value", ["yes", 1, 2.5])
 def test_traces(post, value: object) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true, false or")
-
-
-def test_chat_is_checked_too(post) -> None:
-    answer = post("chat/completions", messages=MESSAGES, vllm_xargs={"exit_threshold": -1})
-    _says(answer, "exit_threshold")
 
 
 def test_other_routes_of_vllm_are_checked_too(post) -> None:
@@ -133,10 +119,6 @@ def test_numbers_that_do_not_reach_the_engine(post, stream: bool, field: dict) -
     _says(post(prompt="x", stream=stream, **field), "too large", "64 bits")
 
 
-def test_long_numbers_in_texts(post) -> None:
-    assert post(prompt="x = " + "9" * 40, seed=2**63 - 1).status_code == 200
-
-
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 @pytest.mark.parametrize("bans", [{"allowed_token_ids": [7]}, {"bad_words": ["y", "ye", "yes"]}])
 def test_a_grammar_of_which_other_fields_leave_nothing(post, route: str, bans: dict) -> None:
@@ -163,8 +145,3 @@ def test_a_prompt_longer_than_the_context(post) -> None:
 @pytest.mark.parametrize("text", ["{", "", "not json", '{"model": }'])
 def test_malformed_json(post, text: str) -> None:
     _says(post(text=text), "not valid JSON")
-
-
-@pytest.mark.parametrize("text", ["[]", '"x"', "3", "null"])
-def test_bodies_that_are_no_objects(post, text: str) -> None:
-    assert post(text=text).status_code == 400

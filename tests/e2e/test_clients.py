@@ -14,6 +14,8 @@ from exitserve.server.local_server import LocalServer
 
 from ..written import ROOT, Checkout, blocks
 
+pytestmark = pytest.mark.nightly
+
 PAGE = ROOT / "docs" / "clients.md"
 SERVE, COMPLETION, CHAT, BENCH = range(4)
 OPENAI, LANGCHAIN = range(2)

@@ -42,7 +42,11 @@ DEFERRED = {"exit_threshold": 0.2, "exit_mode": "defer"}
 Complete = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.nightly)],
+    ids=["one rank", "two ranks"],
+)
 def crowded(request: Any, bundled: Path, serve: Any) -> Iterator[LocalServer]:
     """Eight rows that share a cache for four, on one rank or tensor-parallel on two."""
     options = (word for pair in CROWDED.items() for word in pair)

@@ -21,6 +21,8 @@ from exitserve.server.local_server import LocalServer
 
 from .engines import held_still, probe, started_by
 
+pytestmark = pytest.mark.nightly
+
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "m")
 PROMPTS = [f"def f{number}(x):" for number in range(8)]
 TOKENS = 24

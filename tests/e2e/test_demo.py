@@ -12,10 +12,13 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from exitserve.server.local_server import free_port, stop
 
 from ..forks import PythonProcess
+
+pytestmark = pytest.mark.nightly
 
 START_SECONDS = 300.0
 

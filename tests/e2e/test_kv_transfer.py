@@ -21,11 +21,12 @@ from exitserve.server.local_server import LocalServer
 from .conftest import NAME, Serve
 from .test_crowded import metric
 
+pytestmark = pytest.mark.nightly
+
 BLOCK = 32
 LENGTH = 2 * BLOCK
 TEXT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n" * 8
-# "all": it drafts whether that is faster or not.
-DRAFTS = ("--mode", "verify", "--exit-threshold", 0.3, "--exit-checks", "all")
+DRAFTS = ("--mode", "verify", "--exit-threshold", 0.3)
 
 
 @pytest.fixture(scope="module")

@@ -95,21 +95,3 @@ def test_the_label(client, chat: bool, logprobs: dict[str, Any], trace: dict[str
             done or not chunk["choices"] for done, chunk in zip(finished, chunks, strict=True)
         ]
         assert chunks[-1]["choices"] == [] if usage else finished[-1]
-
-
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("stream", [True, False])
-def test_no_label_at_full_depth_or_without_logprobs(client, chat: bool, stream: bool) -> None:
-    logprobs = {"logprobs": True if chat else 1}
-    early, full = {"exit_threshold": 0.4}, {"exit_threshold": 1}
-    for options in (
-        logprobs,
-        logprobs | {"vllm_xargs": full},
-        logprobs | {"vllm_xargs": full | {"exit_trace": True}},
-        {"vllm_xargs": early | {"exit_trace": True}},
-        {"logprobs": False if chat else None, "vllm_xargs": early},
-        logprobs | {"max_tokens": 1, "vllm_xargs": early},  # the first token runs at full depth
-    ):
-        answer = ask(client, chat=chat, stream=stream, **options)
-        for part in answer if stream else [answer]:
-            assert "logprobs_from" not in part

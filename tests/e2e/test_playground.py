@@ -14,6 +14,8 @@ from exitserve.cli import main
 from exitserve.evaluation.settings import TRACED_TOKENS as TRACED
 from exitserve.server.local_server import LocalServer
 
+pytestmark = pytest.mark.nightly
+
 PROMPT = "def read_lines(path):\n    with open(path"
 HTML = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;"
 SOON = 60_000
@@ -99,15 +101,6 @@ def test_why_here_by_keyboard(page, expect, trace_file) -> None:
     expect(why).to_be_hidden()
 
 
-def test_why_here_by_pointer(page, expect, trace_file) -> None:
-    page.locator("#file").set_input_files(trace_file)
-    page.locator("#early-5").hover()
-    expect(page.locator("#tip")).to_contain_text("confidence")
-    page.locator("#early-5").click()
-    page.locator("#why-map tbody tr").first.locator("td").nth(7).click()
-    expect(page.locator("#early-7")).to_have_attribute("aria-selected", "true")
-
-
 def test_the_slider_is_a_promise_behind_an_api_key(open_page, judging, expect) -> None:
     page = open_page(judging)
     expect(page.locator("#key")).to_be_visible()
@@ -136,14 +129,6 @@ def test_the_slider_is_a_promise_behind_an_api_key(open_page, judging, expect) -
     expect(page.locator("#model")).not_to_be_empty()  # the tab has kept the key
 
 
-def test_a_chat(page, expect) -> None:
-    page.locator("#kind").select_option("chat")
-    page.locator("#max-tokens").fill("8")
-    run(page, expect, "write a loop")
-    assert page.locator("#early .token").count() == 8
-    assert page.locator("#early .prompt").inner_text() == ""
-
-
 def test_an_error_of_the_server_is_shown(page, expect) -> None:
     page.locator("#max-tokens").fill("4000")
     page.locator("#run").click()
@@ -167,25 +152,6 @@ def test_what_a_model_says_is_text(page, expect) -> None:
     page.locator("#early-3").click()
     expect(page.locator("#why")).to_be_visible()
     assert page.locator("main img, main script").count() == 0
-
-
-def test_what_a_trace_says_is_text(page, expect, trace_file) -> None:
-    """Whole elements in one token, which a tokenizer would hardly make."""
-    trace = json.loads(trace_file.read_text())
-    trace["model"] = trace["prompt"] = HTML
-    for token in trace["tokens"]:
-        token["text"] = HTML
-        for layer in token["layers"]:
-            layer["text"] = HTML
-    page.on("dialog", lambda dialog: pytest.fail(f"it ran: {dialog.message}"))
-    content = json.dumps(trace).encode()
-    file = {"name": f"{HTML}.json", "mimeType": "application/json", "buffer": content}
-    page.locator("#file").set_input_files(file)
-    expect(page.locator("#early .text")).to_have_text(HTML * (TRACED + 1))
-    page.locator("#early-2").click()
-    page.locator("#early-3").hover()
-    expect(page.locator("#why")).to_contain_text("<script>alert(2)</script>")
-    assert page.locator("body img, body script").count() == 0
 
 
 @pytest.fixture(scope="module")
@@ -236,30 +202,6 @@ def test_a_narrow_screen(open_page, server, expect) -> None:
     assert full["y"] >= early["y"] + early["height"]
 
 
-def test_the_picture_of_the_documentation(picture, browser, server, tmp_path) -> None:
-    picture.take(browser, server.url, tmp_path / "page.png", width=700, scheme="dark", runs=1)
-    header = (tmp_path / "page.png").read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = (int.from_bytes(header[at : at + 4], "big") for at in (16, 20))
-    assert width == 700 and height > 1200, "answers, and why a token stopped"
-
-
-def test_both_answers_run_together(page, expect) -> None:
-    expect(page.locator("#order-says")).to_contain_text("This setting first")
-    page.locator("#order").select_option("together")
-    expect(page.locator("#order-says")).to_contain_text("Both at once")
-    events: list[str] = []
-    for event in ("request", "requestfinished"):
-        page.on(event, lambda one, event=event: events.append(event) if is_post(one) else None)
-    run(page, expect)
-    assert events[:2] == ["request", "request"], "both had begun before one ended"
-    assert [page.locator(f"{pane} .token").count() for pane in ("#early", "#full")] == [32, 32]
-
-
-def is_post(request: Any) -> bool:
-    return str(request.method) == "POST"
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(open_page, server, expect, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
@@ -275,24 +217,3 @@ def test_axe_finds_nothing_serious(open_page, server, expect, scheme: str) -> No
         if one["impact"] in ("serious", "critical")
     ]
     assert serious == []
-
-
-def test_nobody_looks_and_nothing_is_asked(page, expect) -> None:
-    """Of a hidden tab, and seldom of one that sees nothing change."""
-    asked: list[str] = []
-    page.clock.install()
-    page.reload()
-    expect(page.locator("#live-text")).not_to_be_empty()
-    page.on("request", lambda one: asked.append(one.url))
-    for _ in range(20):
-        page.clock.run_for(1000)
-        page.wait_for_timeout(20)
-    assert 1 <= len(asked) <= 4 and all(url.endswith("/exitserve/stats") for url in asked)
-    page.evaluate(
-        "Object.defineProperty(document, 'hidden', { value: true });"
-        "document.dispatchEvent(new Event('visibilitychange'))"
-    )
-    asked.clear()
-    for _ in range(20):
-        page.clock.run_for(5000)
-    assert asked == []

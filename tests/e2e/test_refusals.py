@@ -76,17 +76,3 @@ def test_routes_of_pooling_models(server, route: str) -> None:
     answer = httpx.post(f"{server.url}/{route}", json={"model": "exit-py", "input": "x"})
     assert answer.status_code == 400
     assert "only generates text" in answer.json()["error"]["message"]
-
-
-def test_embeddings_through_the_official_client(client) -> None:
-    from openai import BadRequestError
-
-    with pytest.raises(BadRequestError, match="only generates text"):
-        client.embeddings.create(model="exit-py", input="x")
-
-
-def test_an_adapter_is_an_unknown_model(client) -> None:
-    from openai import NotFoundError
-
-    with pytest.raises(NotFoundError, match="my-adapter"):
-        client.completions.create(model="my-adapter", prompt="x", max_tokens=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,10 +9,8 @@ import httpx
 import psutil
 import pytest
 
-from exitserve.cli import main
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.tracing.format import VERSION
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -45,13 +42,6 @@ def test_trace_and_totals_fit_together(complete) -> None:
         "mean_depth": pytest.approx(sum(layers) / len(layers)),
         "depth_speedup": pytest.approx(24 * len(layers) / sum(layers)),
     }
-
-
-def test_token_ids_come_only_where_asked_for(complete) -> None:
-    """A trace needs them, but that is the server's own business."""
-    for asked in (True, False):
-        answer = complete(PROMPT, 4, exit_layer=12, options={"return_token_ids": asked})
-        assert ("token_ids" in answer["choices"][0]) is asked
 
 
 def test_several_prompts_and_samples_get_their_own_traces(complete) -> None:
@@ -92,58 +82,6 @@ def test_a_stream_ends_with_the_trace(client, complete) -> None:
     assert chunks[-1]["exit_metrics"] == whole["exit_metrics"]
 
 
-def test_a_full_trace_is_the_oracles(complete, bundled, tmp_path) -> None:
-    """As `exitserve trace` writes it, but for layers that a server does not look at."""
-    answer = complete(PROMPT, 32, exit_threshold=0.4, exit_trace="full")["choices"][0]
-    out = tmp_path / "trace.json"
-    arguments = ["--prompt", PROMPT, "--max-tokens", "32", "--exit-threshold", "0.4"]
-    assert main(["trace", str(bundled), *arguments, "--out", str(out)]) == 0
-    assert answer["exit_trace"]["version"] == VERSION
-    told = answer["exit_trace"]["tokens"]
-    assert "".join(token["text"] for token in told) == answer["text"]
-    assert [token["depth"] for token in told] == answer["exit_layers"]
-    for mine, theirs in zip(told, json.loads(out.read_text())["tokens"], strict=True):
-        for layer, expected in zip(mine.pop("layers"), theirs.pop("layers"), strict=True):
-            looked = layer["outcome"] in ("went_on", "stopped")
-            kept = expected if looked else {k: expected[k] for k in ("layer", "outcome")}
-            if looked:
-                kept |= {"confidence": pytest.approx(expected["confidence"], abs=1e-4)}
-            assert layer == kept
-        assert mine == theirs
-
-
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_a_full_trace_comes_with_the_stream(client, kind: str) -> None:
-    request = {
-        "model": NAME,
-        "max_tokens": 48,
-        "temperature": 0,
-        "extra_body": {"vllm_xargs": {"exit_threshold": 0.4, "exit_trace": "full"}},
-    }
-    if kind == "chat":
-        create = client.chat.completions.create
-        request["messages"] = [{"role": "user", "content": PROMPT}]
-    else:
-        create, request["prompt"] = client.completions.create, PROMPT
-    whole = create(**request).model_dump()["choices"][0]
-    chunks = [one.model_dump()["choices"][0] for one in create(stream=True, **request)]
-    parts = [one["exit_trace"]["tokens"] for one in chunks if one.get("exit_trace")]
-    assert len(parts) > 1, "they come while the stream goes on"
-    told = [token for part in parts for token in part]
-    assert [one["index"] for one in told] == list(range(48))
-    expected = whole["exit_trace"]["tokens"]
-    close = [pytest.approx(_numbers(one), abs=1e-4) for one in expected]
-    assert [_numbers(one) for one in told] == close
-    text = whole["message"]["content"] if kind == "chat" else whole["text"]
-    assert "".join(one["text"] for one in told) == text
-
-
-def _numbers(token: dict) -> list[float]:
-    """A traced token as numbers, which two runs may round differently."""
-    layers = [(one.get("token_id", -1), one.get("confidence", -1)) for one in token["layers"]]
-    return [token["token_id"], token["depth"], *(number for pair in layers for number in pair)]
-
-
 def test_chat_whole_and_streamed(client) -> None:
     request = {
         "model": NAME,
@@ -160,21 +98,6 @@ def test_chat_whole_and_streamed(client) -> None:
     assert text == whole["choices"][0]["message"]["content"]
     assert chunks[-1]["choices"][0]["exit_layers"] == layers
     assert chunks[-1]["exit_metrics"] == whole["exit_metrics"]
-
-
-def test_a_stop_string_cuts_the_trace_with_the_text(complete) -> None:
-    free = complete(PROMPT, exit_threshold=0.4)
-    stop = free["choices"][0]["text"][6:9]
-    cut = complete(PROMPT, exit_threshold=0.4, options={"stop": [stop]})
-    layers = cut["choices"][0]["exit_layers"]
-    assert len(layers) == cut["usage"]["completion_tokens"] < 24
-    assert layers == free["choices"][0]["exit_layers"][: len(layers)]
-
-
-def test_without_a_trace_the_response_is_vllms(client) -> None:
-    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, temperature=0)
-    assert "exit_metrics" not in answer.model_dump()
-    assert "exit_layers" not in answer.model_dump()["choices"][0]
 
 
 def test_full_depth_is_plain_vllm_over_http(client, plain_client) -> None:
@@ -239,11 +162,6 @@ def test_stats_and_metrics_count_what_was_served(server, complete) -> None:
     for layer, tokens in after["tokens_by_exit_layer"].items():
         labels = f'engine="0",exit_layer="{layer}",model_name="{NAME}"'
         assert f"exitserve_tokens_total{{{labels}}} {tokens}.0" in page
-
-
-def test_models_and_health(client, server) -> None:
-    assert [model.id for model in client.models.list()] == [NAME]
-    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_an_idle_server_leaves_the_processor_alone(server, complete) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 from exitserve.calibration_record import OperatingPoint
 from exitserve.checkpoint import read_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
-from exitserve.server.shadow_evaluation import CAPACITY
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -177,13 +176,6 @@ def test_what_no_threshold_lets_out_is_not_judged(judging, early_client) -> None
     assert watch.tokens(expected.total()) == expected
 
 
-def test_an_answer_up_to_the_end_of_the_context(judging, early_client) -> None:
-    watch = Watch(judging)
-    answer = completion(early_client, [5] * 500, max_tokens=None, ignore_eos=True)
-    assert len(depths(answer)) == 12
-    assert watch.tokens(12).total() == 12
-
-
 def pieces(parts: Any) -> dict[int, list[Any]]:
     """All that is told of each choice; a stream's texts and log-probabilities are put together."""
     told: dict[int, list[Any]] = {}
@@ -228,23 +220,6 @@ def test_answers_are_those_of_a_server_that_judges_none(
         assert all(bool(tokens) == (asked is not None) for _, tokens, _ in ours.values())
 
 
-def test_more_than_can_wait_is_dropped_and_counted(judging, early_client) -> None:
-    watch = Watch(judging)
-    dropped = read(judging, "exitserve_shadow_dropped_total")
-    many = 3 * CAPACITY
-
-    def lost(reason: str) -> int:
-        now = read(judging, "exitserve_shadow_dropped_total")
-        return int(now[reason,] - dropped[reason,])
-
-    completion(early_client, [PROMPT] * many, max_tokens=4, ignore_eos=True)
-    # All have ended with the response, so nothing is dropped any more.
-    kept = many - lost("queue_full")
-    assert kept < many, "the test shows nothing"
-    assert watch.tokens(4 * kept).total() == 4 * kept
-    assert lost("error") == lost("no_trace") == 0
-
-
 def test_a_client_that_hangs_up_leaves_an_answer_to_judge(judging, early_client) -> None:
     watch = Watch(judging)
     body = {"model": NAME, "prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": True}
@@ -261,16 +236,6 @@ def test_requests_get_what_was_calibrated(early_client, fields: dict[str, Any]) 
     told = depths(completion(early_client, fields={"exit_threshold": THRESHOLD}))
     assert min(told) < LAYERS
     assert depths(completion(early_client, fields=fields)) == told
-
-
-def test_a_target_that_nothing_promises_is_full_depth_and_a_bad_one_is_told(
-    early_client, client
-) -> None:
-    assert set(depths(completion(early_client, fields={"exit_target": 0.9}))) == {LAYERS}
-    with pytest.raises(BadRequestError, match="above 0 and below 1"):
-        completion(early_client, fields={"exit_target": 1.5})
-    with pytest.raises(BadRequestError, match="exitserve calibrate"):
-        completion(client, fields={"exit_target": 0.9})
 
 
 def test_the_promise_is_exported(judging, point, server) -> None:

@@ -72,22 +72,6 @@ def test_a_json_schema(early_client, fields: dict[str, Any]) -> None:
 
 
 @DEPTHS
-def test_a_streamed_json_schema(early_client, fields: dict[str, Any]) -> None:
-    stream = early_client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        max_tokens=200,
-        temperature=0,
-        stream=True,
-        response_format=JSON_SCHEMA,
-        extra_body={"vllm_xargs": fields | {"exit_trace": True}},
-    )
-    chunks = [chunk.model_dump() for chunk in stream]
-    check_value("".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks))
-    assert (min(chunks[-1]["choices"][0]["exit_layers"]) < FULL_DEPTH) is bool(fields)
-
-
-@DEPTHS
 @pytest.mark.parametrize(
     ("grammar", "valid"),
     [
@@ -154,15 +138,6 @@ def test_tools(early_client, no_blanks, fields: dict[str, Any], choice: Any) -> 
     check_depth(answer, fields)
 
 
-def test_tools_that_need_not_be_called(early_client) -> None:
-    """Such a request is free text, which may exit by default."""
-    loose = {"type": "function", "function": {"name": "read_file", "parameters": SCHEMA}}
-    answer = chat(early_client, {}, tools=[loose], tool_choice="auto")
-    assert answer["choices"][0]["message"]["content"]
-    assert min(answer["choices"][0]["exit_layers"]) < FULL_DEPTH
-    assert answer["logprobs_from"] == "exit_layer"
-
-
 def test_free_text_exits_by_default(early_client) -> None:
     answer = chat(early_client, {}, response_format={"type": "text"})
     assert min(answer["choices"][0]["exit_layers"]) < FULL_DEPTH
@@ -170,13 +145,6 @@ def test_free_text_exits_by_default(early_client) -> None:
     answer = chat(early_client, {"exit_threshold": 1})
     assert min(answer["choices"][0]["exit_layers"]) == FULL_DEPTH
     assert "logprobs_from" not in answer
-
-
-def test_beam_search_is_at_full_depth_and_unlabelled(early_client) -> None:
-    answer = early_client.completions.create(
-        model=NAME, prompt="x = ", max_tokens=4, n=2, extra_body={"use_beam_search": True}
-    )
-    assert "logprobs_from" not in answer.model_dump()
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "grammar"])

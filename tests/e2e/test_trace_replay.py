@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from exitserve.errors import ExitServeError
 from exitserve.server.local_server import LocalServer
 
 from .conftest import NAME
+
+pytestmark = pytest.mark.nightly
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trace_replay.py"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -66,55 +66,6 @@ def test_mooncakes_format_shares_text_by_blocks(script: Any, tmp_path: Path) -> 
 def test_another_file_is_said_to_be_none(script: Any, tmp_path: Path) -> None:
     with pytest.raises(ExitServeError, match="is no trace: its first line is 'a,b'"):
         list(script.read_trace(written(tmp_path, "a,b\n1,2\n")))
-
-
-def test_requests_go_where_the_fewest_are_in_progress(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @dataclass
-    class Request:
-        api_url: str
-        seconds: float
-
-    async def answer(request: Request, _session: object, _pbar: object) -> str:
-        await asyncio.sleep(request.seconds)
-        return request.api_url
-
-    async def run() -> list[str]:
-        replicas = script.Replicas(["http://a", "http://b"])
-        waiting = [0.05, 0.001, 0.02, 0.001]
-        tasks = list[Any]()
-        for seconds in waiting:
-            tasks.append(asyncio.create_task(replicas.send(Request("", seconds), None)))
-            await asyncio.sleep(0.005)
-        return list(await asyncio.gather(*tasks))
-
-    name = "vllm.benchmarks.lib.endpoint_request_func.async_request_openai_completions"
-    monkeypatch.setattr(name, answer)
-    a, b = ("http://a/v1/completions", "http://b/v1/completions")
-    # The second and third go where the first is not; then either has one, and b had the last.
-    assert asyncio.run(run()) == [a, b, b, a]
-
-
-def test_the_load_at_a_goal_is_the_highest_that_was_met(script: Any) -> None:
-    runs = {
-        label: {
-            "server": label.split()[0],
-            "request_throughput": load,
-            "output_throughput": 10 * load,
-            "within_goal": share,
-        }
-        for label, load, share in (
-            ("plain", 1.0, 0.99),
-            ("plain x2", 2.0, 0.91),
-            ("plain x4", 3.0, 0.5),
-            ("ours", 1.0, 0.2),
-        )
-    }
-    assert script.carried(runs) == [
-        "plain, 90% within the goal: 2.00 requests/s, 20.0 output tokens/s",
-        "ours, 90% within the goal: none of these loads",
-    ]
 
 
 def test_a_replay(

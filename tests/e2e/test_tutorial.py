@@ -20,6 +20,8 @@ from exitserve.server.local_server import free_port, stop
 
 from ..written import ROOT, Checkout, blocks
 
+pytestmark = pytest.mark.nightly
+
 RECIPE, TRAIN, CALIBRATE, SERVE, ASK, ASK_FULL_DEPTH, STATS, METRICS, CUT = range(9)
 DEPTHS = {6, 12, 18, 24}
 

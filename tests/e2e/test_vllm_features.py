@@ -95,21 +95,6 @@ def test_several_samples_of_one_request(complete) -> None:
     assert len({tuple(tokens(first, index)) for index in range(3)}) == 3
 
 
-def test_several_samples_of_a_chat(client) -> None:
-    answer = client.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=12,
-        n=3,
-        temperature=1.0,
-        seed=5,
-        extra_body={"vllm_xargs": {"exit_threshold": 0.4, "exit_trace": True}},
-    ).model_dump()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    total = sum(len(choice["exit_layers"]) for choice in answer["choices"])
-    assert total == answer["usage"]["completion_tokens"]
-
-
 @pytest.mark.parametrize("include", [True, False])
 def test_stop_strings(complete, include: bool) -> None:
     free = complete(PROMPT, exit_threshold=0.4)
@@ -123,16 +108,6 @@ def test_stop_strings(complete, include: bool) -> None:
     assert layers(cut) == layers(free)[: len(tokens(cut))]
 
 
-def test_stop_token_ids(complete) -> None:
-    free = complete(PROMPT, exit_threshold=0.4)
-    stop = tokens(free)[7]
-    end = tokens(free).index(stop) + 1
-    cut = complete(PROMPT, exit_threshold=0.4, options={"stop_token_ids": [stop]})
-    (choice,) = cut["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-    assert tokens(cut) == tokens(free)[:end] and layers(cut) == layers(free)[:end]
-
-
 def test_end_of_sequence_min_tokens_and_ignore_eos(complete) -> None:
     always_end = {"logit_bias": {str(EOS): 100}}
 
@@ -144,12 +119,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(complete) -> None:
     assert length() == (1, "stop")
     assert length(min_tokens=5) == (6, "stop")
     assert length(ignore_eos=True) == (9, "length")
-
-
-def test_prompts_of_token_ids(complete) -> None:
-    answer = complete(PROMPT, 6, exit_layer=12)
-    again = complete(answer["choices"][0]["prompt_token_ids"], 6, exit_layer=12)
-    assert (tokens(again), layers(again)) == (tokens(answer), layers(answer))
 
 
 def test_echo(client) -> None:
