@@ -24,9 +24,6 @@ OVERLAYS = {"cpu": "exitserve:cpu", "gpu": "exitserve:cuda"}
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 """Of Kubernetes: the oldest that the manifests are for, and the newest with a schema here."""
 NO_SCHEMA = ("PodMonitor",)
-POD_MONITOR = {"jobLabel": str, "selector": dict, "podMetricsEndpoints": list}
-"""The fields that we use of `monitoring.coreos.com/v1`, which no bundled schema describes."""
-ENDPOINT = {"port": str, "path": str, "interval": str}
 
 Manifest = dict[str, Any]
 
@@ -195,54 +192,6 @@ def test_overlays_are_sound(manifests, check):
     assert check(manifests) == []
 
 
-def test_schemas_find_misspelt_and_mistyped_fields():
-    deployment = documents(FOLDER / "base" / "deployment.yaml")[0]
-    pod = deployment["spec"]["template"]["spec"]
-    pod["terminationGracePeriod"] = 60
-    assert any("terminationGracePeriod" in line for line in schema_problems(deployment, "1.30"))
-    del pod["terminationGracePeriod"]
-    pod["terminationGracePeriodSeconds"] = "a minute"
-    assert any("a minute" in line for line in schema_problems(deployment, "1.30"))
-
-
-def set_at(tree: Any, path: str, value: Any) -> None:
-    """Replaces one value; `path` is slash separated, with numbers for places in lists."""
-    *parents, last = (int(key) if key.isdecimal() else key for key in path.split("/"))
-    for key in parents:
-        tree = tree[key]
-    tree[last] = value
-
-
-POD = "spec/template/spec"
-CONTAINER = f"{POD}/containers/0"
-
-
-@pytest.mark.parametrize(
-    ("check", "kind", "path", "value", "problem"),
-    [
-        (reference_problems, "Service", "spec/selector", {"app": "x"}, "Service: selects none"),
-        (reference_problems, "PodMonitor", "spec/selector/matchLabels", {"a": "b"}, "PodMonitor"),
-        (reference_problems, "HorizontalPodAutoscaler", "spec/scaleTargetRef/name", "x", "no x"),
-        (reference_problems, "Deployment", "spec/replicas", 2, "undo the autoscaler's"),
-        (reference_problems, "ConfigMap", "metadata/name", "other", "no ConfigMap"),
-        (reference_problems, "PersistentVolumeClaim", "metadata/name", "other", "no Persistent"),
-        (reference_problems, "Deployment", f"{CONTAINER}/volumeMounts", [], "mounts differ"),
-        (reference_problems, "Service", "spec/ports/0/targetPort", "web", "no port web"),
-        (confinement_problems, "Deployment", f"{POD}/securityContext/runAsUser", 0, "as root"),
-        (confinement_problems, "Deployment", f"{CONTAINER}/securityContext", {}, "root can be"),
-        (confinement_problems, "Deployment", f"{CONTAINER}/resources", {}, "no memory limit"),
-        (life_problems, "Deployment", "spec/progressDeadlineSeconds", 600, "given up"),
-        (life_problems, "Deployment", f"{POD}/terminationGracePeriodSeconds", 30, "killed while"),
-        (life_problems, "Deployment", f"{CONTAINER}/args", ["m"], "killed while"),
-        (life_problems, "Deployment", f"{CONTAINER}/livenessProbe/timeoutSeconds", 60, "cut off"),
-    ],
-)
-def test_planted_errors_are_found(check, kind, path, value, problem):
-    manifests = copy.deepcopy(list(build(FOLDER / "overlays" / "cpu")))
-    set_at(of_kind(manifests, kind), path, value)
-    assert any(problem in line for line in check(manifests))
-
-
 def test_overlays_take_the_images_and_devices_that_they_are_for(manifests, overlay):
     container = container_of(manifests)
     assert container["image"] == OVERLAYS[overlay]
@@ -267,41 +216,6 @@ def test_the_key_is_a_secret_that_must_be_there(manifests):
     }
     assert secrets["VLLM_API_KEY"] == {"name": "exitserve", "key": "api-key"}
     assert secrets["HF_TOKEN"]["optional"] is True
-
-
-def test_the_probe_is_mounted_where_it_is_run(manifests):
-    container = container_of(manifests)
-    program = Path(container["livenessProbe"]["exec"]["command"][1])
-    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert str(program.parent) in mounts
-    assert program.name in of_kind(manifests, "ConfigMap")["data"]
-
-
-def test_the_pod_monitor_has_the_fields_that_its_operator_knows(manifests):
-    monitor = of_kind(manifests, "PodMonitor")
-    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-    spec = monitor["spec"]
-    assert {key: type(value) for key, value in spec.items()} == POD_MONITOR
-    (endpoint,) = spec["podMetricsEndpoints"]
-    assert {key: type(value) for key, value in endpoint.items()} == ENDPOINT
-    assert endpoint["path"] == "/metrics"
-
-
-def test_jobs_are_called_as_the_alerts_want(manifests):
-    label = of_kind(manifests, "PodMonitor")["spec"]["jobLabel"]
-    labels = of_kind(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
-    assert f'job="{labels[label]}"' in rules
-
-
-def test_the_copying_pod_writes_where_replicas_read():
-    (pod,) = documents(FOLDER / "models-pod.yaml")
-    (claim,) = documents(FOLDER / "base" / "models.yaml")
-    namespace = documents(FOLDER / "base" / "kustomization.yaml")[0]["namespace"]
-    assert pod["metadata"]["namespace"] == namespace
-    (volume,) = pod["spec"]["volumes"]
-    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert pod["spec"]["containers"][0]["image"].partition(":")[2] not in ("", "latest")
 
 
 def example_overlay() -> str:

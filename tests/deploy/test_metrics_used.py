@@ -204,18 +204,6 @@ def test_every_metric_is_on_a_dashboard():
     assert [metric.name for metric in METRICS if metric.name not in queries] == []
 
 
-def test_latency_and_queue_of_vllm_stand_next_to_ours():
-    names = set()
-    for path in DASHBOARDS:
-        for query in dashboard_queries(json.loads(path.read_text())):
-            names |= metric_names(query)
-    assert names >= {
-        "vllm:request_time_per_output_token_seconds_bucket",
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-    }
-
-
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
 def test_panels_are_described_and_templated(path):
     dashboard = json.loads(path.read_text())
@@ -240,34 +228,6 @@ def test_panels_are_described_and_templated(path):
     ]
     assert len(cells) == len(set(cells)), "panels overlap"
     assert max(x for x, _ in cells) < 24
-
-
-def test_alerts_say_what_is_wrong():
-    alerts = [rule for g in load_rules()["groups"] for rule in g["rules"] if "alert" in rule]
-    assert "ExitsNeverFire" in {alert["alert"] for alert in alerts}
-    assert all(alert["annotations"]["summary"] for alert in alerts)
-    assert all(alert["labels"]["severity"] in ("warning", "critical") for alert in alerts)
-
-
-@pytest.mark.parametrize(
-    ("query", "problem"),
-    [
-        ("rate(exitserve_token_total[5m])", "unknown metric exitserve_token_total"),
-        ("exitserve_tokens", "unknown metric exitserve_tokens"),
-        ("vllm:time_per_output_token_seconds_bucket", "unknown metric vllm:time_per_output"),
-        ("vllm:generation_tokens", "unknown metric vllm:generation_tokens"),
-        ("vllm:num_requests_running_total", "unknown metric"),
-        ("vllm:request_time_per_output_token_seconds", "unknown metric"),
-        ("sum by (exit_layers) (exitserve_tokens_total)", "no label exit_layers"),
-        ('exitserve_frozen_row_tokens_total{exit_layer="4"}', "no label exit_layer"),
-        ("label_values(exitserve_tokens, model_name)", "unknown metric exitserve_tokens"),
-        ("label_values(exitserve_tokens_total, model)", "no label model"),
-        ("exitserve:depth_speedup:1h", "unknown metric"),
-        ("rate(1)", "no metric"),
-    ],
-)
-def test_planted_queries_are_found(query, problem):
-    assert any(problem in line for line in query_problems([query], load_rules()))
 
 
 def test_names_are_read_out_of_promql():

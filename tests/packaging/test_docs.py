@@ -147,19 +147,3 @@ def test_every_page_is_in_the_index() -> None:
 @pytest.mark.parametrize("page", ["README.md", *(one for one in pages() if "docs/" in one)])
 def test_commands_are_understood(page: str) -> None:
     assert not [one for one in commands(text_of(page)) if not is_understood(one)]
-
-
-def test_these_checks_can_fail() -> None:
-    long = "x" * 101
-    text = (
-        f"{long}\n[a](none.md)\n| {long} |\n\n    {long}\n```\n{long}\n```\n[b]({long})\n- {long}\n"
-    )
-    assert too_long(text) == [1, 10]
-    assert broken_links("README.md", text) == ["none.md: no such file", f"{long}: no such file"]
-    page = "# One, `two` & 3\n# A\n# A\n[a](#one-two--3) [b](#a-1) [c](#a-2)\n"
-    assert anchors(page) == {"one-two--3", "a", "a-1"}
-    assert broken_links("README.md", page) == ["#a-2: no such heading"]
-    assert commands("```bash\n.venv/bin/exitserve plan \\\n  M  # why\n```\n") == ["plan M"]
-    assert is_understood("plan M --batch-sizes 1,8")
-    assert not is_understood("plan M --batch-size-s 1")
-    assert not is_understood("plot M")

@@ -58,17 +58,6 @@ def test_generated_parts_are_current(page: str) -> None:
     assert written == generate.generated(page), "run: python docs/generate.py"
 
 
-def test_a_page_without_its_section_is_refused() -> None:
-    with pytest.raises(ValueError, match="one section that begins with <!-- metrics:"):
-        generate.with_section("# Metrics\n", "metrics", "")
-
-
-def test_plans_of_gpus_that_wait_for_memory_are_the_same() -> None:
-    """docs/will-it-pay.md shows those of one. An A100 computes least for what it reads."""
-    assert generate.drafted("a100-80g") == generate.drafted()
-    assert generate.skipped("a100-80g") == generate.skipped()
-
-
 def test_every_page_is_in_the_menu() -> None:
     pages = {name for name in lay_out.site_files(lay_out.tracked_files()) if name.endswith(".md")}
     assert in_menu(configuration()["nav"]) == pages

@@ -76,13 +76,6 @@ def test_weights_are_the_bases_and_what_is_added(
     assert AutoTokenizer.from_pretrained(merged).encode("a") == [ord("a")]
 
 
-def test_rank_stabilised_factors_are_less_scaled(base: Path, make_adapter: MakeAdapter) -> None:
-    adapter = make_adapter(base, use_rslora=True)
-    merged = tensors_of(merged_checkpoint(str(base), str(adapter)))
-    for name, right in expected(base, adapter, 7.0 / 3**0.5).items():
-        torch.testing.assert_close(merged[name], right.float())  # one rounding in float32
-
-
 def test_a_base_is_known_without_the_prefix_of_its_class(
     make_checkpoint: Any, make_adapter: MakeAdapter, tmp_path: Path
 ) -> None:
@@ -212,21 +205,6 @@ def test_an_adapter_of_another_model_is_refused(
         merged_checkpoint(str(adapter), str(adapter))
 
 
-def test_another_name_of_the_base_is_said(
-    base: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter = make_adapter(base, base_model_name_or_path="someone/else")
-    assert merged_checkpoint(str(base), str(adapter)).is_dir()
-    assert f"'{adapter}' was made for 'someone/else'" in capsys.readouterr().err
-
-
-def test_an_adapter_of_a_hub(base: Path, make_adapter: MakeAdapter, hub: Any) -> None:
-    hub.publish(make_adapter(base, exits=(3,)))
-    folder = merged_checkpoint(str(base), hub.model)
-    assert folder.name == f"{base.name}+small"
-    assert read_multi_exit(folder) == MultiExit(exit_layers=(3,))
-
-
 def test_a_cache_that_cannot_be_written_to(
     base: Path, make_adapter: MakeAdapter, merged_cache: Path
 ) -> None:
@@ -277,12 +255,3 @@ def test_its_exits_are_planned_and_cut(
     for name, tensor in right.items():
         torch.testing.assert_close(tensors[name], tensor.float())  # one rounding in float32
     assert "`" + f"{base.name}+mine" + "`" in (out / "README.md").read_text()
-
-
-def test_an_adapter_without_exits_is_said(
-    base: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    more = ["--adapter", str(make_adapter(base)), "--layers", "4", "--out", str(tmp_path / "out")]
-    assert main(["truncate", str(base), *more]) == 0
-    assert "names no exits (it has no multi_exit.json)" in capsys.readouterr().err
-    assert read_multi_exit(tmp_path / "out") is None

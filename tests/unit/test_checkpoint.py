@@ -92,12 +92,6 @@ def test_another_version_is_refused(directory: Path) -> None:
         read_multi_exit(directory)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where"])
-def test_a_missing_model_is_named(name: str) -> None:
-    with pytest.raises(ExitServeError, match="no model directory"):
-        read_config(name)
-
-
 def test_a_directory_without_config_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ExitServeError, match=r"no config\.json"):
         read_config(tmp_path)
@@ -139,9 +133,3 @@ def test_what_a_linked_config_points_to_stays(directory: Path, tmp_path: Path) -
     write_multi_exit(directory, MultiExit(exit_layers=(1,)))
     assert blob.read_bytes() == before
     assert not config.is_symlink() and read_multi_exit(directory) == MultiExit(exit_layers=(1,))
-
-
-def test_a_config_keeps_its_permissions(directory: Path) -> None:
-    (directory / "config.json").chmod(0o640)
-    write_multi_exit(directory, MultiExit(exit_layers=(1,)))
-    assert (directory / "config.json").stat().st_mode & 0o777 == 0o640

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -81,17 +80,6 @@ def test_bad_options(capsys, checkpoint, options: list[str], message: str) -> No
 def test_without_vllm_serving_says_what_to_install(capsys, checkpoint, monkeypatch) -> None:
     monkeypatch.setattr("exitserve.engine.launch.find_spec", lambda name: None)
     assert "needs vLLM" in _fails(capsys, "serve", checkpoint())
-
-
-def test_the_demo_can_serve_the_playground(tmp_path: Path) -> None:
-    from exitserve.demo import demo
-
-    ran: list[list[str]] = []
-    args = Namespace(model=tmp_path, serve=True, port=8123, enforce_eager=False)
-    assert demo(args, run_command=lambda argv: ran.append(argv) or 0) == 0
-    assert ran == [
-        ["serve", str(tmp_path), "--host", "127.0.0.1", "--port", "8123", "--playground"]
-    ]
 
 
 def test_the_demo_needs_its_model(capsys, tmp_path: Path) -> None:

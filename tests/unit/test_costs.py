@@ -51,11 +51,6 @@ def test_full_depth_reads_every_layer_the_head_once_and_the_cache() -> None:
     assert step_bytes(TINY, step(4)) == 4 * 1152 + 512 + 4 * 10 * 16
 
 
-def test_an_exit_that_passes_is_the_head() -> None:
-    """One check, no final head; layers 2 to 4 cost their K/V projection only."""
-    assert step_bytes(TINY, step(1, checks=1)) == 1152 + 3 * 128 + 512 + 10 * 16
-
-
 def test_mixed_depths_read_a_layer_once_and_the_cache_of_active_rows_only() -> None:
     found = step_bytes(TINY, step(1, 3, contexts=(5, 7), checks=2))
     assert found == 3 * 1152 + 128 + 2 * 512 + (1 * 5 + 3 * 7) * 16
@@ -70,15 +65,6 @@ def test_limit_is_a_ratio_of_sums() -> None:
     full = 2 * (4 * 1152 + 512 + 640)
     early = 1152 + 3 * 128 + 512 + 160
     assert limit_speedup(TINY, steps) == pytest.approx(full / (early + full / 2 + 512))
-
-
-def test_no_steps_limit_nothing() -> None:
-    assert limit_speedup(TINY, []) == 1.0
-
-
-def test_checks_may_be_counted_for_all_steps_together() -> None:
-    apart = limit_speedup(TINY, [step(1, checks=1), step(4, checks=2)])
-    assert limit_speedup(TINY, [step(1), step(4)], checks=3) == pytest.approx(apart)
 
 
 @given(st.integers(1, 3), st.integers(16, 4096))
@@ -112,26 +98,6 @@ def test_break_even_of_other_shapes() -> None:
     assert break_even_rates({"model_type": "odd"}, (1, 2)) == {}
 
 
-def test_a_batch_of_early_and_full_rows_by_hand() -> None:
-    """All layers and both heads, as at full depth and one more; only the early row's cache."""
-    limit = limit_speedup(TINY, [step(1, 4, contexts=(1000, 1000), checks=1)])
-    weights = 4 * 1152 + 512
-    full, mixed = weights + 8 * 1000 * 16, weights + 512 + 5 * 1000 * 16
-    assert limit == pytest.approx(full / mixed)
-
-
-def test_shape_of_fills_in_what_transformers_defaults() -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "vocab_size": 100,
-    }
-    shape = shape_of(config, "float32")
-    assert (shape.num_kv_heads, shape.head_dim, shape.dtype_bytes) == (4, 16, 4)
-
-
 @pytest.mark.parametrize("value", [None, 0, True, "8", 1.5])
 def test_shape_of_names_a_size_it_cannot_use(value: object) -> None:
     config = {
@@ -142,17 +108,6 @@ def test_shape_of_names_a_size_it_cannot_use(value: object) -> None:
     }
     with pytest.raises(ExitServeError, match="num_hidden_layers"):
         shape_of(config, "float32")
-
-
-def test_shape_of_refuses_an_unknown_dtype() -> None:
-    with pytest.raises(ExitServeError, match="bfloat16"):
-        shape_of({}, "int8")
-
-
-@pytest.mark.parametrize("bad", [step(5), step(0), DecodeStep(depths=(1,), contexts=(), checks=0)])
-def test_impossible_steps_are_refused(bad: DecodeStep) -> None:
-    with pytest.raises(ValueError, match=r"depths"):
-        step_bytes(TINY, bad)
 
 
 shapes = st.builds(
@@ -182,14 +137,6 @@ def as_step(rows: tuple[tuple[int, int], ...], checks: int) -> DecodeStep:
     )
 
 
-@given(shapes_and_rows())
-def test_full_depth_without_checks_gains_nothing(
-    case: tuple[DecoderShape, tuple[tuple[int, int], ...]],
-) -> None:
-    shape, rows = case
-    assert limit_speedup(shape, [full_depth(shape, as_step(rows, 0))]) == 1.0
-
-
 @given(shapes_and_rows(), st.data())
 def test_a_shallower_row_never_lowers_the_limit(
     case: tuple[DecoderShape, tuple[tuple[int, int], ...]], data: st.DataObject
@@ -201,15 +148,6 @@ def test_a_shallower_row_never_lowers_the_limit(
     fewer = (*rows[:index], shallower, *rows[index + 1 :])
     before, after = (limit_speedup(shape, [as_step(r, 1)]) for r in (rows, fewer))
     assert after >= before
-
-
-@given(shapes_and_rows(), st.integers(0, 4))
-def test_every_check_costs(
-    case: tuple[DecoderShape, tuple[tuple[int, int], ...]], checks: int
-) -> None:
-    shape, rows = case
-    one, more = (limit_speedup(shape, [as_step(rows, n)]) for n in (checks, checks + 1))
-    assert more < one
 
 
 @given(shapes_and_rows())

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from exitserve.engine_logs import redirect_stderr, visible_stderr
-from exitserve.errors import ExitServeError
 
 
 def noise() -> None:
@@ -37,12 +36,3 @@ def test_a_failure_shows_what_was_kept(tmp_path: Path, capfd: pytest.CaptureFixt
         noise()
         raise RuntimeError("the engine died")
     assert "child noise" in capfd.readouterr().err
-
-
-def test_a_users_mistake_has_one_line_of_its_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ExitServeError), redirect_stderr(tmp_path / "log"):
-        noise()
-        raise ExitServeError("the prompt is too long.")
-    assert capfd.readouterr().err == ""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +73,9 @@ def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> N
     job = eval_job(parsed("eval", model, "--data", str(text)))
     assert (job.model, job.rules.exit_layers) == (model, layers)
     assert read_multi_exit(job.directory).exit_layers == layers
-    with bench_job(parsed("bench", model)) as job:
-        assert (job.model_name, job.rules.exit_layers) == (model, layers)
-        assert read_multi_exit(job.model_dir).exit_layers == layers
-
-
-def test_truncation_takes_screens_along(model: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    args = ["truncate", model, "--revision", "screened", "--layers", "8", "--out", str(out)]
-    assert main(args) == 0
-    assert check_rules(out, {}).exit_layers == (4,)
-    assert check_rules(out, {}).screens_file is not None
-
-
-def test_a_command_in_a_process_of_its_own(model: str, hub, tmp_path: Path) -> None:
-    env = os.environ | {"HF_HUB_CACHE": str(hub.place.parent), "HF_HUB_OFFLINE": "1"}
-    plan = [sys.executable, "-m", "exitserve", "plan", model, "--device", "h200"]
-    more = ["--revision", "screened", "--out", str(tmp_path / "out")]
-    subprocess.run([*plan, *more], env=env, check=True, capture_output=True)
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["declared"]["layers"] == [4, 8]
+    job = bench_job(parsed("bench", model))
+    assert (job.model_name, job.rules.exit_layers) == (model, layers)
+    assert read_multi_exit(job.model_dir).exit_layers == layers
 
 
 def test_a_revision_that_is_not_there_is_named(model: str, capsys) -> None:

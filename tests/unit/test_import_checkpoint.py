@@ -129,10 +129,3 @@ def test_pickles_other_families_and_known_exits_are_refused(
     (model / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
     assert imported(model, out, "--exit-layers", "2") == 2
     assert "model type 't5' is not supported" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "olmo2", "phi3"])
-def test_no_family_has_a_tensor_that_looks_like_an_exit_of_its_own(
-    elsewhere: Callable[..., Path], tmp_path: Path, family: str
-) -> None:
-    assert imported(elsewhere(family), tmp_path / "out", "--exit-layers", "2") == 0

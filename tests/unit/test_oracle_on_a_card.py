@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve import reference as oracle
 from exitserve.bench.run import _agreeing
 from exitserve.calibration import screening
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.calibration.pieces import model_continuations
 from exitserve.calibration.scores import read_exits
-from exitserve.cli import main
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.oracle import measure_quality
 from exitserve.evaluation.settings import EvalSetting
@@ -92,24 +90,3 @@ def test_a_gpu_is_used_where_it_has_room(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 10**10))
     assert roomy_device(torch.nn.Linear(1000, 1000)).type == chosen
-
-
-class AskedError(Exception):
-    """For the device of a model."""
-
-
-@pytest.mark.parametrize(
-    "command", ["trace --prompt def", "eval --data FILE", "calibrate --data FILE"]
-)
-def test_commands_ask_for_a_gpu(
-    make_checkpoint, tmp_path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def asked(model: torch.nn.Module) -> torch.device:
-        raise AskedError
-
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"{number} is a number" * 20 for number in range(400)))
-    monkeypatch.setattr(oracle, "roomy_device", asked)
-    name, *rest = command.replace("FILE", str(text)).split()
-    with pytest.raises(AskedError):
-        main([name, str(make_checkpoint("llama")), *rest, "--out", str(tmp_path / "out")])

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.engine.recorder import MAX_TRACES, Recorder
+from exitserve.engine.recorder import Recorder
 
 
 def test_counts() -> None:
@@ -49,30 +49,6 @@ def test_traces_are_taken_once_and_keep_requests_apart() -> None:
     recorder.trace(["key"], "b", index=1, depth=2)
     assert recorder.take_traces("key") == {"a": {0: 6}, "b": {0: 6, 1: 2}}
     assert recorder.take_traces("key") == {}
-
-
-def test_several_may_follow_one_request() -> None:
-    recorder = Recorder(6, (2,))
-    recorder.trace(["one", "other"], "a", index=0, depth=6)
-    assert recorder.take_traces("one") == {"a": {0: 6}}
-    recorder.trace(["one", "other"], "a", index=1, depth=2)
-    assert recorder.take_traces("other") == {"a": {0: 6, 1: 2}}
-    assert recorder.take_traces("one") == {"a": {1: 2}}
-
-
-def test_recomputed_tokens_are_traced_once() -> None:
-    recorder = Recorder(6, (2,))
-    for _ in range(2):
-        recorder.trace(["key"], "a", index=3, depth=2)
-    assert recorder.take_traces("key") == {"a": {3: 2}}
-
-
-def test_abandoned_traces_are_dropped_oldest_first() -> None:
-    recorder = Recorder(6, (2,))
-    for number in range(MAX_TRACES + 1):
-        recorder.trace([str(number)], "a", index=0, depth=6)
-    assert recorder.take_traces("0") == {}
-    assert recorder.take_traces(str(MAX_TRACES)) != {}
 
 
 MOST = 6

@@ -11,47 +11,12 @@ from matplotlib.figure import Figure
 
 from exitserve.errors import ExitServeError
 from exitserve.report import (
-    machine,
-    machine_line,
-    markdown_table,
     prepare_out_dir,
     publish,
     terminal_table,
-    versions,
     write_json,
     write_report,
 )
-
-
-def test_machine_and_versions_are_json_ready_and_name_the_essentials() -> None:
-    data = {"machine": machine(), "versions": versions()}
-    assert json.loads(json.dumps(data)) == data
-    assert data["machine"]["cores"] >= 1
-    assert {"python", "exitserve", "torch"} <= data["versions"].keys()
-    assert data["machine"]["cpu"] in machine_line(data)
-
-
-def test_markdown_table_aligns_and_escapes() -> None:
-    table = markdown_table(("a", "number"), [("x|y", "1"), ("z", "22")])
-    assert table.splitlines() == [
-        "| a    | number |",
-        "| ---- | -----: |",
-        "| x\\|y |      1 |",
-        "| z    |     22 |",
-    ]
-
-
-def test_markdown_table_refuses_ragged_rows() -> None:
-    with pytest.raises(ValueError, match="2 cells"):
-        markdown_table(("a", "b"), [("1",)])
-
-
-def test_out_dir_is_made_with_its_parents(tmp_path: Path) -> None:
-    assert prepare_out_dir(tmp_path / "a" / "b", overwrite=False).is_dir()
-
-
-def test_an_empty_out_dir_may_be_used(tmp_path: Path) -> None:
-    assert prepare_out_dir(tmp_path, overwrite=False) == tmp_path
 
 
 def test_out_dir_with_content_needs_overwrite_and_keeps_other_files(tmp_path: Path) -> None:
@@ -97,15 +62,3 @@ def test_publish_shows_the_short_form_and_where_the_rest_is(
     assert (tmp_path / "report.json").is_file() and (tmp_path / "curve.png").is_file()
     publish(None, {}, "", {}, ["only this"])
     assert capsys.readouterr().out == "only this\n"
-
-
-def test_what_a_linked_report_points_to_stays(tmp_path: Path) -> None:
-    """As in the cache of a model hub, if a checkpoint was uploaded with its report."""
-    out, names = tmp_path / "out", ("report.json", "report.md", "plot.png")
-    out.mkdir()
-    for name in names:
-        (tmp_path / name).write_text("shared")
-        (out / name).symlink_to(tmp_path / name)
-    write_report(out, {}, "page", {"plot": Figure()})
-    for name in names:
-        assert (tmp_path / name).read_text() == "shared" and not (out / name).is_symlink()

@@ -93,37 +93,15 @@ def test_a_stream_of_two_samples() -> None:
     assert all("token_ids" not in _body(event)["choices"][0] for event in sent[:-1])
 
 
-def test_a_usage_chunk_carries_the_totals_too() -> None:
-    fields = _fields({f"{BASE}-0-12345678": {0: 6}})
-    sent = _stream(fields, [_chunk(0, [7], "stop"), 'data: {"choices": [], "usage": {}}\n\n'])
-    assert _body(sent[0])["exit_metrics"] == _body(sent[1])["exit_metrics"]
-
-
 def test_tokens_past_a_stop_string_are_cut() -> None:
     fields = _fields({f"{BASE}-0-12345678": {0: 6, 1: 2, 2: 2, 3: 2}})
     sent = _stream(fields, [_chunk(0, [7, 8], "stop"), "data: [DONE]\n\n"])
     assert _body(sent[0])["choices"][0]["exit_layers"] == [6, 2]
 
 
-def test_depths_without_token_ids_are_all_told() -> None:
-    fields = _fields({f"{BASE}-0-12345678": {0: 6, 1: 2}})
-    finish = 'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
-    sent = _stream(fields, [finish, "data: [DONE]\n\n"])
-    assert _body(sent[0])["choices"][0]["exit_layers"] == [6, 2]
-    assert _body(sent[0])["exit_metrics"]["tokens"] == 2
-
-
 def test_errors_and_keep_alives_pass_through() -> None:
     events = [": keep-alive\n\n", 'data: {"error": {"message": "x"}}\n\n', "data: [DONE]\n\n"]
     assert _stream(_fields(), events) == events
-
-
-def test_token_ids_stay_where_the_client_asked() -> None:
-    fields = _fields({f"{BASE}-0-12345678": {0: 6}}, keep=True)
-    body = {"choices": [{"index": 0, "token_ids": [7], "finish_reason": "stop"}]}
-    answer = asyncio.run(fields.response(body))
-    assert answer["choices"][0]["token_ids"] == [7]
-    assert answer["choices"][0]["exit_layers"] == [6]
 
 
 def test_a_keep_alive_does_not_part_the_last_chunk_from_its_totals() -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
-from exitserve.policy import ALWAYS, NEVER
 from exitserve.screens import KNOTS, Screen, load_screens, save_screens
 
 SCRIPT = Path(__file__).with_name("killed_while_writing.py")
@@ -39,23 +38,6 @@ def test_the_least_score_is_where_a_check_breaks_even(threshold: float, rate: fl
     chance = own.chance(torch.tensor([least - 0.1, least, least + 0.1]), threshold)
     assert chance[1].item() == pytest.approx(rate, abs=1e-4)
     assert chance[0] < chance[1] < chance[2]
-
-
-@given(SHARES, SHARES, SHARES)
-def test_higher_thresholds_need_higher_scores(low: float, high: float, rate: float) -> None:
-    low, high = sorted((low, high))
-    assert screen().least_score(low, rate) <= screen().least_score(high, rate) + 1e-9
-
-
-def test_exits_that_are_not_checked_pass_and_others_never_open() -> None:
-    assert screen().least_score(ALWAYS, 0.3) == -math.inf
-    assert screen().least_score(NEVER, 0.3) == math.inf
-
-
-def test_a_score_that_means_nothing_opens_all_or_none() -> None:
-    own = screen(slope=0.0)
-    assert own.least_score(0.5, 0.4) == -math.inf, "half of the checks pass anyway"
-    assert own.least_score(0.5, 0.6) == math.inf
 
 
 def test_a_score_is_of_the_row_alone() -> None:

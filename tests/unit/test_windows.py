@@ -81,12 +81,6 @@ def test_bad_files_are_told_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.txt", tmp_path):
-        with pytest.raises(ExitServeError, match="cannot read the text file"):
-            read_documents(path)
-
-
 @given(
     texts=st.lists(st.text("abc", min_size=1, max_size=40), min_size=1, max_size=8),
     length=st.integers(2, 12),
@@ -134,21 +128,6 @@ def test_short_blocks_of_running_text_are_joined(texts: list[str], length: int) 
             assert text_of(window.token_ids).startswith(texts[window.document][:length])
     # Each passage is cut as soon as it is long enough, so at most half of it is left over.
     assert 2 * length * len(windows) + length > len(text) - 2 * len(texts)
-
-
-def test_the_seed_chooses() -> None:
-    source = documents("".join(chr(97 + index % 26) for index in range(400)))
-    chosen = [windows_of(source, OneTokenPerCharacter(), 10, 5, seed) for seed in (0, 1)]
-    assert chosen[0] != chosen[1]
-
-
-def test_with_the_bundled_model(bundled: Path) -> None:
-    tokenizer = load_tokenizer(bundled)
-    text = Path(__file__).read_text(encoding="utf-8")
-    found = read_documents(Path(__file__))
-    for window in windows_of(found, tokenizer, 64, 4, 0):
-        assert len(window.token_ids) == 64
-        assert tokenizer.decode(window.token_ids[2:-2]).split("\n")[0] in text
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from exitserve.truncation.fit import (
     Load,
     Sizes,
     deepest_fit,
-    depth_table,
     parse_size,
     sizes_of,
 )
@@ -44,21 +43,6 @@ def test_what_fits_is_the_deepest_that_holds_its_load(sizes: Sizes, load: Load, 
     assert sizes.weights(found) <= USABLE * budget
     if found < len(sizes.layers):
         assert sizes.kv_tokens(found + 1, budget) < wanted
-
-
-def test_the_smallest_need_is_told_and_suffices() -> None:
-    sizes, load = (
-        Sizes(outside=2**30, layers=(2**28,) * 8, kv_token=1024),
-        Load(requests=4, context=2048),
-    )
-    with pytest.raises(
-        ExitServeError, match=r"no depth fits 1\.0 GiB: .* 1 of 8 layers, needs 1\.4"
-    ):
-        deepest_fit(sizes, range(1, 9), 2**30, load)
-    need = sizes.budget(1, load)
-    assert deepest_fit(sizes, range(1, 9), need, load) == 1
-    with pytest.raises(ExitServeError):
-        deepest_fit(sizes, range(1, 9), need - 2, load)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +82,3 @@ def test_weights_are_the_models_parameters(make_checkpoint, family: str, tied: b
     assert len(set(sizes.layers)) == 1
     heads = 4 if family == "gpt2" else 2
     assert sizes.kv_token == 2 * heads * 32 * 4
-
-
-def test_the_table_tells_gains_against_full_depth() -> None:
-    sizes = Sizes(outside=0, layers=(900,) * 4, kv_token=9)
-    headers, rows = depth_table(sizes, [1, 4], 4500, context=10)
-    assert headers == [
-        "layers",
-        "weights",
-        "cache a token",
-        "tokens in the cache",
-        "requests of 10 tokens",
-    ]
-    assert [row[3:] for row in rows] == [["350", "35 (+34)"], ["12", "1"]]
-    _, rows = depth_table(sizes, [4], 3000, context=10)
-    assert rows[0][3:] == ["does not fit", "0"]
-    assert len(depth_table(sizes, [4], None, context=10)[0]) == 3

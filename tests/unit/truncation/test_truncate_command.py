@@ -75,19 +75,6 @@ def test_it_says_what_the_full_models_head_says_at_that_layer(
         assert cut.config.layer_types == full.config.layer_types[:depth]
 
 
-def test_windows_by_a_period_stay_where_they_were(make_checkpoint, tmp_path: Path) -> None:
-    """Older configs have a number instead of a list; transformers makes the list from it."""
-    model_dir = tmp_path / "old"
-    shutil.copytree(make_checkpoint("gemma3_text", **WINDOWS), model_dir)
-    config = read_config(model_dir)
-    del config["layer_types"]
-    (model_dir / "config.json").write_text(json.dumps(config | {"sliding_window_pattern": 3}))
-    assert _truncate(model_dir, tmp_path / "cut", "--layers", "4") == 0
-    sliding, full = "sliding_attention", "full_attention"
-    cut = AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
-    assert cut.config.layer_types == [sliding, sliding, full, sliding]
-
-
 def test_all_layers_are_the_identity(make_checkpoint, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     shutil.copytree(make_checkpoint("llama"), model_dir)
@@ -153,31 +140,6 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
     assert "Warning" not in capsys.readouterr().out
 
 
-def test_the_perplexity_is_that_of_inspect_at_that_layer(bundled: Path, tmp_path: Path) -> None:
-    """Both in float32 on the same windows, so equal up to the order of sums."""
-    text = Path(__file__).parents[3] / "exitserve" / "policy.py"
-    out, report = tmp_path / "twelve", tmp_path / "report"
-    assert _truncate(bundled, out, "--layers", "12", "--data", str(text)) == 0
-    inspected = ["inspect", str(bundled), "--data", str(text), "--out", str(report)]
-    assert main([*inspected, "--samples", "50"]) == 0
-    expected = json.loads((report / "report.json").read_text())["layers"]["12"]["perplexity"]
-    (line,) = [one for one in (out / "README.md").read_text().splitlines() if "perplexity" in one]
-    assert float(line.split("|")[2].split(",")[0]) == pytest.approx(expected, abs=6e-4)
-    assert "policy.py (windows of 256 tokens, float32)" in line
-
-
-def test_json_lines_are_read(bundled: Path, tmp_path: Path, capsys) -> None:
-    text = (Path(__file__).parents[3] / "exitserve" / "policy.py").read_text()
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n\n")
-    found = []
-    for name in ("a.txt", "a.jsonl"):
-        data = ("--data", str(tmp_path / name))
-        assert _truncate(bundled, tmp_path / f"by {name}", "--layers", "6", *data) == 0
-        found.append([x for x in capsys.readouterr().out.splitlines() if "Perplexity" in x])
-    assert found[0] == found[1] != []
-
-
 def test_a_sharded_and_quantised_checkpoint(quantised: Path, tmp_path: Path, capsys) -> None:
     model_dir = tmp_path / "shards"
     shutil.copytree(quantised, model_dir)
@@ -230,13 +192,6 @@ def test_without_exits_every_depth_is_tried_and_doubted(
     assert "never trained to follow this depth" in (tmp_path / "fit/README.md").read_text()
 
 
-def test_a_depth_between_exits_is_doubted(bundled: Path, tmp_path: Path, capsys) -> None:
-    assert _truncate(bundled, tmp_path / "out", "--layers", "10") == 0
-    assert "layer 10 was not trained as an exit (those that were: 6, 12, 18)" in " ".join(
-        capsys.readouterr().out.split()
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,14 +213,6 @@ def test_bad_options(
     error = capsys.readouterr().err
     assert error.startswith("exitserve: ") and error.count("\n") == 1 and message in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_of_a_failure(capsys, bundled: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("def")
-    data = ("--data", str(tmp_path / "short.txt"))
-    assert _truncate(bundled, tmp_path / "out", "--layers", "6", *data) == 2
-    assert "fewer than a window of 256" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
 def test_a_destination_that_exists(capsys, bundled: Path, tmp_path: Path) -> None:
@@ -294,12 +241,3 @@ def test_checkpoints_that_cannot_be_cut(
     (model_dir / "config.json").write_text(json.dumps(read_config(bundled) | config))
     assert _truncate(model_dir, tmp_path / "out", "--layers", "6") == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_hub_id_that_is_in_the_cache(capsys, bundled: Path, tmp_path: Path, hub) -> None:
-    """Nothing is fetched, as in a run without network."""
-    hub.publish(bundled)
-    assert _truncate(Path("someone/small"), tmp_path / "out", "--layers", "6") == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: someone/small" in card and "layers of `someone/small`" in card
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 6
