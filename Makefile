@@ -1,6 +1,6 @@
-# `make demo`, `make check` (two minutes: format, lint, types, imports, unit tests), `make test`
-# (everything), `make docs` (the site, in build/site), and `make setup` for the environment alone.
-# Each installs what is missing and skips what is done.
+# `make demo`, `make check` (two minutes: format, lint, types, imports, unit tests), `make test` (each
+# push), `make nightly` (what takes longer), `make docs` (the site, in build/site), and `make setup`
+# for the environment alone. Each installs what is missing and skips what is done.
 
 PYTHON ?= python3
 # Tests run side by side, each worker on a core of its own and in 4 GiB of memory. JOBS=0: one after
@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # Keeps the checkout's folders from shadowing installed packages of the same name.
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup demo lint unit check test coverage docs clean
+.PHONY: setup demo lint unit check test tests nightly durations coverage docs clean
 
 setup: $(READY)
 
@@ -45,13 +45,31 @@ check: setup
 	$(MAKE) --jobs=2 --output-sync lint unit
 
 # Kernels run in Triton's interpreter, which is chosen before Triton is first imported: our own, and
-# those of vLLM's runner V2. Which tests stay together, because they share engines or servers:
-# tests/conftest.py.
-RUNNER_V2 := tests/engine/runner_v2
-test: check
-	$(PYTEST) $(addprefix --ignore=,$(UNIT) tests/ops $(RUNNER_V2))
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops
-	TRITON_INTERPRET=1 $(PYTEST) $(RUNNER_V2)
+# those of vLLM's runner V2. Which tests stay together, in what order, and which run at night:
+# tests/scheduling.py.
+INTERPRETED := tests/ops tests/engine/runner_v2
+EACH_RUN := -m 'not nightly'
+OPTIONS :=
+tests: setup
+	$(PYTEST) $(EACH_RUN) $(OPTIONS) $(addprefix --ignore=,$(INTERPRETED))
+	TRITON_INTERPRET=1 $(PYTEST) $(EACH_RUN) $(OPTIONS) $(INTERPRETED)
+
+# On the two cores of continuous integration: 18 minutes. NO_TIME_LIMIT=1 for a slower machine.
+MOST_SECONDS := 1080
+test: setup
+	@began=$$(date +%s); $(MAKE) lint && $(MAKE) tests && seconds=$$(($$(date +%s) - began)) && \
+	echo "make test: $$seconds s" && if [ -z "$(NO_TIME_LIMIT)" ] && [ $$seconds -gt $(MOST_SECONDS) ]; \
+	then echo "make test took $$seconds s; allowed are $(MOST_SECONDS). Find what grew with \`make durations\`" \
+	"and git diff tests/durations.json, or set NO_TIME_LIMIT=1 on a slower machine."; exit 1; fi
+
+# All families, soak, demo, tutorial, routers, transfers of keys and values, several processes, the
+# browser, recorded graphs, claims of papers, the tiny GPU benchmark.
+nightly: setup
+	$(MAKE) tests EACH_RUN='-m nightly'
+
+# Writes tests/durations.json, by which tests are ordered.
+durations: setup
+	$(MAKE) tests OPTIONS=--write-durations
 
 # Not part of `test`: what runs in processes of its own (servers, ranks, workers of training) is
 # not seen, and tracing slows the oracle's loops.
@@ -60,9 +78,8 @@ COVER := --cov=exitserve --cov=exitserve_kernels --cov=exitserve_training \
 	-W default::coverage.exceptions.CoverageWarning
 
 coverage: setup
-	$(PYTEST) $(COVER) --ignore=tests/ops --ignore=tests/e2e --ignore=$(RUNNER_V2)
-	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append tests/ops
-	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append $(RUNNER_V2)
+	$(PYTEST) $(COVER) --ignore=tests/e2e $(addprefix --ignore=,$(INTERPRETED))
+	TRITON_INTERPRET=1 $(PYTEST) $(COVER) --cov-append $(INTERPRETED)
 
 # In an environment of its own: the site needs nothing of what serving needs. Warnings, such as a
 # link that leads nowhere, are errors. To look at it: python3 -m http.server --directory build/site

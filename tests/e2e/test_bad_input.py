@@ -39,18 +39,18 @@ def _says(answer: httpx.Response, *words: str) -> None:
         assert word in message
 
 
-@pytest.mark.parametrize("value", ["0.5", "high", -1, 0, True, False, [0.5], "NaN"])
+@pytest.mark.parametrize("value", ["0.5", -1, True, [0.5]])
 def test_thresholds(post, value: object) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_threshold": value}), "exit_threshold", repr(value))
 
 
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("literal", ["NaN", "1e999"])
 def test_thresholds_that_are_no_numbers(post, literal: str) -> None:
     body = f'{{"model": "{NAME}", "prompt": "x", "vllm_xargs": {{"exit_threshold": {literal}}}}}'
     _says(post(text=body), "exit_threshold must be a finite number above 0")
 
 
-@pytest.mark.parametrize("layer", [5, 0, 24, 99, -3])
+@pytest.mark.parametrize("layer", [5, 24])
 def test_layers(post, layer: int) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "6, 12, 18")
 
@@ -60,7 +60,7 @@ def test_both_fields(post) -> None:
     _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
 
 
-@pytest.mark.parametrize("mode", ["fast", "fixed", "", 3, ["defer"]])
+@pytest.mark.parametrize("mode", ["fixed", 3])
 def test_modes(post, mode: object) -> None:
     fields = {"exit_mode": mode, "exit_threshold": 0.5}
     _says(post(prompt="x", vllm_xargs=fields), "exit_mode", "off, confidence, defer")
@@ -74,7 +74,7 @@ def test_fields_in_the_wrong_place(post) -> None:
     _says(post(prompt="x", exit_threshold=0.5), "vllm_xargs")
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 2.5])
+@pytest.mark.parametrize("value", ["yes", 1])
 def test_traces(post, value: object) -> None:
     _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true, false or")
 

@@ -20,9 +20,6 @@ SECONDS = 120
 
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
-    ("--pipeline-parallel-size 2", "pipeline parallelism", "stages"),
-    ("--enable-elastic-ep", "engines that come and go", "one server for each replica"),
-    ("--runner pooling", "pooling", "generate none"),
     ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
 ]
 """All of what is refused at start-up: tests/server/test_start_up_refusals.py."""
@@ -69,9 +66,7 @@ def test_start_up(refused, flags: str, feature: str, reason: str) -> None:
     assert not any("EngineCore" in name or "Worker" in name for name in children)
 
 
-@pytest.mark.parametrize(
-    "route", ["v1/embeddings", "pooling", "score", "v1/score", "v1/rerank", "v2/rerank", "classify"]
-)
+@pytest.mark.parametrize("route", ["v1/embeddings", "pooling", "v1/score", "classify"])
 def test_routes_of_pooling_models(server, route: str) -> None:
     answer = httpx.post(f"{server.url}/{route}", json={"model": "exit-py", "input": "x"})
     assert answer.status_code == 400
