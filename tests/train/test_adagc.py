@@ -73,22 +73,6 @@ def test_any_history_equals_the_plain_method(history: list[dict[str, float]], wa
         assert clip_norms(clipper, **norms) == pytest.approx(expected, rel=1e-5)
 
 
-def test_warm_up_is_global_clipping() -> None:
-    torch.manual_seed(0)
-    ours = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
-    theirs = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
-    clipper = AdaGC(max_norm=0.5)
-    for scale in (1e-3, 1.0, 100.0):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = scale * torch.randn(one.shape)
-            other.grad = one.grad.clone()
-        clipper.clip(ours)
-        nn.utils.clip_grad_norm_(theirs, 0.5)
-        for one, other in zip(ours, theirs, strict=True):
-            # PyTorch divides by the norm plus 1e-6.
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=0.0)
-
-
 def test_gradients_that_are_none_or_zero_are_passed_over() -> None:
     clipper = AdaGC(warmup_steps=2)
     silent = nn.Parameter(torch.zeros(3))
@@ -121,32 +105,6 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(
     assert clipper.state_dict() == before
     assert good.grad is not None
     assert good.grad.tolist() == [50.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        (torch.float32, 1e30),  # finite, but its square is not
-        (torch.bfloat16, 1e30),
-        (torch.float16, 6e4),
-        (torch.float64, 1e200),
-        (torch.float32, 1e-30),  # its square vanishes: as if zero, and left alone
-        (torch.bfloat16, 1e-30),
-        (torch.float16, 6e-8),
-    ],
-)
-def test_huge_and_tiny_gradients(dtype: torch.dtype, size: float) -> None:
-    clipper = AdaGC(warmup_steps=1)
-    leaf = parameter(size, -size, dtype=dtype)
-    report = clipper.clip([leaf])
-    assert leaf.grad is not None
-    assert leaf.grad.dtype == dtype
-    # Half precision rounds the scaled numbers: 2^-8 relative at worst.
-    assert float(leaf.grad.norm()) <= 1.0 + 2**-8
-    assert all(math.isfinite(value) for value in report.values())
-    if size > 1:
-        assert report["grad_norm"] == pytest.approx(size * math.sqrt(2.0), rel=2**-8)
-        assert float(leaf.grad.norm()) == pytest.approx(1.0, rel=2**-8)
 
 
 def test_resumed_is_as_if_never_stopped() -> None:

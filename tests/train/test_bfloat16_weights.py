@@ -67,11 +67,3 @@ def test_what_loses_small_steps_is_refused(
 ) -> None:
     with pytest.raises(ExitServeError, match=message):
         load_recipe(make_recipe(**keys))
-
-
-def test_without_optimi_it_says_what_to_install(
-    make_recipe: MakeRecipe, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("exitserve_training.optimizers.find_spec", lambda _name: None)
-    with pytest.raises(ExitServeError, match=r"needs the package 'torch-optimi'.*exitserve\[bf16"):
-        train(make_recipe(**BF16))

@@ -9,6 +9,8 @@ import pytest
 
 from exitserve.checkpoint import read_multi_exit
 
+pytestmark = pytest.mark.nightly
+
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
 NAMES = {
     "smollm2-135m": "llama",

@@ -176,19 +176,3 @@ def test_a_tokenizer_without_a_template_is_refused(
     )
     with pytest.raises(ExitServeError, match=r"needs tokenizer\.path"):
         train(scratch)
-
-
-def test_files_that_are_no_tables_are_refused(
-    chat_recipe: MakeRecipe, tmp_path: Path, text_file: Path, train: Train, chat_row: ChatRow
-) -> None:
-    message = r"not a table; chats come as \.json, \.jsonl, \.parquet"
-    with pytest.raises(ExitServeError, match=message):
-        train(chat_recipe(data={"files": [str(text_file)]}))
-    broken = tmp_path / "broken.jsonl"
-    for text in ('{"messages": [', "\n\n"):
-        broken.write_text(text, encoding="utf-8")
-        with pytest.raises(ExitServeError) as error:
-            train(chat_recipe(data={"files": [str(broken)]}))
-        assert "broken.jsonl" in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(ExitServeError, match="no chat is left to train on"):
-        train(chat_recipe([chat_row(1)]))

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from exitserve_training.arguments import training_arguments
 from exitserve_training.chats import ChatTrainer, chat_collator, load_chats
 from exitserve_training.recipe import load_recipe
 
-ROOT = Path(__file__).parents[2]
 Train = Callable[..., int]
 MakeRecipe = Callable[..., Path]
 ChatRow = Callable[..., dict[str, Any]]
@@ -212,34 +209,6 @@ def test_keys_without_effect_are_refused(chat_recipe: MakeRecipe, override: str)
     assert "\n" not in str(error.value)
 
 
-def test_text_runs_do_not_import_trl() -> None:
-    code = "import sys, exitserve_training.pipeline; sys.exit('trl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_chats_go_with_the_rest(chat_recipe: MakeRecipe, tmp_path: Path, train: Train) -> None:
-    """Adapters, checkpointing, bfloat16, skipping and an objective with parameters, at once."""
-    recipe = chat_recipe(
-        objectives=["aligned", {"name": "nitp", "weight": 0.5}],
-        exit_aware={"select": "random"},
-        layer_dropout={"rate": 0.1},
-        lora={"rank": 4},
-        bf16=True,
-        training={
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "gradient_checkpointing": True,
-            "pad_to_multiple_of": 8,
-            "disable_tqdm": True,
-        },
-    )
-    assert train(recipe) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    for depth, layer in report["layers"].items():
-        assert layer["loss"] < report["initial_layers"][depth]["loss"]
-    assert [path.name for path in (tmp_path / "out").glob("adapter*")] == ["adapter"]
-
-
 def test_chats_to_evaluate_on_are_not_trained_on(
     chat_recipe: MakeRecipe, tmp_path: Path, chat_row: ChatRow, write_rows: Callable[..., Path]
 ) -> None:
@@ -251,18 +220,3 @@ def test_chats_to_evaluate_on_are_not_trained_on(
     train_rows, held_out_rows = ({*map(tuple, side["input_ids"])} for side in sides)
     assert (len(train_rows), len(held_out_rows)) == (25, 2)
     assert train_rows.isdisjoint(held_out_rows)
-
-
-def test_the_tiny_recipe_learns_at_every_exit(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe as committed, a third of its steps."""
-    monkeypatch.chdir(ROOT)
-    recipe = ROOT / "training" / "recipes" / "tiny" / "chat.yaml"
-    overrides = ("training.max_steps=20", "training.disable_tqdm=true")
-    assert train(recipe, f"output_dir={tmp_path / 'out'}", *overrides) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert set(report["layers"]) == {"6", "12", "18", "24"}
-    for depth, layer in report["layers"].items():
-        # From about 4 nats a token to below 3.5.
-        assert layer["loss"] < report["initial_layers"][depth]["loss"] - 0.5

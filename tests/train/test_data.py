@@ -64,24 +64,6 @@ def test_tables_and_text_give_the_same_documents(tmp_path: Path) -> None:
             load_split(recipe.model_copy(update={"text_field": "boddy"}), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.txt", b"", "is empty"),
-        ("blank.txt", b" \n ", "has no text"),
-        ("latin.txt", b"caf\xe9", "is not UTF-8"),
-        ("broken.jsonl", b'{"text": ', "is not valid jsonl"),
-        ("broken.parquet", b"PAR0", "is not valid parquet"),
-        ("blank.jsonl", b'{"text": ""}\n', "has no text"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ExitServeError, match=f"{name}.*{message}"):
-        load_split(DataRecipe(files=[str(path)]), seed=0)
-
-
 def lines_of(*parts: range) -> str:
     """Lines that tell texts apart, indented so or so, and some that tell nothing."""
     told = [f"{'    ' * (i % 3)}result_{i} = compute({i})" for part in parts for i in part]
@@ -118,12 +100,6 @@ def test_near_copies_are_left_out(tmp_path: Path) -> None:
         assert [names[doc.name] for doc in split.validation] == ["held-out"]
         kept = {names[doc.name] for doc in split.train}
         assert kept == texts.keys() - expected - {"held-out"}, limit
-
-
-def test_limits_that_leave_nothing_are_an_error(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    with pytest.raises(ExitServeError, match="data gives no document"):
-        load_split(DataRecipe(files=[f"{tmp_path}/*.txt"], max_bytes=5), seed=0)
 
 
 def test_indentation_is_one_token_and_chat_is_plain(tokenizer) -> None:

@@ -1,6 +1,5 @@
 """`exitserve train --estimate`: what is counted is right, and nothing is written."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from exitserve.cli import main
-from exitserve.errors import ExitServeError
 from exitserve_training.adapters import with_adapters
 from exitserve_training.estimate import estimate
 from exitserve_training.recipe import load_recipe
@@ -64,31 +62,6 @@ def test_adapters_and_teachers_count(
     assert whole.total_bytes > found.total_bytes - found.bytes_of["weights"]
 
 
-def test_small_weights_count_less(
-    make_recipe: Callable[..., Path],
-    make_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in ("adapters", "optimizers"):
-        monkeypatch.setattr(f"exitserve_training.{module}.find_spec", lambda _name: True)
-    keys: dict[str, Any] = {
-        "config": None,
-        "tokenizer": None,
-        "model": str(make_checkpoint("llama")),
-    }
-
-    def found(**more: Any) -> dict[str, int]:
-        return estimate(load_recipe(make_recipe(**keys, bf16=True, **more))).bytes_of
-
-    whole, half = found(), found(weights="bfloat16")
-    assert 2 * half["weights"] == whole["weights"]
-    assert 2 * half["gradients"] == whole["gradients"]
-    assert 4 * half["optimizer states"] == 3 * whole["optimizer states"]
-    lora, four_bits = found(lora={}), found(lora={"quantization": "nf4"})
-    assert four_bits["weights"] < lora["weights"] == whole["weights"]
-    assert four_bits["gradients"] == lora["gradients"]
-
-
 def test_the_command_prints_and_writes_nothing(
     make_recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,12 +70,3 @@ def test_the_command_prints_and_writes_nothing(
     for what in ("memory in all, about", "a step, at least", "4 steps, at least", "gradients"):
         assert what in printed
     assert not (tmp_path / "out").exists()
-
-
-def test_classifiers_are_refused(make_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "label": "b"}))
-    sizes = {**QWEN3, "architecture": "bert"}
-    data = {"format": "labelled", "files": [str(tmp_path / "rows.jsonl")]}
-    recipe = load_recipe(make_recipe(config=sizes, data=data))
-    with pytest.raises(ExitServeError, match=r"data\.format=labelled trains a classifier"):
-        estimate(recipe)

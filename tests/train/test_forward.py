@@ -14,9 +14,6 @@ from torch.nn import functional
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.layer_weights import layer_weights
 from exitserve_training.losses.tokens import IGNORED
-from exitserve_training.objectives.aligned.options import (
-    SeparateClassifiersOptions,
-)
 from exitserve_training.parts import model_parts
 from exitserve_training.tasks import shifted_labels
 
@@ -83,21 +80,6 @@ def test_without_an_exit_pass_the_model_is_as_before(
     )
 
 
-def test_removed_it_leaves_nothing_behind(
-    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, all_skipping: Callable[..., Any]
-) -> None:
-    model = load("llama")
-    names, attributes = list(model.state_dict()), set(vars(model))
-    wrapped = wrap(model, SeparateClassifiersOptions(), skipping=all_skipping())
-    assert set(model.state_dict()) > set(names)
-    train_pass(model, random_ids(2, 8))
-    wrapped.remove()
-    assert list(model.state_dict()) == names
-    assert set(vars(model)) == attributes
-    assert model.forward.__func__ is type(model).forward
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 # --- evaluation ----------------------------------------------------------------------------------
 
 
@@ -137,21 +119,6 @@ def test_evaluation_is_the_plain_cross_entropy_of_each_depth(
         torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
     own = model(input_ids=ids, labels=ids).loss.detach()
     torch.testing.assert_close(quality.losses[NUM_LAYERS], own, **CLOSE)
-
-
-def test_evaluation_reads_an_exits_own_head(
-    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap
-) -> None:
-    model, ids = load("llama").eval(), random_ids(2, 12)
-    wrapped = wrap(model, SeparateClassifiersOptions())
-    before = evaluate(model, ids).losses
-    own: Any = wrapped.objectives.parts["separate_classifiers"]
-    with torch.no_grad():
-        own.heads["2"]["linear"].weight.zero_()
-    after = evaluate(model, ids).losses
-    # A head of zeros says each of the 128 tokens equally likely.
-    assert after[2].item() == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=1e-6)
-    assert all(torch.equal(after[layer], before[layer]) for layer in (4, NUM_LAYERS))
 
 
 # --- labels and padding --------------------------------------------------------------------------
@@ -272,23 +239,6 @@ def test_frozen_positions_count_in_no_deeper_loss(
     for own, slope in zip(found, slopes, strict=True):
         bound = 1e-5 * slope.abs().max().item()
         torch.testing.assert_close(own, slope, rtol=1e-4, atol=max(bound, 1e-7))
-
-
-def test_a_layer_that_nobody_reaches_has_no_loss(
-    load: Callable[[str], Any], random_ids: Ids, wrap: Wrap, at_depths: MakeSkips
-) -> None:
-    model, ids = load("llama"), random_ids(2, 8)
-    wrap(model, skipping=at_depths(torch.full((2, 8), EXITS[0])))
-    loss, metrics = train_pass(model, ids)
-    assert metrics["loss_layer_4"] == 0.0 and metrics["loss_layer_6"] == 0.0
-    scale = layer_weights(DEPTHS, "linear")[0]
-    torch.testing.assert_close(loss, scale * metrics["loss_layer_2"], **CLOSE)
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        above = any(f"layers.{layer}." in name for layer in range(EXITS[0], NUM_LAYERS))
-        assert gradient.any() != above, name
 
 
 # --- wrapped models ------------------------------------------------------------------------------

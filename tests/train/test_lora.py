@@ -1,7 +1,6 @@
 """LoRA: adapters alone are trained, runs resume, and the result is an ordinary checkpoint."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from exitserve.adapters import merged_checkpoint
 from exitserve.checkpoint import read_multi_exit
 from exitserve.errors import ExitServeError
-from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.parts import model_parts
 from exitserve_training.tokenization import train_bpe
 from exitserve_training.trainer import MultiExitTraining
@@ -223,23 +221,6 @@ def test_four_bit_maps_come_out_whole(
         assert loss < report["initial_layers"][str(depth)]["loss"]
 
 
-def test_checkpoints_of_a_run_hold_adapters(
-    lora_recipe: MakeRecipe, seen: list[dict[str, Tensor]], tmp_path: Path, train: Train
-) -> None:
-    assert train(lora_recipe(objectives=["ce", {"name": "nitp", "weight": 0.5}])) == 0
-    out = tmp_path / "out"
-    for step in (2, 4):
-        checkpoint = out / f"checkpoint-{step}"
-        assert not (checkpoint / "model.safetensors").exists()
-        names = load_file(checkpoint / "adapter_model.safetensors")
-        assert names and all("lora_" in name for name in names)
-    # The objective's projector is trained beside them, and no part of the result.
-    early, late = (load_file(out / f"checkpoint-{step}" / OBJECTIVES_FILE) for step in (2, 4))
-    assert early and all(not torch.equal(early[name], late[name]) for name in early)
-    assert not (out / OBJECTIVES_FILE).exists()
-    assert not any("exit_objectives" in name for name in load_file(out / "model.safetensors"))
-
-
 @pytest.mark.parametrize("base", ["tied llama", "gpt2"])
 def test_resuming_continues_the_same_run(
     lora_recipe: MakeRecipe, tmp_path: Path, train: Train, base: str
@@ -266,32 +247,6 @@ def test_resuming_continues_the_same_run(
     losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (whole, again)]
     assert len(losses[0]) == 7
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "adagc": {"adagc": {"warmup_steps": 1}},
-    "heads of their own": {"objectives": ["separate_classifiers"]},
-    "layer dropout": {"layer_dropout": {"rate": 0.2}},
-    "frozen positions": {"exit_aware": {"select": "random"}},
-    "some maps": {"lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]}},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_adapters_go_with_the_rest(
-    lora_recipe: MakeRecipe,
-    seen: list[dict[str, Tensor]],
-    tmp_path: Path,
-    train: Train,
-    variant: str,
-) -> None:
-    assert train(lora_recipe(**VARIANTS[variant])) == 0
-    report = read(tmp_path / "out", "report.json")
-    assert all(math.isfinite(layer["loss"]) for layer in report["layers"].values())
-    assert report["layers"]["4"]["loss"] < report["initial_layers"]["4"]["loss"]
-    for tensor in load_file(tmp_path / "out" / "model.safetensors").values():
-        assert tensor.dtype == torch.float32
 
 
 BAD_TARGETS: dict[str, Any] = {

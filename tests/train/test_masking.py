@@ -22,8 +22,6 @@ from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.registry import AnyObjective
 from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import model_parts
-from exitserve_training.recipe import LayerDropout
-from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import MaskedToken
 
 VOCAB, SPECIAL, MASK = 1000, (0, 1, 2, 3), 3
@@ -103,34 +101,6 @@ def test_special_tokens_and_padding_are_left_alone(
     assert torch.equal(labels[hidden], ids[hidden])
     put_in = inputs[hidden & (inputs != ids)]
     assert not torch.isin(put_in, torch.tensor([0, 1, 2])).any()
-
-
-def test_draws_depend_on_seed_step_and_sequence_alone() -> None:
-    ids = tokens(4, 64)
-    torch.manual_seed(0)
-    inputs, labels = masking()(5, ids, everything(ids))
-    torch.manual_seed(1)
-    order = [3, 0, 2, 1]
-    again = [masking()(5, ids[[row]], everything(ids[[row]])) for row in order]
-    mixed = masking()(5, ids[order], everything(ids))
-    for place, row in enumerate(order):
-        for found in (again[place][0][0], mixed[0][place]):
-            assert torch.equal(found, inputs[row])
-        for found in (again[place][1][0], mixed[1][place]):
-            assert torch.equal(found, labels[row])
-    for other in (masking()(6, ids, everything(ids)), masking(seed=1)(5, ids, everything(ids))):
-        assert all(not torch.equal(other[1][row], labels[row]) for row in range(4))
-
-
-def test_draws_do_not_depend_on_padding() -> None:
-    ids = tokens(4, 40)
-    mask = torch.arange(40) < torch.tensor([40, 31, 17, 22])[:, None]
-    inputs, labels = masking(share=0.5)(0, ids, mask)
-    for row, length in enumerate((40, 31, 17, 22)):
-        own = ids[row : row + 1, :length]
-        alone_inputs, alone_labels = masking(share=0.5)(0, own, everything(own))
-        assert torch.equal(inputs[row, :length], alone_inputs[0])
-        assert torch.equal(labels[row, :length], alone_labels[0])
 
 
 # --- a masked model ------------------------------------------------------------------------------
@@ -230,26 +200,3 @@ def test_each_depth_is_read_by_the_models_own_head() -> None:
     by_hand = weights @ torch.stack([expected[layer] for layer in DEPTHS])
     torch.testing.assert_close(loss, by_hand, **CLOSE)
     assert "loss_layer_2" in metrics
-
-
-@pytest.mark.parametrize("skips", [False, True])
-def test_it_learns(skips: bool) -> None:
-    model = bert()
-    # Rows of one token each: what is hidden is what stands beside it.
-    ids = tokens(16, 1).expand(16, 32).contiguous()
-    dropout = SkipSampler(None, LayerDropout(rate=0.3), EXITS, NUM_LAYERS, seed=0)
-    wrap(model, AlignedOptions(alternate=False), dropout if skips else None)
-    with torch.no_grad():
-        before: Quality = ask(model, ids, job="evaluate")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(60):
-        loss, _ = ask(model, ids, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        after: Quality = ask(model, ids, job="evaluate")
-    # From log(1000) = 6.9 nats or more to what 16 known tokens leave, log(16) = 2.8, or less.
-    for layer in DEPTHS:
-        assert before.losses[layer] > 6.0
-        assert after.losses[layer] < 2.0

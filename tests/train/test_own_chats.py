@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from exitserve.engine.writing import Written
 from exitserve.errors import ExitServeError
 from exitserve_training.chats import load_chats
-from exitserve_training.data_recipe import OwnChats
-from exitserve_training.own_chats import ChatTurns, _chats, _Interview
+from exitserve_training.own_chats import ChatTurns
 from exitserve_training.recipe import load_recipe
 
 from ..forks import PythonProcess
@@ -158,44 +156,6 @@ def test_templates_that_do_not_tell_are_refused(
     with pytest.raises(ExitServeError, match=message) as error:
         ChatTurns(tokenizer, None, length)
     assert "\n" not in str(error.value)
-
-
-class Script:
-    """Says what it is told, in turns."""
-
-    rows = 1
-
-    def __init__(self, tokenizer: Any, *said: tuple[str, bool]) -> None:
-        self.tokenizer, self.said, self.asked = tokenizer, list(said), list[Any]()
-
-    @property
-    def waiting(self) -> int:
-        return len(self.asked)
-
-    def ask(self, number: int, prompt: list[int], **sampling: Any) -> None:
-        self.asked.append(number)
-
-    def take(self) -> list[Written]:
-        text, ended = self.said.pop(0)
-        ids = self.tokenizer(text)["input_ids"]
-        return [Written(self.asked.pop(0), ids, ended)]
-
-
-def test_questions_without_use_are_dropped_until_the_model_is_given_up(tokenizer: Any) -> None:
-    tokenizer.chat_template = CHATML
-    turns = ChatTurns(tokenizer, None, 200)
-    useless = [(" \n", True), ("On and on", False), ("A<|im_end|>b", True), ("Known?", True)]
-    writer: Any = Script(tokenizer, *useless, ("New?", True), (" Yes. ", True))
-    interview = _Interview(writer, OwnChats(count=2), turns, {"Known?"})
-    (chat,) = _chats(interview, writer, 1)
-    assert chat == [
-        {"role": "user", "content": "New?"},
-        {"role": "assistant", "content": "Yes."},
-    ]
-    endless: Any = Script(tokenizer, *[("Known?", True)] * 20)
-    interview = _Interview(endless, OwnChats(count=2), turns, {"Known?"})
-    with pytest.raises(ExitServeError, match="of 10 questions that the model wrote, 0 came to"):
-        list(_chats(interview, endless, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 TINY = Path(__file__).parents[2] / "training" / "recipes" / "tiny" / "aligned.yaml"
 
 

@@ -127,25 +127,6 @@ def test_draws_do_not_depend_on_padding(
         assert what(padded, row)[3] == what(alone, 0)[3]
 
 
-def frozen_rows(skipped: SkippedPositions) -> Tensor:
-    """Bool [B]: sequences with any position that may freeze."""
-    if skipped.may_exit is not None:
-        return skipped.may_exit.any(dim=1)
-    return (skipped.depth < NUM_LAYERS).any(dim=1)
-
-
-@pytest.mark.parametrize("select", ["confidence", "random"])
-def test_share_of_the_sequences_take_part(select: Any, random_ids: Ids) -> None:
-    rows, ids = 2000, random_ids(2000, 12)
-    for share in (0.3, 1.0):
-        extra = {"fraction": 1.0} if select == "random" else {}
-        aware = ExitAware(share=share, select=select, **extra)
-        skipped = drawn(SkipSampler(aware, None, EXITS, NUM_LAYERS, seed=0), ids)
-        found = frozen_rows(skipped).float().mean().item()
-        # Five standard deviations of 2000 draws, none where the share is 1.
-        assert abs(found - share) <= 5 * math.sqrt(share * (1 - share) / rows)
-
-
 def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: Ids) -> None:
     ids = random_ids(400, 33)
     count = 400 * 32
@@ -163,18 +144,6 @@ def test_fraction_of_the_positions_is_frozen_evenly_over_the_exits(random_ids: I
         assert set(decode.unique().tolist()) <= {*EXITS, NUM_LAYERS}
         if fraction == 1.0:
             assert decode.ne(NUM_LAYERS).all()
-
-
-def test_start_waits_for_its_share_of_the_steps(random_ids: Ids) -> None:
-    ids = random_ids(2, 8)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    aware = SkipSampler(ExitAware(share=1.0, start=0.5), None, EXITS, NUM_LAYERS, seed=0)
-    passes = [aware.draw(step, 10, ids, ids, mask) for step in range(10)]
-    assert [skipped is None for skipped in passes] == [True] * 5 + [False] * 5
-    both = SkipSampler(ExitAware(start=0.5), LayerDropout(), EXITS, NUM_LAYERS, seed=0)
-    before = both.draw(4, 10, ids, ids, mask)
-    assert before is not None and before.dropped is not None and before.may_exit is None
-    assert SkipSampler(None, None, EXITS, NUM_LAYERS, seed=0).draw(0, 1, ids, ids, mask) is None
 
 
 @pytest.mark.parametrize("select", ["confidence", "random"])

@@ -11,11 +11,9 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from exitserve.errors import ExitServeError
 from exitserve_training import streamed
-from exitserve_training.packing import load_packed, sequences
+from exitserve_training.packing import load_packed
 from exitserve_training.recipe import DataRecipe
-from exitserve_training.sources import Document, load_split
 from exitserve_training.streamed import ordered_documents, pack_in_order
 from exitserve_training.tokenization import train_bpe
 
@@ -70,12 +68,6 @@ def test_rows_are_packed_in_their_order(
         assert len(tokenizer(whole[len(found) :], add_special_tokens=False)["input_ids"]) < 16
 
 
-def test_held_out_is_the_named_split_where_documents_are_shuffled_too(hub: Path) -> None:
-    split = load_split(DataRecipe(dataset=str(hub), validation_split="validation"), seed=0)
-    assert [doc.text for doc in split.validation] == LINES[:40]
-    assert sorted(doc.text for doc in split.train) == sorted(LINES[40:])
-
-
 def test_without_a_split_the_end_is_held_out(
     tmp_path: Path, hub: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -101,17 +93,6 @@ def test_a_text_file_has_the_tokens_of_the_whole(
     tokens = [token for side in sides.values() for row in side["input_ids"] for token in row]
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokens[: len(whole)] == whole[: len(tokens)]
-
-
-def test_reading_ends_at_max_bytes(tmp_path: Path) -> None:
-    """A file behind it is not even opened."""
-    (tmp_path / "1.txt").write_text("first " * 100, encoding="utf-8")
-    (tmp_path / "2.jsonl").write_text('{"text": "second"}\n' * 10, encoding="utf-8")
-    (tmp_path / "3.txt").write_bytes(b"caf\xe9")
-    recipe = DataRecipe(order="source", files=[f"{tmp_path}/*"], max_bytes=620)
-    assert [doc.text for doc in ordered_documents(recipe)][-3:] == ["second"] * 3
-    with pytest.raises(ExitServeError, match=r"3\.txt' is not UTF-8"):
-        list(ordered_documents(recipe.model_copy(update={"max_bytes": None})))
 
 
 @pytest.mark.parametrize(
@@ -147,17 +128,6 @@ def test_a_run_trains_on_documents_in_order_and_resumes(
     assert rows is not None
     assert report["train_tokens"] == len(rows["train"]) * 31
     assert train(recipe, "resume=true", "training.max_steps=5") == 0
-
-
-def test_tokens_are_those_of_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whatever its file says of lengths: what packing asks for goes past transformers."""
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    backend.enable_truncation(3)
-    backend.enable_padding(length=50)
-    documents = [Document(str(n), line, is_continued=True) for n, line in enumerate(LINES)]
-    found = [token for rows in sequences(documents, tokenizer, 1, "none") for token in rows[:, 0]]
-    calls = tokenizer(LINES, add_special_tokens=False)["input_ids"]
-    assert found == [token for ids in calls for token in ids]
 
 
 BYTES_AS_TOKENS = """

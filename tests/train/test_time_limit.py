@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from exitserve.errors import ExitServeError
 from exitserve_training.recipe import parse_recipe
-from exitserve_training.time_limit import TimeLimit
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
@@ -74,38 +72,6 @@ def test_a_run_ends_in_time_with_its_rate_at_zero(
     assert report["steps"] <= len(steps) + 1, "its time was over"
     for name, tensor in load_file(out / "model.safetensors").items():
         assert torch.equal(tensor, weights[name]), "the rate was 0"
-
-
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_the_rate_falls_by_the_clock_or_by_steps(tmp_path: Path, kind: str) -> None:
-    clock = 0.0
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, lr_scheduler_type=kind, warmup_steps=10
-    )
-    limit, state, control = TimeLimit(100.0, lambda: clock), TrainerState(), TrainerControl()
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    rates = limit.scheduler(optimizer, arguments, 1000)
-
-    def after(steps: int, seconds: float) -> float:
-        nonlocal clock
-        clock = seconds
-        limit.on_optimizer_step(arguments, state, control)
-        for _ in range(steps):
-            optimizer.step()
-            rates.step()
-        return float(rates.get_last_lr()[0])
-
-    assert after(5, 0.0) == pytest.approx(0.5, abs=0.01)
-    assert after(5, 50.0) == pytest.approx(0.5)
-    assert limit.seconds_left == 50.0
-    assert after(740, 50.0) < 0.3, "750 of 1,000 steps"
-    assert after(1, 100.0) == 0.0
-    limit.on_step_end(arguments, state, control)
-    assert control.should_training_stop and control.should_save
-    arguments.warmup_steps, clock = 0.2, 10.0
-    limit.on_train_begin(arguments, state, control)
-    rate = limit.scheduler(optimizer, arguments, 10_000).lr_lambdas[0](1)
-    assert 0.4 < rate < 0.5, "half of a warmup that is a share of the run"
 
 
 def test_other_schedules_are_refused() -> None:

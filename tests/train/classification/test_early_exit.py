@@ -1,7 +1,6 @@
 """Classifiers run with early exit: rows that are sure leave, and the command that does it."""
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,7 @@ from transformers import (
 
 from exitserve.cli import main
 from exitserve_training.classification.early_exit import EarlyExitClassifier
-from exitserve_training.classification.evaluation import own_classifiers
-from exitserve_training.classification.inputs import encoder
-from exitserve_training.classification.labelled import (
-    load_split_examples,
-)
-from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.models import load_model
-from exitserve_training.parts import model_parts
-
-Build = Callable[..., dict[str, Any]]
-Trained = Callable[[Path, dict[str, Any]], Path]
 
 
 def one_by_one(
@@ -104,47 +93,6 @@ def test_classify_reports_and_predicts(
     assert sum(row["depth"] for row in predictions) == layers
     assert "wall speedup" in capsys.readouterr().out
     assert (tmp_path / "out" / "exits.png").stat().st_size > 10_000
-
-
-def test_exits_with_classifiers_of_their_own(
-    reviews: Path, tmp_path: Path, of_texts: Build, trained: Trained
-) -> None:
-    tree = of_texts(reviews, objectives=["separate_classifiers"])
-    folder = trained(tmp_path, tree)
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    model = load_model(str(folder), "class")
-    own = own_classifiers(str(folder), model_parts(model))
-    assert sorted(own) == [1, 2]
-    # At a threshold of 0 all leave at the first exit: the accuracy is that of its classifier.
-    held_out = load_split_examples(
-        DataRecipe(
-            format="labelled",
-            files=[str(reviews)],
-            text_field="sentence",
-            validation_fraction=0.2,
-        ),
-        0,
-    )[1]
-    model.train(False)
-    encode = encoder(str(folder), model.config)
-    numbers = [int(name) for name in held_out.classes]
-    for layer in (1, 2):
-        said = EarlyExitClassifier(model, [layer], own)(encode(held_out), 0.0)
-        accuracy = sum(a == b for a, b in zip(said.classes.tolist(), numbers, strict=True))
-        expected = report["layers"][str(layer)]["accuracy"]
-        assert accuracy / len(numbers) == pytest.approx(expected, abs=1e-6)
-        assert set(said.depth.tolist()) == {layer}
-
-
-def test_classify_without_classes(text_model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "new.jsonl"
-    file.write_text('{"text": "a good film"}\n{"text": "bad"}\n', encoding="utf-8")
-    command = ["classify", str(text_model), "--data", str(file), "--repeats", "1"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["full_accuracy"] is None
-    rows = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(row)["class"] for row in rows] == ["1", "0"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.regression import number_scores
 from exitserve_training.losses import weighted_layer_squares
 from exitserve_training.recipe import parse_recipe
 
@@ -98,11 +97,6 @@ def test_the_loss_is_the_weighted_sum_of_squares() -> None:
         weighted_layer_squares(states, torch.nn.Linear(3, 2), labels, {1: 1.0, 2: 1.0})
 
 
-def test_a_correlation_with_nothing_that_varies_is_none() -> None:
-    scores = number_scores(np.array([1.0, 1.0]), np.array([1.0, 3.0]))
-    assert scores == {"pearson": None, "spearman": None, "squared_error": 2.0}
-
-
 @pytest.mark.parametrize(
     "objective",
     ["kl_to_last", {"name": "ce", "balanced": True}, {"name": "separate_classifiers", "kl": 1.0}],
@@ -113,12 +107,3 @@ def test_objectives_of_classes_are_refused(objective: Any) -> None:
     tree = {"output_dir": "x", "model": "x", "data": data, "objectives": [*main_one, objective]}
     with pytest.raises(ExitServeError, match=r"needs classes to predict.*aligned, ce, cosine"):
         parse_recipe(tree)
-
-
-def test_labels_that_are_no_numbers_are_named(
-    tmp_path: Path, reviews: Path, of_texts: Build, trained: Trained
-) -> None:
-    tree = of_texts(reviews)
-    tree["data"] |= {"labels": "numbers", "label_field": "sentence", "text_field": "label"}
-    with pytest.raises(ExitServeError, match=r"each label must be a number .* set data\.labels"):
-        trained(tmp_path, tree)

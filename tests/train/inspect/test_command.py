@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.cli import main
 from exitserve_training.inspect.generation import cut_to
 from exitserve_training.inspect.inspection import InspectionSettings, inspect
-from exitserve_training.tokenization import train_bpe
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -82,21 +81,6 @@ def test_quality_is_that_of_the_model_cut_there(
     with torch.no_grad():  # and the model is whole again
         whole = model(ids).logits[:, :-1].flatten(0, 1)
     assert torch.equal(whole, logits)
-
-
-def test_masked_models(book: Path, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tokenizer = train_bpe([book.read_text()], 300, 64, task="hidden token")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=300, num_hidden_layers=3, max_position_embeddings=64, **sizes)
-    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    report = look(tmp_path / "bert", book)
-    assert report["task"] == "hidden token"
-    # About 15 % of the tokens.
-    assert 0.05 < report["said"] / (ROWS * LENGTH) < 0.3
-    # An untrained model knows nothing: the loss is about that of a uniform guess.
-    assert report["layers"]["3"]["loss"] == pytest.approx(math.log(300), abs=0.5)
 
 
 def test_writes_json_page_and_pictures(

@@ -1,13 +1,12 @@
 """The figures of `exitserve inspect`: they can be drawn, and say what their axes are."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from exitserve.errors import ExitServeError
 from exitserve_training.inspect.plots import (
     DEPTH,
     box_plot,
@@ -77,23 +76,3 @@ def test_figures_are_drawn_and_labelled(
     figure = draw()
     assert len(picture(figure)) > 1000
     assert labels_of(figure) == labels
-
-
-DEPTHS: Sequence[int] = [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: by_depth({}, "y"), r"curves \[\] cannot be drawn"),
-        (lambda: by_depth({"a": {}}, "y"), r"curves \['a'\]"),
-        (lambda: heat_map({}, DEPTHS), "one or more"),
-        (lambda: heat_map({"COS": torch.eye(3)}, DEPTHS), r"\(3, 3\).*expected.*\(2, 2\)"),
-        (lambda: box_plot({}, "y"), r"samples of depths \[\]"),
-        (lambda: box_plot({1: []}, "y"), r"samples of depths \[1\]"),
-        (lambda: stacked_histograms(histograms(3), DEPTHS), r"\(3, 20\) do not fit 2 depths"),
-    ],
-)
-def test_bad_arguments_are_named(call: Callable[[], Figure], message: str) -> None:
-    with pytest.raises(ExitServeError, match=message):
-        call()

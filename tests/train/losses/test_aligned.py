@@ -1,7 +1,5 @@
 """The aligned loss against the plain computation that it must equal."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -37,19 +35,6 @@ def problem(
     return hidden, classifier, labels
 
 
-def naive(
-    hidden: list[Tensor], classifier: Callable[[Tensor], Tensor], labels: Tensor, scale: list[float]
-) -> Tensor:
-    """All logits at once, the definition as it stands."""
-    total = torch.zeros(())
-    for states, weight in zip(hidden, scale, strict=True):
-        logits = classifier(states)
-        total = total + weight * functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=-100
-        )
-    return total
-
-
 def gradients(
     loss: Tensor, hidden: list[Tensor], head: OutputHead, upstream: float = 1.0
 ) -> list[Tensor]:
@@ -77,16 +62,6 @@ def test_named_weights_sum_to_one_and_keep_their_ratios(layers: set[int], scheme
     for layer, weight in zip(ordered, weights, strict=True):
         share = layer / ordered[0] if scheme == "linear" else 1.0
         assert weight / weights[0] == pytest.approx(share)
-
-
-def test_exit_subset_counts_those_layers_and_the_last() -> None:
-    hidden, classifier, labels = problem(layers=6)
-    loss = aligned_cross_entropy(hidden, classifier, labels, exit_layers=[2, 4])
-    chosen = [hidden[1], hidden[3], hidden[5]]
-    expected = naive(chosen, classifier, labels, [2 / 12, 4 / 12, 6 / 12])
-    torch.testing.assert_close(loss, expected, **CLOSE)
-    unused = gradients(loss, [hidden[0], hidden[2], hidden[4]], classifier)[:3]
-    assert all(bool((grad == 0).all()) for grad in unused)
 
 
 def test_layers_that_do_not_count_need_not_be_given() -> None:

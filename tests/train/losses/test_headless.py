@@ -4,16 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
-
-# Both sides are float32 and differ in summation order only: inner products over at most 8
-# features, sums over at most 40 positions, a few rounding errors of 1.2e-7 relative each.
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def positions(count: int, width: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,13 +23,6 @@ def examples(count: int, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tenso
     generator = torch.Generator().manual_seed(seed * 100 + count)
     logits = 2.0 * torch.randn(count, classes, generator=generator)
     return logits.requires_grad_(), torch.randint(classes, (count,), generator=generator)
-
-
-def gradients_equal(mine: Tensor, truth: Tensor, leaves: list[Tensor]) -> None:
-    ours = torch.autograd.grad(mine * -2.5, leaves)
-    theirs = torch.autograd.grad(truth * -2.5, leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
 
 
 # --- contrastive weight tying -------------------------------------------------------------
@@ -59,17 +46,6 @@ def test_cwt_repeats_are_negatives_unless_their_tokens_are_given() -> None:
     for value in (loss, without):
         (grad,) = torch.autograd.grad(value, outputs)
         torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0.0, atol=1e-7)
-
-
-def test_cwt_of_sequences_is_that_of_their_tokens() -> None:
-    outputs, embeddings, ids = positions(12)
-    mask = torch.arange(12) % 4 != 1
-    flat = contrastive_weight_tying(outputs, embeddings, target_ids=ids, mask=mask)
-    shaped = {"target_ids": ids.view(3, 4), "mask": mask.view(3, 4)}
-    stacked = [outputs.view(3, 4, 6), embeddings.view(3, 4, 6)]
-    assert torch.equal(contrastive_weight_tying(*stacked, **shaped), flat)
-    each = contrastive_weight_tying(*stacked, **shaped, reduction="none")
-    assert each.shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -102,27 +78,6 @@ def test_balanced_by_hand() -> None:
     known = balanced_cross_entropy(logits, labels, frequencies=torch.tensor([1, 3]))
     expected = (3 * math.log(2.0) + math.log(4.0) / 3) / (3 + 1 / 3)
     assert known.item() == pytest.approx(expected, rel=1e-6)
-
-
-@settings(deadline=None, max_examples=25)
-@given(count=st.integers(1, 20), seed=st.integers(0, 50))
-def test_balanced_mask_and_ignored_labels_drop_examples(count: int, seed: int) -> None:
-    logits, labels = examples(count, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(count, generator=generator) < 0.6
-    mask[0] = True
-    dropped = balanced_cross_entropy(logits[mask], labels[mask])
-    masked = balanced_cross_entropy(logits, labels, mask=mask)
-    ignored = balanced_cross_entropy(logits, labels.masked_fill(~mask, -100))
-    torch.testing.assert_close(masked, dropped, **CLOSE)
-    torch.testing.assert_close(ignored, dropped, **CLOSE)
-    gradients_equal(masked, dropped, [logits])
-    each = balanced_cross_entropy(logits, labels, mask=mask, reduction="none")
-    assert bool((each[~mask] == 0.0).all())
-    torch.testing.assert_close(each[mask].mean(), masked, **CLOSE)
-    order = torch.randperm(count, generator=generator)
-    moved = balanced_cross_entropy(logits[order], labels[order], mask=mask[order], reduction="none")
-    torch.testing.assert_close(moved, each[order], **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,3 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
         cosine_alignment(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ExitServeError, match=message):
         kl_to_last(**arguments, head=reading_as_it_is(3))  # type: ignore[arg-type]
-
-
-def test_bad_reduction_and_temperature_are_named() -> None:
-    hidden, classifier = problem()
-    with pytest.raises(ExitServeError, match="Did you mean 'none'"):
-        cosine_alignment(hidden, reduction="non")  # type: ignore[arg-type]
-    for temperature in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ExitServeError, match="must be a positive number"):
-            kl_to_last(hidden, classifier, temperature=temperature)

@@ -83,16 +83,6 @@ def test_mean_cosine_by_hand() -> None:
     assert mean_cosine(with_zero).item() == pytest.approx(1 / 4)
 
 
-@every_measure
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1e38])
-def test_degenerate_states_are_finite(name: str, scale: float) -> None:
-    z = (cloud() * scale).clamp(-3e38, 3e38)
-    value = MEASURES[name][0](z)
-    assert value.isfinite()
-    if scale == 0.0:
-        assert value.item() == 0.0
-
-
 def test_unit_vectors_of_short_vectors_are_zero_without_gradient() -> None:
     z = torch.tensor([[0.0, 0.0], [1e-6, 0.0], [3.0, 4.0]], requires_grad=True)
     units = unit_vectors(z)

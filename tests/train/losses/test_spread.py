@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses.measures import mean_cosine
@@ -19,10 +18,6 @@ from exitserve_training.losses.spread import (
     l2_repel,
     orthogonalization,
 )
-
-# Both sides are float32. A cosine is off by about 1e-7, its angle by 1e-7 / sin(angle), which in
-# the clouds below is at most a few 1e-6; sums over pairs add rounding errors of 1e-7 relative.
-CLOSE = {"rtol": 5e-5, "atol": 5e-6}
 
 Loss = Callable[..., Tensor]
 LOSSES: dict[str, tuple[Loss, Loss]] = {
@@ -102,42 +97,6 @@ def test_decorrelation_of_tokens_by_hand() -> None:
     assert decorrelation(torch.stack([x, 2 * x + 7, y])[None]).item() == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("constant", [1000.1, 1e37, 1e-7, 0.0])
-def test_a_constant_feature_is_correlated_with_none(constant: float) -> None:
-    z = cloud(1, 7, 3)
-    with_constant = torch.cat([z, torch.full((1, 7, 1), constant)], dim=-1)
-    with_constant = with_constant.detach().requires_grad_()
-    loss = functools.partial(decorrelation, between="features")
-    value, gradient = value_and_gradient(loss(with_constant), with_constant)
-    # 3 of the 6 pairs are without the constant.
-    torch.testing.assert_close(value, loss(z.detach()) * 3 / 6, **CLOSE)
-    assert gradient[..., 3].count_nonzero() == 0
-    turned = with_constant.detach().mT.requires_grad_()
-    value, gradient = value_and_gradient(decorrelation(turned), turned)
-    torch.testing.assert_close(value, loss(z.detach()) * 3 / 6, **CLOSE)
-    assert gradient[:, 3].count_nonzero() == 0
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the numel of the largest tensor that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
-def test_decorrelation_of_features_has_no_pairs_of_tokens() -> None:
-    z = cloud(2, 1024, 8)
-    with Largest() as largest:
-        decorrelation(z, between="features").backward()
-    assert largest.numel == z.numel()
-
-
 def descended(loss: Loss, tokens: int, width: int, steps: int) -> tuple[Tensor, float]:
     """A condensed cloud, and the loss, after so many steps down it."""
     generator = torch.Generator().manual_seed(1)
@@ -157,13 +116,6 @@ def descended(loss: Loss, tokens: int, width: int, steps: int) -> tuple[Tensor, 
 def test_dispersion_opens_a_cone() -> None:
     """What the loss is for: descending it lowers the mean cosine of condensed states."""
     assert mean_cosine(descended(dispersion, 24, 8, 40)[0]) < 0.1
-
-
-def test_self_pairs_keep_repelled_states_in_bounds() -> None:
-    opened, value = descended(l2_repel, 24, 16, 80)
-    assert mean_cosine(opened) < 0.05
-    assert opened.abs().max() < 4.0
-    assert -math.log(24) <= value < 0.5
 
 
 @pytest.mark.parametrize(

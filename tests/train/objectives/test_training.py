@@ -16,6 +16,8 @@ import pytest
 from exitserve_training.forward import ExitPass
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 
+pytestmark = pytest.mark.nightly
+
 Report = dict[str, Any]
 
 RUNS: dict[str, list[Any]] = {
