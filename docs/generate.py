@@ -152,12 +152,12 @@ def metrics() -> str:
         (
             f"`{metric.name}`",
             f"{'A gauge. ' if metric.is_gauge else ''}{metric.help}",
-            ", ".join(f"`{label}`" for label in metric.labels),
+            ", ".join(f"`{label}`" for label in metric.by),
             f"`{metric.promql}`",
         )
         for metric in METRICS
     ]
-    return table(("metric", "meaning", "labels", "PromQL"), rows)
+    return table(("metric", "meaning", "more labels", "PromQL"), rows)
 
 
 # Fields of requests and responses
