@@ -17,11 +17,11 @@ from torch import Tensor
 
 from exitserve.bench.forced import KEY
 from exitserve.engine.architectures.decoders import MultiExitLlamaForCausalLM
-from exitserve.engine.device.requests import DeviceRequests, PassRows
-from exitserve.engine.device.rows import DeviceRows, Slots
-from exitserve.engine.host.checks import Checks
-from exitserve.engine.host.loop import HostLoop
-from exitserve.engine.host.step import Candidate, Step
+from exitserve.engine.early_exit.batch import Candidate, Step
+from exitserve.engine.early_exit.check import Checks
+from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
+from exitserve.engine.early_exit.device.rows import DeviceRows, Slots
+from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
@@ -106,19 +106,6 @@ class _ForcedHostLoop(HostLoop):
         checks.outcomes = self._model.outcomes
         return checks
 
-    def sampled(self, step: Step | None, logits: Tensor | None) -> Tensor | None:
-        """See `HostLoop.sampled`: as many drafts pass as were asked for."""
-        if step is None or logits is None:
-            return logits
-        outcomes: ForcedOutcomes = self._model.outcomes
-        for index, request in self.requests.rows.items():
-            if request.drafts and index < len(step.row_ends):
-                *judging, after = step.samples(index)
-                number, last = _prompt_number(request), step.last_positions[index]
-                lots = [(number, last - (after - one)) for one in judging]
-                outcomes.accept(logits[after - len(judging) : after], request.drafts, lots)
-        return logits
-
 
 class ForcedDeviceRows(DeviceRows):
     """Rows whose checks pass as the host says."""
@@ -168,9 +155,9 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
         self.outcomes = ForcedOutcomes(vllm_config.additional_config[KEY])
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
 
-    def make_host_loop(self, *parts: Any, masked: bool) -> HostLoop:
+    def make_host_loop(self, *parts: Any) -> HostLoop:
         """See `MultiExitMixin.make_host_loop`."""
-        return _ForcedHostLoop(*parts, masked=masked)
+        return _ForcedHostLoop(*parts)
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """See `MultiExitMixin.make_device_requests`."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import DRAFTING, KEY, make_rules, rules_from
+from exitserve.engine.options import DRAFTING, KEY, PROCESSOR, make_rules, rules_from
 from exitserve.errors import ExitServeError
 from exitserve.policy import EXACT, ExitRules
 from exitserve.step_costs.drafting import Drafting, drafts_by_batch
@@ -79,7 +79,7 @@ def engine_options(
     check_rules(model_dir, without_path(given), revision)
     return {
         "hf_overrides": {"architectures": [architecture]},
-        "logits_processors": ["exitserve.engine.hooks.rows_processor:RowsProcessor"],
+        "logits_processors": [PROCESSOR],
         "worker_extension_cls": "exitserve.engine.hooks.worker_extension.ExitWorkerExtension",
         "scheduler_cls": "exitserve.engine.hooks.scheduler.ExitScheduler",
         "additional_config": {KEY: given},

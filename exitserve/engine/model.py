@@ -1,8 +1,7 @@
 """The model class that vLLM serves: one of its own, with a loop that stops early.
 
-Three loops run the same semantic (`docs/architecture.md`): the host decides who exits
-(`exitserve.engine.host`), as on a CPU; or the device does, in the CUDA graphs of runner V2
-(`exitserve.engine.device`); or, there too, the first layers draft several tokens, which full depth
+Rows leave early (`exitserve.engine.early_exit`): on a CPU the host decides who does, on a GPU the
+device, in the CUDA graphs of runner V2. Or the first layers draft several tokens, which full depth
 judges together (`exitserve.engine.drafting`).
 
 Shapes: T tokens, B rows, D hidden, V vocabulary, R tensor-parallel ranks.
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from exitserve.draft_tokens import load_draft_tokens
 from exitserve.engine.compat.config import refuse_unsupported
-from exitserve.engine.device.loop import DeviceLoop
-from exitserve.engine.device.requests import DeviceRequests
-from exitserve.engine.device.rows import DeviceRows
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.head import DraftHead
-from exitserve.engine.host.loop import HostLoop
+from exitserve.engine.early_exit.device.loop import DeviceLoop
+from exitserve.engine.early_exit.device.requests import DeviceRequests
+from exitserve.engine.early_exit.device.rows import DeviceRows
+from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
@@ -69,7 +68,7 @@ class MultiExitMixin:
         if not on_device:
             self._head.compile_parts(vllm_config)
             self.propagation.compile_parts(vllm_config)
-            self.host = self.make_host_loop(self._state, *parts, masked=path == "masked")
+            self.host = self.make_host_loop(self._state, *parts)
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.device = DeviceLoop(*parts, captured)
@@ -169,9 +168,9 @@ class MultiExitMixin:
 
         return ExitModelState if self.drafting is None else DraftingModelState
 
-    def make_host_loop(self, *parts: Any, masked: bool) -> HostLoop:
+    def make_host_loop(self, *parts: Any) -> HostLoop:
         """The loop on the host; benchmarks of random weights override it."""
-        return HostLoop(*parts, masked=masked)
+        return HostLoop(*parts)
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """Room on the device for an engine's requests, of which `most_rows` run together.

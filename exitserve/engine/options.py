@@ -43,6 +43,8 @@ OPTIONS = (
 QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
 """Quantisation methods that exits were tried with."""
 FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
+PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
+"""How vLLM's configuration names what follows the batch of runner V1."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
 DRAFTING = "drafting"

@@ -31,13 +31,10 @@ class Recorder:
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
-        self.deferred_tokens = 0
         self.deferred_layers = 0
-        self.flushed_tokens = 0
+        """Run beyond the depth of tokens (mode "defer"), or for drafts that were rejected."""
         self.drafted_tokens = 0
         self.accepted_tokens = 0
-        self.pending_tokens = 0
-        """Set by those who know, before a snapshot."""
         self.layer_reads = 0
         """Layers whose weights were read, each once for all tokens that ran it together."""
         self.final_heads = 0
@@ -65,23 +62,9 @@ class Recorder:
         """Counts tokens whose remaining keys and values are propagated."""
         self.frozen_tokens += tokens
 
-    def count_deferred(self, tokens: int) -> None:
-        """Counts tokens that left, and whose deeper layers are still to run (mode "defer")."""
-        self.deferred_tokens += tokens
-
     def count_deferred_layers(self, layers: int) -> None:
-        """Counts layers run for tokens beyond the depth at which they left (mode "defer")."""
+        """Counts layers run for tokens beyond their depth (mode "defer")."""
         self.deferred_layers += layers
-
-    def count_flush(self, layers: int, waiting: int) -> None:
-        """Counts a token that could not wait (mode "defer"), and those that run on with it.
-
-        Args:
-            layers: that the token itself runs on through.
-            waiting: tokens of its request that wait.
-        """
-        self.deferred_layers += layers
-        self.flushed_tokens += waiting
 
     def count_judged(self, drafts: int, accepted: int) -> None:
         """Counts drafts of one request that a pass judged, and those that it accepted."""
@@ -126,12 +109,9 @@ class Recorder:
             "screened": dict(self.screened),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
-            "deferred_tokens": self.deferred_tokens,
             "deferred_layers": self.deferred_layers,
-            "flushed_tokens": self.flushed_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "pending_tokens": self.pending_tokens,
             "layer_reads": self.layer_reads,
             "final_heads": self.final_heads,
         }

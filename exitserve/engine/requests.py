@@ -16,23 +16,10 @@ from typing import Any
 
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from exitserve.engine.compat.sampling import Sampled
-from exitserve.engine.pending_tokens import Bounds, PendingTokens
-from exitserve.policy import DECIDED, EXACT, ExitPolicy, ExitRules
+from exitserve.policy import ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A token that was decided ahead of the pass that samples it."""
-
-    token: int
-    depth: int
-    """Layers that the token before it had run."""
-    sampled: Sampled | None = None
-    """None for one that is simply the likeliest."""
 
 
 @dataclass(eq=False)
@@ -53,50 +40,15 @@ class Request:
     """vLLM's internal request id; empty until the request's first pass."""
     depths: list[int] = field(default_factory=list)
     """Depth of each generated token, by its index."""
-    pending: PendingTokens | None = None
-    """Its tokens that wait at exit layers; None where none do."""
-    drafts: list[int] = field(default_factory=list)
-    """Tokens that the next pass is to judge (mode "verify"), or to run the deeper layers of."""
-    decided: list[Exited] = field(default_factory=list)
-    """The next tokens, as far as they are decided, not only drafted; the first are `drafts`."""
-    drafts_from: int | None = None
-    """Generated tokens from which on the next ones may be drafted; None: they may not."""
     has_seed: bool = False
     """Whether its tokens are drawn by a seed's random numbers."""
-    is_sampled: bool = False
-    """Whether exits decide its tokens, and these take vLLM's sampler: they are not simply the
-    likeliest, or their log-probabilities are wanted."""
-    wants_logprobs: bool = False
-    """Whether it asked for log-probabilities of its tokens."""
-    has_grammar: bool = False
-    """Whether a grammar constrains its output."""
     exits_disabled: bool = False
     """Whether it asked for exits, and began while too many others ran (`--exits-up-to`)."""
-
-    @property
-    def freezes(self) -> bool:
-        """Whether its tokens freeze where they exit."""
-        return self.policy.mode not in EXACT
 
     @property
     def asks(self) -> bool:
         """Whether it asked for exits."""
         return self.policy.mode != "off" or self.exits_disabled
-
-    @property
-    def may_exit(self) -> bool:
-        """Whether its tokens may exit, other than as drafts."""
-        return self.policy.mode not in ("off", "verify")
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether its next tokens may be drafted."""
-        return self.drafts_from is not None and len(self.output_ids) >= self.drafts_from
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether nothing of what exits decided waits: the next pass begins with a new token."""
-        return not (self.drafts or self.decided) and (self.pending is None or self.pending.is_empty)
 
     @property
     def prompt_length(self) -> int:
@@ -107,17 +59,6 @@ class Request:
     def length(self) -> int:
         """Tokens that are known: the prompt, and what was generated."""
         return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def has_all_tokens(self) -> bool:
-        """Whether it has as many tokens as it asked for."""
-        return 0 < self.max_tokens <= len(self.output_ids)
-
-    def pass_over(self) -> None:
-        """Forgets what was decided: the pass that it was decided for is over."""
-        self.drafts, self.decided = [], []
-        if self.pending is not None:
-            self.pending.pass_over()
 
     def note_depth(self, index: int, depth: int, full_depth: int) -> None:
         """Keeps the depth of generated token `index`; tokens skipped before it ran full depth."""
@@ -142,7 +83,6 @@ def read_request(
     *,
     output_ids: Sequence[int] = (),
     eos_ids: Sequence[int] = (),
-    bounds: Bounds | None = None,
     name: str = "",
     running: int = 0,
 ) -> Request:
@@ -154,71 +94,26 @@ def read_request(
         rules: the model's.
         output_ids: vLLM's list of its generated tokens.
         eos_ids: the model's ends of sequence.
-        bounds: when tokens that wait at exit layers have to run (mode "defer").
         name: vLLM's internal id, where it is known.
         running: requests that will be in its batch, itself included; 0 for one that began before.
     """
     policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
-    asks = policy.mode != "off"
+    most = rules.exits_up_to
+    disabled = policy.mode != "off" and most is not None and running > most
     given = (params.extra_args or {}).get("exit_trace")
     keys = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
-    disabled = asks and rules.exits_up_to is not None and running > rules.exits_up_to
-    if disabled:
-        policy = ExitPolicy.off()
-    drafts_from, pending = _drafts_from(params, policy), None
-    if policy.mode in ("defer", "verify"):
-        pending = PendingTokens(bounds or Bounds())
-    elif policy.mode == "confidence" and rules.num_drafts:
-        pending = PendingTokens(Bounds(), freezes=True)
     ends = [] if params.ignore_eos else eos_ids
     return Request(
-        policy=policy,
+        policy=ExitPolicy.off() if disabled else policy,
         prompt_ids=() if prompt_ids is None else prompt_ids,
         output_ids=output_ids,
         trace_keys=keys,
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
-        pending=pending,
-        drafts_from=None if policy.mode == "off" else drafts_from,
-        has_seed=_has_seed(params),
-        is_sampled=policy.mode in DECIDED and _is_sampled(params),
-        wants_logprobs=params.logprobs is not None,
-        has_grammar=params.structured_outputs is not None,
+        has_seed=params.seed is not None and params.temperature > 0,
         exits_disabled=disabled,
     )
-
-
-def _drafts_from(params: Any, policy: ExitPolicy) -> int | None:
-    """See `Request.drafts_from`.
-
-    Grammars are in the engine's process, vLLM counts tokens towards a least number and a thinking
-    budget once in each pass, and has no log-probabilities of given tokens (`logprob_token_ids`)
-    beside drafts. In mode "verify" vLLM's rejection sampling judges drafts, which knows neither
-    `min_p` nor `logit_bias`, and would use up a seed's numbers: how many are judged depends on
-    others, on who is preempted, and on a pass's tokens.
-    """
-    if policy.mode == "verify":
-        biased = params.logit_bias or (params.min_p and params.temperature > 0)
-        return None if biased or _has_seed(params) else 0
-    told = params.structured_outputs, params.thinking_token_budget, params.logprob_token_ids
-    if policy.mode not in DECIDED or any(told):
-        return None
-    return params.min_tokens + 1 if params.min_tokens else 0
-
-
-def _has_seed(params: Any) -> bool:
-    """See `Request.has_seed`."""
-    return params.seed is not None and params.temperature > 0
-
-
-def _is_sampled(params: Any) -> bool:
-    """See `Request.is_sampled`."""
-    told = (
-        *(params.temperature, params.logit_bias, params.bad_words, params.allowed_token_ids),
-        *(params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1),
-    )
-    return any(told) or params.logprobs is not None
 
 
 class PreemptedRequests:
@@ -245,11 +140,6 @@ class PreemptedRequests:
         """Drops the records of requests that have ended."""
         for name in names:
             self._by_name.pop(name, None)
-
-    def requests(self) -> list[Request]:
-        """All that are kept."""
-        self._forget_ended()
-        return list(self._by_name.values())
 
     def _forget_ended(self) -> None:
         """Drops those that were aborted meanwhile: they are in no batch that would tell."""
@@ -298,20 +188,12 @@ class RequestSlots:
 class Batch:
     """Runner V1's batch: requests by row."""
 
-    def __init__(self, rules: ExitRules, eos_ids: Sequence[int], bounds: Bounds) -> None:
-        """Starts empty.
-
-        Args:
-            rules: the model's.
-            eos_ids: the model's ends of sequence.
-            bounds: see `read_request`.
-        """
-        self._rules, self._eos_ids, self._bounds = rules, eos_ids, bounds
+    def __init__(self, rules: ExitRules) -> None:
+        """Starts empty."""
+        self._rules = rules
         self.rows: dict[int, Request] = {}
-        self.is_traced = False
-        """Whether somebody asks for the depths of one of them."""
-        self.verifies = False
-        """Whether one of them, or of those that are preempted or wait, is in mode "verify"."""
+        self.asks_for_exits = False
+        """Whether one of them asks for exits, or for its depths."""
         self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
@@ -330,8 +212,6 @@ class Batch:
                 prompt_ids,
                 self._rules,
                 output_ids=output_ids,
-                eos_ids=self._eos_ids,
-                bounds=self._bounds,
                 # One that has begun is back, and has a record (`named`).
                 running=0 if output_ids else running,
             )
@@ -342,9 +222,7 @@ class Batch:
             self._remove(target)
             if moved is not None:
                 self.rows[target] = moved
-        self.is_traced = any(one.trace_keys for one in self.rows.values())
-        every = (*self.rows.values(), *self.preempted.requests())
-        self.verifies = any(one.policy.mode == "verify" for one in every)
+        self.asks_for_exits = any(one.asks or one.trace_keys for one in self.rows.values())
 
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""
@@ -367,10 +245,3 @@ class Batch:
             request = self.rows[index] = earlier
         request.name = name
         return request
-
-    def num_pending(self) -> int:
-        """Tokens that wait at exit layers, of all requests."""
-        every = (*self.rows.values(), *self.preempted.requests())
-        # vLLM takes a request that has ended out of the batch with its next pass.
-        waits = (one for one in every if not one.has_all_tokens)
-        return sum(len(one.pending) for one in waits if one.pending is not None)

@@ -8,10 +8,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from exitserve.engine.compat.config import cached_block, eos_token_ids
-from exitserve.engine.compat.sampling import BatchSampler
+from exitserve.engine.compat.config import eos_token_ids
 from exitserve.engine.options import rules_from
-from exitserve.engine.pending_tokens import Bounds
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.requests import Batch
 from exitserve.policy import ExitRules
@@ -27,28 +25,20 @@ class RunningRequests(Protocol):
 class EngineState:
     """Rules, counts, and the requests that run."""
 
-    def __init__(
-        self,
-        rules: ExitRules,
-        eos_token_ids: Tensor,
-        bounds: Bounds = Bounds(),  # noqa: B008
-    ) -> None:
+    def __init__(self, rules: ExitRules, eos_token_ids: Tensor) -> None:
         """Starts without requests.
 
         Args:
             rules: the model's.
             eos_token_ids: [K] the model's ends of sequence.
-            bounds: when tokens that wait at exit layers have to run (mode "defer").
         """
         self.rules = rules
         self.eos_token_ids = eos_token_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
-        self.batch = Batch(rules, eos_token_ids.tolist(), bounds)
+        self.batch = Batch(rules)
         """Of runner V1."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once runner V1's batch of a pass is known."""
-        self.sampler: BatchSampler | None = None
-        """Of runner V1, once the worker is up."""
         self.requests: RunningRequests | None = None
         """Set by the loop that runs them."""
 
@@ -60,14 +50,13 @@ _STATES: WeakValueDictionary[str, EngineState] = WeakValueDictionary()
 def state_of(vllm_config: Any) -> EngineState:
     """The exit state of the engine that `vllm_config` describes, made at the first call.
 
-    vLLM makes the model, the logits processor and the drafter of one engine in one process, each
-    from (a copy of) the same config, and hands none of them to the others. For these only: later
+    vLLM makes the model and the logits processor of one engine in one process, each from (a copy
+    of) the same config, and hands neither to the other. For these only: later
     the config's id is another (`ExitWorkerExtension._exit_state`).
     """
     key = vllm_config.instance_id
     state = _STATES.get(key)
     if state is None:
-        bounds = Bounds(block=cached_block(vllm_config))
-        state = EngineState(rules_from(vllm_config), eos_token_ids(vllm_config), bounds)
+        state = EngineState(rules_from(vllm_config), eos_token_ids(vllm_config))
         _STATES[key] = state
     return state

@@ -141,38 +141,14 @@ FROZEN_ROW_TOKENS = WorkerMetric(
     ),
     read=_field("frozen_tokens"),
 )
-DEFERRED_TOKENS = WorkerMetric(
-    name="exitserve_deferred_tokens_total",
-    help="Tokens (mode defer) that were emitted before their deeper layers ran.",
-    promql=(
-        "sum(rate(exitserve_deferred_tokens_total[5m])) / sum(rate(exitserve_tokens_total[5m]))"
-    ),
-    read=_field("deferred_tokens"),
-)
 DEFERRED_LAYERS = WorkerMetric(
     name="exitserve_deferred_layers_total",
     help=(
-        "Layers run for tokens beyond their exit: after they were emitted (mode defer), or for "
+        "Layers run for tokens beyond the depth at which they stopped (mode defer), or for "
         "rejected drafts."
     ),
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=_field("deferred_layers"),
-)
-PENDING_TOKENS = WorkerMetric(
-    name="exitserve_pending_tokens",
-    help="Tokens that are waiting at an exit layer for their deeper layers to run.",
-    promql="sum(exitserve_pending_tokens)",
-    read=_field("pending_tokens"),
-    is_gauge=True,
-)
-FLUSHED_TOKENS = WorkerMetric(
-    name="exitserve_flushed_tokens_total",
-    help="Pending tokens (mode defer) that had to run because a block was full or too many waited.",
-    promql=(
-        "sum(rate(exitserve_flushed_tokens_total[5m]))"
-        " / sum(rate(exitserve_deferred_tokens_total[5m]))"
-    ),
-    read=_field("flushed_tokens"),
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
@@ -233,10 +209,7 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     CHECKS_PASSED,
     CHECKS_SCREENED,
     FROZEN_ROW_TOKENS,
-    DEFERRED_TOKENS,
     DEFERRED_LAYERS,
-    PENDING_TOKENS,
-    FLUSHED_TOKENS,
     DEPTH_SAVED,
     FULL_DEPTH,
 )
@@ -256,7 +229,6 @@ def read_counts(snapshot: Snapshot) -> Counts:
     return {
         (metric.name, layer): count
         for metric in WORKER_METRICS
-        if not metric.is_gauge
         for layer, count in metric.read(snapshot).items()
     }
 
@@ -272,28 +244,18 @@ def advance(last: Counts, current: Counts) -> Counts:
 
 
 class ExitMetrics:
-    """The counters and gauges of one served model that are read from its engines' workers."""
+    """The counters of one served model that are read from its engines' workers."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         """Registers the metrics; possible once for each registry."""
         self._model_name = model_name
-        self._counters = {
-            metric.name: metric.counter(registry)
-            for metric in WORKER_METRICS
-            if not metric.is_gauge
-        }
-        self._gauges = {
-            metric: metric.gauge(registry) for metric in WORKER_METRICS if metric.is_gauge
-        }
+        self._counters = {metric.name: metric.counter(registry) for metric in WORKER_METRICS}
         self._last: dict[int, Counts] = {}
         """By engine."""
 
     def update(self, snapshot: Snapshot, engine: int = 0) -> None:
-        """Raises the counters to a worker's cumulative counts, and sets the gauges."""
+        """Raises the counters to a worker's cumulative counts."""
         whose = (self._model_name, str(engine))
-        for metric, gauge in self._gauges.items():
-            for value in metric.read(snapshot).values():
-                gauge.labels(*whose).set(value)
         current = read_counts(snapshot)
         for (name, layer), count in advance(self._last.get(engine, {}), current).items():
             labels = (*whose, layer) if layer else whose

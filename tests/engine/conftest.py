@@ -54,7 +54,7 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-NO_COUNTS = ("num_layers", "pending_tokens")
+NO_COUNTS = ("num_layers",)
 NAMES = itertools.count(1)
 """Of requests: none comes twice in an engine, whoever shares it."""
 
@@ -158,7 +158,7 @@ USUAL = {
     "max_num_seqs": 16,
 }
 
-DEFAULTS = {"exit_path": "host", "exit_checks": "screened"}
+DEFAULTS = {"exit_checks": "screened"}
 """Of our options: an engine that is told them is one that is not."""
 
 
@@ -326,23 +326,16 @@ def expect() -> Callable[[Reference, Job], Outcome]:
 def random_jobs() -> Callable[..., list[Job]]:
     """Requests of different lengths and policies for the tiny checkpoints."""
 
-    def make(
-        count: int = 8, longest: int = 40, max_tokens: int = 24, verifying: bool = False
-    ) -> list[Job]:
+    def make(count: int = 8, longest: int = 40, max_tokens: int = 24) -> list[Job]:
         numbers = random.Random(7)
         kinds: list[dict[str, Any]] = [
             {"exit_threshold": 0.05, "exit_mode": "confidence"},
             {"exit_threshold": 0.1, "exit_mode": "confidence"},
             {"exit_threshold": 0.2, "exit_mode": "confidence"},
-            {"exit_threshold": 0.1, "exit_mode": "defer"},
             {"exit_layer": 2},
-            {"exit_threshold": 0.06, "exit_mode": "defer"},
             {"exit_threshold": 1.0},
             {"exit_layer": 4},
-            # Only a server of mode "verify" takes these.
-            {"exit_threshold": 0.06, "exit_mode": "verify"},
-            {"exit_threshold": 0.1, "exit_mode": "verify"},
-        ][: None if verifying else 8]
+        ]
         return [
             Job(
                 [numbers.randrange(2, 128) for _ in range(numbers.randrange(3, longest))],
@@ -427,3 +420,11 @@ def expected(expect: Any) -> Callable[..., list[Any]]:
         return [expect(reference, one) for one in asked]
 
     return expected
+
+
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, rows that exit keep their places, as where a request is computed anew."""
+    from exitserve.engine.early_exit import forward
+
+    monkeypatch.setattr(forward, "can_narrow", lambda _: False)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exitserve.engine.device.requests import PassRows
 from exitserve.engine.drafting.gpu import Sampled, SlotRequests
+from exitserve.engine.early_exit.device.requests import PassRows
 from exitserve.engine.layers.branches import every_branch
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules

@@ -28,15 +28,13 @@ def test_engine_is_the_oracle(
     start, oracle, expect, random_jobs, make_family, architecture: str
 ) -> None:
     model = make_family(architecture)
-    jobs = random_jobs(count=10, max_tokens=40, verifying=True)  # past the windows of 32
+    jobs = random_jobs(count=8, max_tokens=40)  # past the windows of 32
     reference = oracle(model)
     expected = [expect(reference, one) for one in jobs]
     assert {2, 4, 6} <= {depth for _, depths in expected for depth in depths}
-    exits = {"mode": "verify", "exit_threshold": 0.1}  # the one that serves all modes
-    harness = start(model, exits=exits, enable_prefix_caching=False)
+    harness = start(model, enable_prefix_caching=False)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=2) == expected
-    assert harness.stats()["drafted_tokens"] > 0
 
 
 def test_another_package_brings_its_own(

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exitserve.bench.forced_model import ForcedOutcomes, forced_device_requests
-from exitserve.engine.device import loop
-from exitserve.engine.device.requests import PassRows
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import Judged
+from exitserve.engine.early_exit.device import loop
+from exitserve.engine.early_exit.device.requests import PassRows
+from exitserve.engine.early_exit.masked_loop import MaskedSegment, Room
 from exitserve.engine.layers.branches import every_branch, when
-from exitserve.engine.layers.masked_loop import MaskedSegment, Room
 from exitserve.engine.layers.segments import ended
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules

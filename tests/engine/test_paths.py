@@ -34,16 +34,32 @@ def test_screens_leave_checks_out(expected) -> None:
     assert _depths(expected["screened"]).count(6) > _depths(expected["all"]).count(6)
 
 
-@pytest.mark.parametrize("path", ["host", "masked"])
 @pytest.mark.parametrize("checks", ["screened", "all"])
-def test_compacted_and_masked_rows(start, model, jobs, expected, path: str, checks: str) -> None:
-    exits = {"exit_path": path, "exit_checks": checks}
-    harness = start(model, exits=exits, enable_prefix_caching=False)
+def test_engine_is_the_oracle(start, model, jobs, expected, checks: str) -> None:
+    harness = start(model, exits={"exit_checks": checks}, enable_prefix_caching=False)
     assert harness.run(jobs) == expected[checks]
     assert harness.run(jobs, every=3) == expected[checks]
     counted = harness.stats()
     assert sum(counted["checks"].values()) > 0
     assert all((count > 0) == (checks == "screened") for count in counted["screened"].values())
+
+
+@pytest.mark.parametrize("checks", ["screened", "all"])
+def test_rows_that_keep_their_places(start, model, jobs, expected, masked, checks: str) -> None:
+    harness = start(model, exits={"exit_checks": checks}, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected[checks]
+    assert harness.run(jobs, every=3) == expected[checks]
+
+
+def test_preempted_requests_freeze_where_they_did(
+    start, model, random_jobs, expect, few_blocks
+) -> None:
+    jobs, reference = random_jobs(count=10, max_tokens=60), load_reference(str(model))
+    harness = start(model, max_num_batched_tokens=32, **few_blocks)
+    expected = [expect(reference, one) for one in jobs]
+    assert harness.run(jobs) == expected
+    assert harness.run(jobs, every=2) == expected
+    assert harness.counter("vllm:num_preemptions") > 0
 
 
 def test_compiled_segments(start, model, jobs, expected) -> None:

@@ -101,37 +101,33 @@ def test_weights_of_four_bits(start, start_plain, weights_of_four_bits, job, job
     """Full depth judges drafts by vLLM's own layers, and propagation reads what these multiply."""
     from vllm import SamplingParams
 
-    skipping = {"exit_threshold": 0.5, "exit_mode": "confidence"}
-    fields = ({"exit_layer": 12}, {"exit_threshold": 1.0}, skipping, {})
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    fields = ({"exit_layer": 12}, {"exit_threshold": 1.0}, {"exit_threshold": 0.5}, {})
     asked = [job(one.prompt, field, max_tokens=32) for one, field in zip(jobs, fields, strict=True)]
-    asked += [job(one.prompt, {}, max_tokens=32) for one in jobs]
-    exits = {"mode": "verify", "exit_threshold": 0.4, "exit_checks": "all"}
-    harness = start(
-        weights_of_four_bits, exits=exits, dtype="bfloat16", enable_prefix_caching=False
-    )
-    outcomes = harness.run(asked)
+    outcomes = start(weights_of_four_bits, exits={"mode": "off"}, **options).run(asked)
     assert set(outcomes[0][1][1:]) == {12} and {6, 24} <= set(outcomes[2][1])
-    stats = harness.stats()
+    exits = {"mode": "verify", "exit_threshold": 0.4, "exit_checks": "all"}
+    verifying = start(weights_of_four_bits, exits=exits, **options)
+    verified = verifying.run([job(one.prompt, {}, max_tokens=32) for one in jobs])
+    stats = verifying.stats()
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
     plain = start_plain(weights_of_four_bits, dtype="bfloat16")
-    prompts = [{"prompt_token_ids": one.prompt} for one in asked]
+    prompts = [{"prompt_token_ids": one.prompt} for one in jobs]
     greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     answers = plain.generate(prompts, greedy, use_tqdm=False)
-    for index in (1, 3, 4, 5, 6, 7):
-        assert outcomes[index][0] == list(answers[index].outputs[0].token_ids)
+    said = [list(one.outputs[0].token_ids) for one in answers]
+    assert [tokens for tokens, _ in verified] == said
+    assert [outcomes[index][0] for index in (1, 3)] == [said[index] for index in (1, 3)]
 
 
-def test_compacted_rows_are_the_masked_ones(start, quantised, jobs) -> None:
+def test_rows_that_leave_are_those_that_keep_their_places(start, quantised, jobs, request) -> None:
     """The propagated cache differs by rounding only, which these prompts do not feel."""
-    results = []
-    for path in ("host", "masked"):
-        harness = start(
-            quantised, dtype="bfloat16", exits={"exit_path": path}, enable_prefix_caching=False
-        )
-        results.append(harness.run(jobs))
+    harness = start(quantised, dtype="bfloat16", enable_prefix_caching=False)
+    left = harness.run(jobs)
+    request.getfixturevalue("masked")
     same = [
         one == other
-        for (ours, _), (theirs, _) in zip(*results, strict=True)
+        for (ours, _), (theirs, _) in zip(left, harness.run(jobs), strict=True)
         for one, other in zip(ours, theirs, strict=True)
     ]
     assert sum(same) / len(same) > 0.9

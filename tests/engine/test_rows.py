@@ -29,7 +29,7 @@ def rows() -> Engine:
 
 
 def _engine(rules: ExitRules = RULES) -> Engine:
-    from exitserve.engine.host.requests import HostRequests
+    from exitserve.engine.early_exit.batch import HostRequests
     from exitserve.engine.state import EngineState
 
     state = EngineState(rules, torch.tensor([1]))
@@ -68,9 +68,7 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
     step = _step(rows, [3, 3, 3, 3], [1, 2, 3, 4])
     due = step.due(2)
     assert [one.row for one in due] == [0, 3]
-    any_token, ends = step.thresholds(due, 2)
-    assert any_token.tolist() == [0.25, 0.5]
-    assert ends.tolist() == [0.625, 0.75]
+    assert [one.thresholds_at(2) for one in due] == [(0.25, 0.625), (0.5, 0.75)]
     step.depth[3] = 2
     assert [one.row for one in step.due(4)] == [0, 1]
     assert step.due(3) == step.due(6) == [], "no exit layers"
@@ -84,7 +82,7 @@ def test_exits_only_for_requests_that_begin_among_few() -> None:
     rows.state.batch.request_ids = lambda: names
 
     def modes() -> dict[int, str]:
-        return {row: one.policy.mode for row, one in sorted(rows.requests.rows.items())}
+        return {row: one.policy.mode for row, one in sorted(rows.state.batch.rows.items())}
 
     _update(rows, added=[(row, _params(), [5, 6], []) for row in range(3)])
     assert set(modes().values()) == {"confidence"}
@@ -197,59 +195,5 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
             model[other] = mine
             if swap and theirs is not None:
                 model[index] = theirs
-    found = {index: row.prompt_length for index, row in rows.requests.rows.items()}
+    found = {index: row.prompt_length for index, row in rows.state.batch.rows.items()}
     assert found == model
-
-
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["begin", "preempt", "return", "end", "end while preempted"]),
-        st.integers(0, 3),  # tokens that wait
-        st.integers(0, 9),  # whom it happens to
-    ),
-    max_size=40,
-)
-
-
-@given(EVENTS)
-def test_only_requests_that_have_not_ended_are_counted(events) -> None:
-    """Whoever is preempted, comes back, or is aborted, before or after."""
-    from exitserve.engine.pending_tokens import Tokens
-
-    engine = _engine()
-    batch, names, living = engine.state.batch, dict[int, str](), dict[str, int]()
-    preempted: list[str] = []
-    batch.request_ids = lambda: [names.get(row, "") for row in range(9)]
-    batch.preempted.may_return = lambda name: name in living
-
-    def enter(name: str) -> Any:
-        row = min(set(range(9)) - set(names))
-        names[row] = name
-        _update(engine, added=[(row, _params(exit_threshold=0.1, exit_mode="defer"), [5, 5], [])])
-        return batch.named(row)
-
-    for born, (kind, waiting, whom) in enumerate(events):
-        if kind == "begin" and len(names) < 9:
-            living[str(born)] = waiting
-            places = list(range(waiting))
-            if waiting:
-                state = torch.zeros(waiting, 4)
-                enter(str(born)).pending.wait(2, Tokens(state, places, (places,)))
-            else:
-                enter(str(born))
-        elif kind == "return" and preempted and len(names) < 9:
-            name = preempted.pop(whom % len(preempted))
-            assert len(enter(name).pending) == living[name], "not the record it had"
-        elif kind == "end while preempted" and preempted:
-            del living[preempted.pop(whom % len(preempted))]
-        elif kind in ("preempt", "end") and names:
-            row = sorted(names)[whom % len(names)]
-            name = names.pop(row)
-            if kind == "preempt":
-                preempted.append(name)
-            else:
-                del living[name]
-            _update(engine, removed=[row])
-        engine.requests.update_counts()
-        assert engine.state.recorder.pending_tokens == sum(living.values())
-        assert {one.name for one in batch.preempted.requests()} == set(preempted)

@@ -141,18 +141,6 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     assert names == set(metric.labels)
 
 
-def test_gauges_fall() -> None:
-    registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
-    metrics = ExitMetrics(registry, MODEL)
-    recorder.count_token(4)
-    for waiting in (5, 2):
-        recorder.pending_tokens = waiting
-        metrics.update(recorder.snapshot())
-    labels = {"model_name": MODEL, "engine": "0"}
-    assert registry.get_sample_value("exitserve_pending_tokens", labels) == 2
-    assert samples(registry)["exitserve_tokens_total", "4"] == 1, "taken for a new worker"
-
-
 def test_names_are_unique_with_our_prefix() -> None:
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))

@@ -9,7 +9,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting", "exitserve_pending_tokens")
+WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 """Gauges that are 0 while nobody asks anything."""
 BLOCKS = "vllm:kv_cache_usage_perc"
 """Share of the cache's blocks that requests hold."""

@@ -15,9 +15,7 @@ def test_counts() -> None:
     recorder.count_checks(2, checks=5, passed=3)
     recorder.count_checks(4, checks=2, passed=0)
     recorder.count_frozen(2)
-    recorder.count_deferred(1)
     recorder.count_deferred_layers(4)
-    recorder.count_flush(layers=2, waiting=3)
     recorder.count_judged(drafts=3, accepted=1)
     recorder.count_layers(6)
     for depth in (2, 2, 2, 6, 6):
@@ -31,12 +29,9 @@ def test_counts() -> None:
         "screened": {2: 0, 4: 0},
         "head_passes": 2,
         "frozen_tokens": 2,
-        "deferred_tokens": 1,
-        "deferred_layers": 4 + 2 + 2 * 6,
-        "flushed_tokens": 3,
+        "deferred_layers": 4 + 2 * 6,
         "drafted_tokens": 3,
         "accepted_tokens": 1,
-        "pending_tokens": 0,
         "layer_reads": 6,
         "final_heads": 0,
     }

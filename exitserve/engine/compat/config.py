@@ -43,14 +43,6 @@ def eos_token_ids(vllm_config: Any) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.long)
 
 
-def cached_block(vllm_config: Any) -> int | None:
-    """Tokens of a block of the prefix cache; None without one."""
-    cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching:
-        return None
-    return int(cache.prefix_match_unit or cache.block_size)
-
-
 FOUR_BITS = ("gptq", "auto_gptq", "awq", "auto_awq")
 """Quantisation methods whose weights vLLM multiplies by a kernel for 4 bits."""
 

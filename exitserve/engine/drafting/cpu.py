@@ -32,7 +32,7 @@ from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Limits, Outcome
-from exitserve.engine.hooks.rows_processor import PROCESSOR
+from exitserve.engine.options import PROCESSOR
 from exitserve.engine.requests import Request
 
 

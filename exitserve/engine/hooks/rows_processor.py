@@ -17,9 +17,6 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from exitserve.engine.state import EngineState, state_of
 from exitserve.policy import ExitRules, check_trace_of_client
 
-PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
-"""How vLLM's configuration names the class below."""
-
 
 class RowsProcessor(LogitsProcessor):
     """Passes vLLM's batch changes on to `Batch`; leaves logits as they are."""

@@ -1,11 +1,8 @@
-"""The scheduler: prefix-cache isolation of every request, and room for drafts.
+"""The scheduler: prefix-cache isolation of every request.
 
 Keys and values propagated by an early exit are approximations. A request's exit policy goes into
 the salt of its block hashes, so cached blocks serve requests of the same policy only, whichever
 HTTP route or Python call the request came from.
-
-In mode "verify" drafted tokens write keys and values before vLLM schedules them, so each request
-has room for as many tokens more.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ def joint_salt(policy: ExitPolicy, own: str | None) -> str | None:
 class _Salted:
     """Exit policies in block hashes; put it before one of vLLM's schedulers."""
 
-    num_lookahead_tokens: int
     vllm_config: Any
     requests: dict[str, Any]
 
@@ -42,8 +38,6 @@ class _Salted:
         super().__init__(*args, **kwargs)
         self._exit_rules = rules_from(self.vllm_config)
         end_core_with_parent()  # every core has one scheduler, which is ours
-        if self.vllm_config.speculative_config is not None:
-            self.num_lookahead_tokens = self._exit_rules.num_drafts
 
     def add_request(self, request: Any) -> None:
         """Salts the request's block hashes with its policy, then schedules it."""

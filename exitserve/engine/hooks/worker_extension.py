@@ -11,8 +11,8 @@ from exitserve.engine.compat.runner import (
     watch_ends,
 )
 from exitserve.engine.compat.seeds import seed_keeper
-from exitserve.engine.device.requests import DeviceRequests
 from exitserve.engine.drafting.requests import DraftingRequests
+from exitserve.engine.early_exit.device.requests import DeviceRequests
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
@@ -46,7 +46,7 @@ class ExitWorkerExtension:
         state.before_pass = seed_keeper(self.model_runner)
 
     def exit_stats(self) -> dict[str, Any]:
-        """Counts since start, and the tokens that wait now."""
+        """Counts since start."""
         return self._counted().recorder.snapshot()
 
     def exit_kernels(self) -> dict[str, str]:

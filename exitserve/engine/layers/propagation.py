@@ -90,7 +90,7 @@ class Propagation(nn.Module):
                 own,
                 [tables[id(layer.rotary)] for layer in own],
             )
-            self._above[str(depth)] = _Above(own, depth, projected)
+            self._above[str(depth)] = _Above(own, projected)
 
     def fill(
         self,
@@ -98,20 +98,18 @@ class Propagation(nn.Module):
         positions: Tensor,
         depth: int,
         tokens: Tensor | None = None,
-        depths: Tensor | None = None,
     ) -> None:
         """Writes keys and values of every layer above `depth`.
 
         Args:
             state: [N, D] frozen residual-stream states.
             positions: [N].
-            depth: the exit layer at which they froze; the lowest, where those differ.
+            depth: the exit layer at which they froze.
             tokens: [N] indices of these rows in the forward pass; None for all of it.
-            depths: [N] the exit layer of each, where those differ.
         """
         self.load(state)
         above: Any = self._above[str(depth)]
-        above.fill(state, positions, tokens, depths)
+        above.fill(state, positions, tokens)
 
 
 def _projection(layers: Sequence[LayerKV], like: Tensor) -> PackedLinear:
@@ -169,10 +167,8 @@ class _Above(nn.Module):
     `vllm/v1/worker/utils.py`), so that nothing of ours holds the memory either.
     """
 
-    def __init__(self, layers: Sequence[LayerKV], depth: int, projected: Projected) -> None:
+    def __init__(self, layers: Sequence[LayerKV], projected: Projected) -> None:
         super().__init__()
-        self._below = torch.arange(depth, depth + len(layers))[:, None]
-        """[S, 1] layers below each."""
         self._attentions = [layer.attention for layer in layers]
         self._addresses: list[int] = []
         self.kv_cache: KVStore | list[Any] = []
@@ -183,14 +179,10 @@ class _Above(nn.Module):
         """See `Propagation.warm_up`."""
         self._projected[0](state, positions)
 
-    def fill(
-        self, state: Tensor, positions: Tensor, tokens: Tensor | None, depths: Tensor | None
-    ) -> None:
+    def fill(self, state: Tensor, positions: Tensor, tokens: Tensor | None) -> None:
         """See `Propagation.fill`."""
         caches, (projected,) = self._bound_caches(), self._projected
         slots = layer_slots(self._attentions, tokens)
-        if depths is not None:
-            slots = slots.expand(caches.layers, -1).masked_fill(self._below < depths, -1)
         if isinstance(caches, CacheWriter):
             keys, values = projected(state, positions)
             caches.write(keys, values, slots)

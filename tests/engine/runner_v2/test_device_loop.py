@@ -23,9 +23,7 @@ def model(make_checkpoint):
 
 @pytest.fixture(scope="module")
 def jobs(random_jobs):
-    """Modes "defer" and "verify" are not served so."""
-    found = random_jobs(count=12, max_tokens=30)
-    return [one for one in found if one.fields.get("exit_mode") != "defer"]
+    return random_jobs(count=9, max_tokens=30)
 
 
 @pytest.mark.parametrize("checks", ["screened", "all"])
@@ -89,11 +87,7 @@ def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> Non
 def test_preempted_requests_freeze_where_they_did(
     start, oracle, expect, model, random_jobs, few_blocks
 ) -> None:
-    jobs = [
-        one
-        for one in random_jobs(count=14, longest=60, max_tokens=60)
-        if one.fields.get("exit_mode") != "defer"
-    ]
+    jobs = random_jobs(count=10, longest=60, max_tokens=60)
     harness = start(model, exits=EXITS, **few_blocks)
     reference = oracle(model)
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]

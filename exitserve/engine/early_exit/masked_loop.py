@@ -46,10 +46,6 @@ class MaskedRows(Protocol):
         """[B] the token of each row that may exit: its last."""
 
     @property
-    def freezes(self) -> Tensor | None:
-        """[B] bool: rows whose token freezes where it exits, others run on; None if all do."""
-
-    @property
     def padding(self) -> Tensor | None:
         """[T] bool: tokens that only fill up a graph; None where there are none."""
 
@@ -140,7 +136,7 @@ class MaskedLoop:
             found, logits = self.head.check(normed, *rows.thresholds(layer))
             exits = rows.settle(layer, due, found.exits & due, logits)
             own = newly[rows.places, 0]
-            own |= exits if rows.freezes is None else exits & rows.freezes
+            own |= exits
             if not isinstance(rows.places, slice):  # else it is a view
                 newly[rows.places, 0] = own
 

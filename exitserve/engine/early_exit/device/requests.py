@@ -15,7 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from exitserve.engine.device.rows import DeviceRows, HostRow, LeastScore, Slots, every_check
+from exitserve.engine.early_exit.device.rows import (
+    DeviceRows,
+    HostRow,
+    LeastScore,
+    Slots,
+    every_check,
+)
 from exitserve.engine.requests import Request, RequestSlots
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals

@@ -20,10 +20,10 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from exitserve.engine.compat.context import without_reading_for
-from exitserve.engine.device.rows import DeviceRows
+from exitserve.engine.early_exit.device.rows import DeviceRows
+from exitserve.engine.early_exit.masked_loop import MaskedLoop, MaskedSegment, Room
 from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.exit_head import ExitHead
-from exitserve.engine.layers.masked_loop import MaskedLoop, MaskedSegment, Room
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exitserve.engine.layers.masked_loop import Places
+from exitserve.engine.early_exit.masked_loop import Places
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 
@@ -85,7 +85,7 @@ class HostRow(NamedTuple):
 
 
 class DeviceRows:
-    """The rows of a pass, as `exitserve.engine.layers.masked_loop.MaskedRows`.
+    """The rows of a pass, as `exitserve.engine.early_exit.masked_loop.MaskedRows`.
 
     Everything that a graph reads or writes is allocated once. The host fills in `begin` before
     the pass, and reads `depth` after it. The pass begins with `start`, on the device.
@@ -118,7 +118,6 @@ class DeviceRows:
         any row still runs, and heads behind the last one."""
         self.num_rows = 0
         self.places: Places = slice(0)
-        self.freezes: Tensor | None = None
         self._one_each = True
         self._padding: Tensor | None = None
         self._known_tokens: Tensor | None = None

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exitserve.engine.host.step import Candidate, Step
+from exitserve.engine.early_exit.batch import Candidate, Step
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import Recorder
-from exitserve.policy import NEVER
 
 
 class Checks:
@@ -33,8 +32,7 @@ class Checks:
         """
         least = self.least_scores(due, layer)
         opened = [index for index in range(len(due)) if scores[index] > least[index]]
-        if len(opened) < len(due):
-            self._recorder.screened[layer] += len(due) - len(opened)
+        self._recorder.screened[layer] += len(due) - len(opened)
         return opened
 
     def least_scores(self, due: Sequence[Candidate], layer: int) -> list[float]:
@@ -62,49 +60,10 @@ class Checks:
         found, logits = self.head.decide(some, [one.thresholds_at(layer) for one in rows])
         passed = self.settle(step, layer, due, found.exits)
         exits = [number for number, index in enumerate(asked) if index in passed]
-        gone = [rows[number] for number in exits]
-        if step.is_draft:
-            self._guess(exits, rows, found.tokens, logits, step)
-        elif exits:
-            step.keep_logits([one.row for one in gone], self.head.logits_of(logits, exits))
+        if exits:
+            gone = [rows[number].row for number in exits]
+            step.keep_logits(gone, self.head.logits_of(logits, exits))
         return passed
-
-    def _guess(
-        self,
-        places: Sequence[int],
-        rows: Sequence[Candidate],
-        likeliest: Sequence[int],
-        logits: Tensor,
-        step: Step,
-    ) -> None:
-        """Notes the next tokens of some rows, in a step that drafts.
-
-        Args:
-            places: of those among `rows`.
-            rows: [N].
-            likeliest: [N] tokens.
-            logits: [N, V] of this rank.
-            step: takes the tokens, and the logits of rows whose tokens are to be sampled.
-        """
-        step.guesses.update((rows[place].row, likeliest[place]) for place in places)
-        if sampled := [place for place in places if rows[place].request.is_sampled]:
-            kept = [rows[place].row for place in sampled]
-            step.keep_logits(kept, self.head.logits_of(logits, sampled))
-
-    def at_full_depth(self, normed: Tensor, rows: Sequence[int], step: Step) -> None:
-        """Reads the head behind the last layer, in a step that drafts.
-
-        Args:
-            normed: [N, D] normed states of the last tokens of `rows`.
-            rows: [N] those of the step's that no exit decided.
-            step: takes the next tokens.
-        """
-        self._recorder.final_heads += 1
-        full_depth, own = self._recorder.num_layers, {one.row: one for one in step.candidates}
-        asked = [own[row] for row in rows]
-        found, logits = self.head.decide(normed, [(NEVER, NEVER)] * len(rows))
-        self._guess(range(len(rows)), asked, found.tokens, logits, step)
-        step.depth.update(dict.fromkeys(rows, full_depth))
 
     def settle(
         self,
@@ -134,6 +93,7 @@ class Checks:
         passed = [index for index in range(len(due)) if index not in stays]
         step.depth.update((due[index].row, layer) for index in passed)
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
+        self._recorder.count_frozen(len(passed))
         return passed
 
     def outcome(
@@ -147,7 +107,7 @@ class Checks:
 
 
 class HostMaskedRows:
-    """See `exitserve.engine.layers.masked_loop.MaskedRows`; the host decides."""
+    """See `exitserve.engine.early_exit.masked_loop.MaskedRows`; the host decides."""
 
     padding: Tensor | None = None
     known_depth: Tensor | None
@@ -156,13 +116,9 @@ class HostMaskedRows:
         """Takes the rows of a pass over `like` [T, D]."""
         self._checks, self._step, self._recorder = checks, step, recorder
         self._due: list[Candidate] = []
-        rows, device = len(step.row_ends), like.device
-        self.places = torch.tensor(step.row_ends, device=device) - 1
-        self._waits = {row for row, one in step.pending.items() if not one.freezes}
-        freezes = [row not in self._waits for row in range(rows)]
-        self.freezes = torch.tensor(freezes, device=device)
+        self.places = torch.tensor(step.row_ends, device=like.device) - 1
         known = step.known_depth
-        self.known_depth = None if known is None else known.to(device)
+        self.known_depth = None if known is None else known.to(like.device)
 
     def due(self, layer: int, running: Tensor) -> Tensor:
         """The rows that may exit there."""
@@ -171,17 +127,16 @@ class HostMaskedRows:
 
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """Those of the rows that are due; 0 for all others."""
-        found = torch.zeros(2, len(self.places))
-        own = self._step.thresholds(self._due, layer)
-        found[:, [one.row for one in self._due]] = torch.stack(own)
-        return found[0], found[1]
+        found = torch.zeros(len(self.places), 2)
+        for one in self._due:
+            found[one.row] = torch.tensor(one.thresholds_at(layer))
+        return found[:, 0], found[:, 1]
 
     def least_scores(self, layer: int) -> Tensor:
         """Those of the rows that are due; 0 for all others."""
         found = torch.zeros(len(self.places))
-        found[[one.row for one in self._due]] = torch.tensor(
-            self._checks.least_scores(self._due, layer)
-        )
+        rows = [one.row for one in self._due]
+        found[rows] = torch.tensor(self._checks.least_scores(self._due, layer))
         return found
 
     def count_screened(self, layer: int, rows: Tensor) -> None:
@@ -201,7 +156,6 @@ class HostMaskedRows:
         gone = [row for row in asked if row in rows]
         if gone:
             self._step.keep_logits(gone, self._checks.head.logits_of(logits, gone))
-        self._recorder.count_frozen(sum(one not in self._waits for one in rows))
         return self._mask(rows)
 
     def count_layers(self, layers: int) -> None:

@@ -1,0 +1,1 @@
+"""Early exit: rows leave where they are sure enough, and their keys and values are propagated."""

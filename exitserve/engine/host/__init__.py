@@ -1,1 +1,0 @@
-"""The loop whose exits the host decides, as on a CPU."""
