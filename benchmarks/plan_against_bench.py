@@ -3,7 +3,7 @@
     python benchmarks/plan_against_bench.py --out benchmarks/results/plan-against-bench.json
 
 For each synthetic shape: times the parts of a step as `plan` does, runs `bench` twice (rows that
-exit unconditionally: all of them, and a mix; then checks that pass by lot with probability 0.8),
+exit unconditionally; then checks that pass by lot with probability 0.8),
 and times the parts once more. Prints wall speedups as predicted and as measured, writes them with
 the conditions, and exits with 1 if a prediction is off by more than 15 %.
 
@@ -21,14 +21,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from exitserve import synthetic_shapes
+import synthetic
+
 from exitserve.report import machine, markdown_table, versions, write_json
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.skipping import expected_seconds, forced_seconds
 from exitserve.step_costs.sources import CostSource, step_costs
 
 LAYERS = (6, 12)
-MIX = "0.7@6"
 CONFIDENCE = 0.8
 MAX_TOKENS = 48
 ALLOWED = 0.15
@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shapes = list(synthetic_shapes.SHAPES)
+    shapes = list(synthetic.SHAPES)
     parser.add_argument("--shapes", nargs="+", default=shapes, metavar="NAME")
     parser.add_argument("--batch-sizes", default="1,8", metavar="B,B", help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default %(default)s")
@@ -70,9 +70,9 @@ def main() -> int:
 
 
 def _plan(shape: str, sizes: list[int]) -> CostSource:
-    """The costs that `exitserve plan --synthetic` would use."""
-    context = synthetic_shapes.PROMPT_TOKENS + MAX_TOKENS // 2
-    found = step_costs(synthetic_shapes.SHAPES[shape], batch_sizes=sizes, context=context)
+    """The costs that `exitserve plan` would use."""
+    context = synthetic.PROMPT_TOKENS + MAX_TOKENS // 2
+    found = step_costs(synthetic.SHAPES[shape], batch_sizes=sizes, context=context)
     for note in found.notes:
         print(f"{shape}: {note}", file=sys.stderr)
     return found
@@ -80,11 +80,11 @@ def _plan(shape: str, sizes: list[int]) -> CostSource:
 
 def _measured_cases(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The cases of both runs of `bench` that `plan` has a prediction for."""
-    forced = ["--force-exit-layer", *map(str, LAYERS), "--mixed", MIX]
-    by_lot = ["--force-exit-layer", str(LAYERS[0]), "--force-confidence", str(CONFIDENCE)]
-    for arguments in (forced, [*by_lot, "--thresholds", "0.5"]):
+    forced = ["--exit-layers", ",".join(map(str, LAYERS))]
+    by_lot = ["--exit-layers", str(LAYERS[0]), "--confidence", str(CONFIDENCE)]
+    for arguments in (forced, by_lot):
         with tempfile.TemporaryDirectory(prefix="exitserve-") as folder:
-            command = [sys.executable, "-m", "exitserve", "bench", "--synthetic", shape]
+            command = [sys.executable, synthetic.__file__, shape]
             command += [*arguments, "--batch-sizes", options.batch_sizes, "--requests", "4"]
             command += ["--max-tokens", str(MAX_TOKENS), "--repeats", str(options.repeats)]
             subprocess.run([*command, "--out", folder], check=True)
@@ -92,7 +92,7 @@ def _measured_cases(shape: str, options: argparse.Namespace) -> Iterator[dict[st
         for case in report["cases"]:
             # Checks that never pass are left out by the engine's schedule, which plan ignores.
             by_checks = case["mode"] == "confidence" and arguments is not forced
-            if case["mode"] in {"fixed", "mixed"} or by_checks:
+            if case["mode"] == "fixed" or by_checks:
                 yield case
 
 
@@ -121,19 +121,12 @@ def _seconds(case: Mapping[str, Any], costs: StepCosts) -> float:
         tokens = case["exit_layers"]
         left = tokens[str(layer)] / (tokens[str(layer)] + tokens[str(full)])
         return expected_seconds(costs, batch, {layer: left}, compacts=True)
-    layer, share = case["exit_layer"], case["actual_exit_share"]
-    if share is None:
-        return forced_seconds(costs, batch, layer, batch)
-    if batch == 1:  # requests one by one: some exit, in others nobody does
-        return share * forced_seconds(costs, 1, layer, 1) + (1.0 - share) * costs.full(1)
-    return forced_seconds(costs, batch, layer, round(share * batch))
+    return forced_seconds(costs, batch, case["exit_layer"], batch)
 
 
 def _name(case: Mapping[str, Any]) -> str:
     if case["mode"] == "confidence":
         return f"checks at {LAYERS[0]} pass with {CONFIDENCE:g}"
-    if case["mode"] == "mixed":
-        return f"{case['actual_exit_share']:.0%} of the requests exit at {case['exit_layer']}"
     return f"every token exits at {case['exit_layer']}"
 
 

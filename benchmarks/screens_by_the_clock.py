@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import synthetic
 import torch
 from torch import Tensor
 
-from exitserve import synthetic_shapes
 from exitserve.calibration.outcomes import Piece
 from exitserve.calibration.pieces import independent_windows
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
@@ -149,7 +149,7 @@ def main() -> None:
     shapes = [shape_called("the model", read_config(args.model), block.exit_layers)]
     for name in ("llama-350m", "llama-1.3b"):
         with tempfile.TemporaryDirectory() as folder:
-            synthetic_shapes.write_checkpoint(name, Path(folder))
+            synthetic.write_checkpoint(name, Path(folder))
             shapes.append(shape_called(name, read_config(folder), block.exit_layers))
     for one in shapes:
         costs = one.costs

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from exitserve.checkpoint import BLOCK, context_length_of, read_config
+from exitserve.calibration_record import SCREENED
+from exitserve.checkpoint import BLOCK, context_length_of, parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.hub import BLOCK_FILE
 from exitserve.policy import AUTO, BY_CONFIDENCE, ExitRules, Mode, check_threshold
@@ -215,12 +216,10 @@ def check_dtype(dtype: str, allowed: Sequence[str] = ENGINE_DTYPES) -> str:
     return dtype
 
 
-def check_model_or_synthetic(args: argparse.Namespace) -> None:
-    """Raises `ExitServeError` unless exactly one of MODEL and `--synthetic` was given."""
-    if (args.model is None) == (args.synthetic is None):
-        raise ExitServeError("give either MODEL or --synthetic NAME.")
-    if args.adapter is not None and args.model is None:
-        raise ExitServeError("--adapter belongs to a MODEL; --synthetic has none.")
+def calibrated_checks(config: Mapping[str, Any]) -> str:
+    """The one of `EXIT_CHECKS` with which a checkpoint was calibrated; by default "screened"."""
+    block = parse_multi_exit(config)
+    return SCREENED if block is None or not block.calibration else block.calibration.exit_checks
 
 
 def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:

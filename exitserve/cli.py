@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.metadata import entry_points
+from typing import Any
 
 from exitserve import __version__
 from exitserve.bench.command import add_command as add_bench
@@ -29,12 +30,10 @@ A first tour:
   exitserve plan MODEL                             what exits can give, before any training
   exitserve bench MODEL --out DIR                  side by side with plain vLLM
   exitserve calibrate MODEL --data FILE            thresholds that keep a target, guaranteed
-  exitserve eval MODEL --data FILE --out DIR       quality against depth
+  exitserve eval MODEL --data FILE --out DIR       quality against depth; why tokens stop
   exitserve train RECIPE.yaml                      make a multi-exit model
-  exitserve inspect MODEL --data FILE --out DIR    look at every layer of it
   exitserve truncate MODEL --layers 8 --out DIR    its first layers as a smaller checkpoint
   exitserve import MODEL --exit-layers 4,8 --out DIR   a copy that names exits trained elsewhere
-  exitserve classify MODEL --data FILE --out DIR   run a classifier with early exit
 """
 
 
@@ -63,13 +62,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 2 and one line on standard error for a user's mistake."""
+def main(argv: list[str] | None = None, **research: Any) -> int:
+    """Runs one command; 2 and one line on standard error for a user's mistake.
+
+    Args:
+        argv: its arguments; by default the process's.
+        research: options that have no flag, by name: `RESEARCH` of a command has them.
+    """
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not getattr(args, "takes_rest", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
-    args.rest = rest
+    assert research.keys() <= vars(args).keys(), research
+    args = argparse.Namespace(**{**vars(args), **research, "rest": rest})
     try:
         return int(args.run(args))
     except ExitServeError as error:

@@ -26,9 +26,9 @@ from stages import StageError, last_lines
 
 from exitserve.bench.engines import BatchRequest, Engines
 from exitserve.bench.forced import start_forced_engine
+from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import Setting
 from exitserve.engine.launch import start_engine, start_plain_engine, stop_engine
-from exitserve.synthetic_shapes import random_prompts
 
 STOP_SECONDS = 20
 

@@ -26,11 +26,11 @@ from shapes import Work
 from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 
 from exitserve.arguments import verify_options
+from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import PLAIN, Fields, Setting, policy_of
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.reference import load_reference
-from exitserve.synthetic_shapes import random_prompts
 
 VOCABULARY = 512
 EXIT_LAYERS = (2, 4)
@@ -91,7 +91,7 @@ class EachOther(Setting):
         return [KINDS[index % len(KINDS)] for index in range(count)]
 
 
-EXITS = EachOther(mode="mixed")
+EXITS = EachOther(mode="fixed")
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 DEFER = Setting(mode="defer", exit_threshold=0.1)
 

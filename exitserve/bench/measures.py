@@ -184,15 +184,12 @@ def case_of(
     wall = spread(_ratios(measured.repeats, plain.repeats))
     loads = _ratios(measured.loads, plain.loads)
     is_rival = measured.setting.mode == "rival"  # whose reads nobody counts
-    actual = measured.setting.actual_share(measured.requests)
     return {
         "batch_size": measured.batch_size,
         "mode": measured.setting.mode,
         "rival": measured.setting.rival,
         "exit_threshold": measured.setting.exit_threshold,
         "exit_layer": measured.setting.exit_layer,
-        "exit_share": measured.setting.exit_share,
-        "actual_exit_share": None if actual is None else round(actual, 4),
         "tokens_per_second": round(statistics.median(t.rate for t in measured.repeats), 2),
         "tpot_ms": {
             "median": round(statistics.median(gaps), 3),
@@ -231,11 +228,6 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
     off = {c["batch_size"]: c["wall_speedup"]["median"] for c in cases if c["mode"] == "off"}
     for case in cases:
         where = f"{label_of(case)} at batch {case['batch_size']}"
-        if case["actual_exit_share"] in {0, 1}:
-            notes.append(
-                f"{where}: with so few requests {case['actual_exit_share']:.0%} of them exit, "
-                f"which is not a mix; raise --requests."
-            )
         wall, limit = case["wall_speedup"], case["limit_speedup"]
         own = 1.0 if case["mode"] == "off" else max(1.0, off.get(case["batch_size"], 1.0))
         above = limit is not None and wall["min"] > limit * own * (1.0 + BESIDE_BYTES)
@@ -271,6 +263,5 @@ def label_of(case: Mapping[str, Any]) -> str:
         mode=case["mode"],
         exit_threshold=case["exit_threshold"],
         exit_layer=case["exit_layer"],
-        exit_share=case["exit_share"],
         rival=case.get("rival"),
     ).label

@@ -136,7 +136,6 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
         *_memory_lines(settings["gpu_memory"]),
-        *_mixed_lines(cases),
         *_rival_lines(settings["rivals"]),
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
@@ -165,17 +164,6 @@ def _memory_lines(shared: Mapping[str, Any] | None) -> list[str]:
     return [
         f"- {shared['engines']} engines shared {shared['utilization']:g} of the GPU's memory: each "
         f"had {shared['each']:.3f}."
-    ]
-
-
-def _mixed_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The share that each mixed setting really had: with few requests it cannot be exact."""
-    return [
-        f"- {label_of(case)}, batch {case['batch_size']}: {case['actual_exit_share']:.1%} of the "
-        f"requests, drawn once with a fixed seed, exit on every token; the others run at full "
-        f"depth."
-        for case in cases
-        if case["mode"] == "mixed"
     ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +13,7 @@ from exitserve.calibration_record import SCREENED
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
 
-Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "mixed", "rival"]
-
-MIX_SEED = 0
-"""Of the draw which requests of a mixed setting exit: the same in every pass and run."""
+Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "rival"]
 
 GPU_SHARE = 0.92
 """Of a GPU's memory, for all engines together: vLLM's default for one."""
@@ -35,10 +30,6 @@ class Setting:
     exit_threshold: float | str | None = None
     """A number, or a word for calibrated thresholds (`exitserve.arguments.exit_fields`)."""
     exit_layer: int | None = None
-    exit_share: float | None = None
-    """Mixed settings: share of the requests that exit at `exit_layer` on every token; the others
-    run at full depth."""
-
     rival: str | None = None
     """Plain vLLM with drafts of another kind (`exitserve.bench.rivals`)."""
 
@@ -56,8 +47,6 @@ class Setting:
             return threshold_label(self.mode, self.exit_threshold)
         if self.mode == "fixed":
             return f"exit at {self.exit_layer}"
-        if self.mode == "mixed":
-            return f"{100 * (self.exit_share or 0):g}% exit at {self.exit_layer}"
         return "plain vLLM" if self.mode == "plain" else "exits off"
 
     def fields(self, count: int) -> list[Fields]:
@@ -67,24 +56,12 @@ class Setting:
         """
         if self.mode in ("plain", "rival"):
             return [{}] * count
-        off: Fields = {"exit_threshold": 1.0}
-        early: Fields = {"exit_layer": self.exit_layer}
-        if self.mode == "mixed":
-            exits = self._exiting(count)
-            return [early if index in exits else off for index in range(count)]
         if self.mode in BY_CONFIDENCE:
             assert self.exit_threshold is not None
             return [exit_fields(self.exit_threshold) | {"exit_mode": self.mode}] * count
-        return [early if self.mode == "fixed" else off] * count
-
-    def _exiting(self, count: int) -> set[int]:
-        """Indices of the requests that exit in a mixed pass, as near to the share as can be."""
-        exits = math.floor((self.exit_share or 0) * count + 0.5)
-        return set(random.Random(MIX_SEED).sample(range(count), exits))
-
-    def actual_share(self, count: int) -> float | None:
-        """Share of `count` requests that exit under a mixed setting; None for other settings."""
-        return len(self._exiting(count)) / count if self.mode == "mixed" else None
+        if self.mode == "fixed":
+            return [{"exit_layer": self.exit_layer}] * count
+        return [{"exit_threshold": 1.0}] * count
 
 
 def policy_of(fields: Fields, rules: ExitRules) -> ExitPolicy:
@@ -106,7 +83,6 @@ class BenchJob:
 
     model_dir: Path
     model_name: str
-    synthetic: bool
     rules: ExitRules
     settings: tuple[Setting, ...]
     """Plain vLLM first."""
@@ -131,6 +107,8 @@ class BenchJob:
     """Tokens that requests may draft at a time; None: those of mode "verify", by the default."""
     rivals: tuple[str, ...] = ()
     """Other kinds of drafts on plain vLLM, see `exitserve.bench.rivals`."""
+    synthetic: bool = False
+    """Whether weights and prompts are random (`benchmarks/synthetic.py`)."""
     forced: Mapping[str, float] | None = None
     """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
@@ -160,18 +138,16 @@ class BenchJob:
 def make_settings(
     rules: ExitRules,
     thresholds: Sequence[float | str],
-    fixed_layers: Sequence[int],
-    mixed: Sequence[tuple[float, int]] = (),
     modes: Sequence[policy.Mode] = (),
+    fixed_layers: Sequence[int] = (),
 ) -> tuple[Setting, ...]:
-    """Plain vLLM, exits off, then every threshold, every fixed layer and every mix.
+    """Plain vLLM, exits off, then every threshold and every fixed layer.
 
     Args:
         rules: what the model allows.
         thresholds: of the settings by confidence.
-        fixed_layers: exit layers at which every request exits.
-        mixed: (share of the requests, exit layer) of each mixed setting.
         modes: in which each threshold is measured (`exitserve.arguments.in_modes`).
+        fixed_layers: exit layers at which every request exits.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.
@@ -187,9 +163,6 @@ def make_settings(
         for mode, threshold in in_modes(rules, thresholds, modes)
     ]
     settings += [Setting(mode="fixed", exit_layer=layer) for layer in fixed_layers]
-    settings += [
-        Setting(mode="mixed", exit_share=share, exit_layer=layer) for share, layer in mixed
-    ]
     for setting in settings:
         if setting.exit_layer is not None:
             policy_of({"exit_layer": setting.exit_layer}, rules)
@@ -199,7 +172,7 @@ def make_settings(
                 f"is always measured, so leave it out, or give one below 1."
             )
     if len(set(settings)) != len(settings):
-        raise ExitServeError("a threshold, a layer or a mix is given twice; give each once.")
+        raise ExitServeError("a threshold or a layer is given twice; give each once.")
     return tuple(settings)
 
 

@@ -15,7 +15,13 @@ from exitserve.arguments import (
     with_adapter,
     words,
 )
-from exitserve.calibration.options import add_targets, add_text, check_text, targets_of
+from exitserve.calibration.options import (
+    DEFAULT_AGREEMENT,
+    RESEARCH,
+    add_text,
+    check_text,
+    targets_of,
+)
 from exitserve.calibration_record import (
     CALIBRATED_MODES,
     EXIT_CHECKS,
@@ -48,15 +54,15 @@ if TYPE_CHECKING:
 
 SEED = 0
 BYTES, MEASURED = "bytes", "measured"
-"""Kinds of `--costs`; any other word is a device."""
+"""Kinds of costs; any other word is a device."""
 _ELSEWHERE = "--out DIR writes a checkpoint of links to its files, with the thresholds, into DIR"
 
 _HELP = """\
 Chooses exit layers and a threshold for each, so that tokens cost as little as possible while a
 target is kept: by default, that 99 % of the tokens are those of full depth. The choice is made on
-one part of the text and tested on another, with a finite-sample guarantee: at the given confidence
-level, the target holds on text of the same kind. Thresholds go into the checkpoint's config.json,
-where `exitserve serve` finds them; a report with plots goes into --out.
+one part of the text and tested on another, with a finite-sample guarantee: with 95 % confidence,
+the target holds on text of the same kind. Thresholds go into the checkpoint's config.json, where
+`exitserve serve` finds them; a report with plots goes into --out.
 
 FILE is held-out text (or .jsonl with a "text" on each line), of the kind that will be served.
 Half of the windows serve as prompts only: the model continues them, and the promise is tested on
@@ -66,9 +72,7 @@ examples:
   exitserve calibrate MODEL --data held-out.txt --target-agreement 0.99
   exitserve calibrate MODEL --data held-out.jsonl --mode defer --target-agreement 0.98
   exitserve calibrate MODEL --data held-out.jsonl --mode defer,confidence   # one for each
-  exitserve calibrate MODEL --data prompts.jsonl --generated-share 1 --temperature 0   # greedy
-  exitserve calibrate MODEL --data held-out.txt --target-perplexity-increase 0.01
-  exitserve calibrate MODEL --data held-out.txt --target-mean-depth 8
+  exitserve calibrate MODEL --data held-out.jsonl --temperature 0   # greedy answers
 then
   exitserve serve MODEL                              # the calibrated thresholds are its default
   {"vllm_xargs": {"exit_target": 0.95}}              # in a request: another target
@@ -104,7 +108,13 @@ def add_calibrate(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="write the report only, not into config.json"
     )
-    add_targets(parser)
+    parser.add_argument(
+        "--target-agreement",
+        type=float,
+        default=DEFAULT_AGREEMENT,
+        metavar="A",
+        help="least share of tokens that must be full depth's (default %(default)s)",
+    )
     parser.add_argument(
         "--mode",
         metavar="M,M",
@@ -124,13 +134,6 @@ def add_calibrate(subparsers: Any) -> None:
         help="replace the checkpoint's exit layers, in its config.json too",
     )
     parser.add_argument(
-        "--costs",
-        metavar="HOW",
-        default=BYTES,
-        help=f"prices of layers and checks: {BYTES} read (default), {MEASURED} on this machine as "
-        f"exitserve plan does, or the figures of a device such as h200",
-    )
-    parser.add_argument(
         "--dtype",
         default="auto",
         metavar="TYPE",
@@ -138,7 +141,7 @@ def add_calibrate(subparsers: Any) -> None:
         "that are rounded so (default %(default)s)",
     )
     add_text(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, **RESEARCH)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,34 +17,15 @@ AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
 DEFAULT_AGREEMENT = 0.99
 
 
-def add_targets(parser: argparse.ArgumentParser) -> None:
-    """Adds the targets and the confidence level."""
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target-agreement",
-        type=float,
-        metavar="A",
-        help=f"least share of tokens that must be full depth's (default {DEFAULT_AGREEMENT})",
-    )
-    target.add_argument(
-        "--target-perplexity-increase",
-        type=float,
-        metavar="P",
-        help="instead: largest rise of perplexity, 0.01 for one per cent",
-    )
-    target.add_argument(
-        "--target-mean-depth",
-        type=float,
-        metavar="N",
-        help="instead: most layers a token may run on average, at the best agreement found",
-    )
-    parser.add_argument(
-        "--confidence-level",
-        type=float,
-        default=0.95,
-        metavar="C",
-        help="of the guarantee (default %(default)s)",
-    )
+RESEARCH: dict[str, Any] = {
+    "confidence_level": 0.95,  # of the guarantee
+    "target_perplexity_increase": None,  # instead of an agreement: 0.01 for one per cent
+    "target_mean_depth": None,  # instead: most layers a token may run on average
+    "prompt_tokens": 32,  # of each window
+    "generated_share": 0.5,  # of the windows, whose prompts the model continues
+    "costs": "bytes",  # or "measured" on this machine, or the figures of a device such as "h200"
+}
+"""Options without a flag, for `exitserve.cli.main`."""
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:
@@ -57,25 +38,12 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
     )
     text.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="T",
-        help="how many of them are the prompt (default %(default)s)",
-    )
-    text.add_argument(
-        "--generated-share",
-        type=float,
-        default=0.5,
-        metavar="S",
-        help="share of the windows whose prompts the model continues (default %(default)s)",
-    )
-    text.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         metavar="T",
-        help="of these continuations, as it will be served; 0: greedy (default %(default)g)",
+        help="at which the model continues the beginnings of half of them, as it will be served; "
+        "0: greedy (default %(default)g)",
     )
 
 
@@ -85,7 +53,7 @@ def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]
 
     if not 0.5 <= args.confidence_level < 1.0:
         raise ExitServeError(
-            f"--confidence-level must be from 0.5 to below 1, such as 0.95, not "
+            f"confidence_level must be from 0.5 to below 1, such as 0.95, not "
             f"{args.confidence_level:g}."
         )
     others = [agreement_target(one) for one in AGREEMENTS]
@@ -93,19 +61,16 @@ def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]
         return [perplexity_target(args.target_perplexity_increase), *others]
     if args.target_mean_depth is not None:
         return [depth_target(args.target_mean_depth, num_layers_of(config)), *others]
-    least = DEFAULT_AGREEMENT if args.target_agreement is None else args.target_agreement
-    asked = agreement_target(least)
+    asked = agreement_target(args.target_agreement)
     return [asked, *(one for one in others if one.agreement != asked.agreement)]
 
 
 def check_text(args: argparse.Namespace) -> None:
     """Raises `ExitServeError` unless the options of `add_text` make sense."""
     at_least(10, args.windows, "--windows")
-    at_least(1, args.prompt_tokens, "--prompt-tokens")
+    at_least(1, args.prompt_tokens, "prompt_tokens")
     at_least(args.prompt_tokens + 8, args.window, "--window")
     if not 0.0 <= args.generated_share <= 1.0:
-        raise ExitServeError(
-            f"--generated-share must be from 0 to 1, not {args.generated_share:g}."
-        )
+        raise ExitServeError(f"generated_share must be from 0 to 1, not {args.generated_share:g}.")
     if not 0.0 <= args.temperature <= 2.0:
         raise ExitServeError(f"--temperature must be from 0 to 2, not {args.temperature:g}.")

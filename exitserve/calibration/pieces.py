@@ -150,6 +150,5 @@ def check_enough(
                 f"'{name}' gives {count} {what} for the test of {target}, which needs at least "
                 f"{least} even if every one of them is perfect (and about three times as many if "
                 f"they are not): give text for {whole} {what} or more (--windows, a shorter "
-                f"--window; a row of a .jsonl gives one), a target that is easier, or a lower "
-                f"--confidence-level."
+                f"--window; a row of a .jsonl gives one), or a target that is easier."
             )

@@ -54,7 +54,7 @@ def perplexity_target(increase: float) -> Target:
     """Perplexity rises by at most this share: 0.01 is one per cent; see `MOST_NATS`."""
     if not 0.0 < increase <= MOST_INCREASE:
         raise ExitServeError(
-            f"--target-perplexity-increase must be above 0 and at most {MOST_INCREASE:g} (0.01: "
+            f"target_perplexity_increase must be above 0 and at most {MOST_INCREASE:g} (0.01: "
             f"one per cent), not {increase:g}."
         )
 
@@ -72,7 +72,7 @@ def depth_target(most: float, num_layers: int) -> Target:
     """Tokens run at most this many layers on average."""
     if not 1.0 <= most < num_layers:
         raise ExitServeError(
-            f"--target-mean-depth must be from 1 to below the model's {num_layers} layers, not "
+            f"target_mean_depth must be from 1 to below the model's {num_layers} layers, not "
             f"{most:g}."
         )
     limit = most / num_layers

@@ -16,17 +16,20 @@ from exitserve.arguments import (
     add_revision,
     add_threshold_flags,
     at_least,
+    calibrated_checks,
     check_context,
     modes_of,
     thresholds_of,
     verify_options,
     with_adapter,
 )
-from exitserve.calibration_record import SCREENED
-from exitserve.checkpoint import parse_multi_exit, read_config
+from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import PROMPT_TOKENS, EvalJob, make_settings
+from exitserve.evaluation.settings import EvalJob, make_settings
+
+RESEARCH = {"prompt_tokens": 32}
+"""Of each window, at full depth."""
 
 _HELP = """\
 Measures what early exit does to quality, at every threshold: perplexity and agreement with full
@@ -73,14 +76,14 @@ def add_command(subparsers: Any) -> None:
         type=int,
         default=256,
         metavar="N",
-        help=f"tokens of it that are read at a time, the first {PROMPT_TOKENS} at full depth "
-        "(%(default)s)",
+        help=f"tokens of it that are read at a time, the first {RESEARCH['prompt_tokens']} at full "
+        "depth (%(default)s)",
     )
     text.add_argument(
         "--windows", type=int, default=64, metavar="N", help="at most so many (%(default)s)"
     )
     text.add_argument("--prompt", metavar="TEXT", help="a text to continue, for traces")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, **RESEARCH)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,16 +144,13 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     served_architecture(args.model, args.revision)
     config = read_config(args.model, args.revision)
     modes = modes_of(args.modes)
-    # Checks are made as the thresholds were calibrated.
-    block = parse_multi_exit(config)
-    record = None if block is None else block.calibration
-    exit_checks = SCREENED if record is None else record.exit_checks
+    exit_checks = calibrated_checks(config)
     options: dict[str, Any] = {"exit_checks": exit_checks}
     options |= verify_options() if "verify" in modes else {}
     rules = check_rules(args.model, options, args.revision)
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     # At least one token is decoded, and one more is there to be predicted.
-    window = at_least(PROMPT_TOKENS + 2, args.window, "--window")
+    window = at_least(args.prompt_tokens + 2, args.window, "--window")
     check_context(window, config, "--window")
     return EvalJob(
         model=args.model_name,
@@ -160,6 +160,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
         settings=settings,
         documents=None if args.data is None else read_documents(args.data),
         window=window,
+        prompt_tokens=args.prompt_tokens,
         windows=at_least(1, args.windows, "--windows"),
         prompt=args.prompt or None,
     )

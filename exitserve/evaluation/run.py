@@ -10,7 +10,6 @@ from typing import Any
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
 from exitserve.evaluation.settings import (
-    PROMPT_TOKENS,
     SEED,
     TRACED_TOKENS,
     EvalJob,
@@ -61,12 +60,11 @@ def evaluate(
     found = measure_quality(
         reference,
         windows,
-        PROMPT_TOKENS,
         job.settings,
         lambda: passed("held-out text, every setting"),
     )
     drafting = measure_drafts(
-        reference, windows, PROMPT_TOKENS, lambda: passed("held-out text, drafts")
+        reference, windows, job.prompt_tokens, lambda: passed("held-out text, drafts")
     )
     return _report(job, windows, found) | {"drafting": drafting}
 
@@ -123,8 +121,6 @@ def case_of(
         "rival": None,
         "exit_threshold": quality.setting.exit_threshold,
         "exit_layer": None,
-        "exit_share": None,
-        "actual_exit_share": None,
         "mean_depth": rounded(quality.mean_depth),
         # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None
@@ -160,7 +156,7 @@ def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
         "data": job.documents.provenance(),
         "windows": len(windows),
         "window_tokens": job.window,
-        "prompt_tokens": PROMPT_TOKENS,
-        "decode_tokens": len(windows) * (job.window - PROMPT_TOKENS - 1),
+        "prompt_tokens": job.prompt_tokens,
+        "decode_tokens": len(windows) * (job.window - job.prompt_tokens - 1),
         "seed": SEED,
     }

@@ -12,8 +12,6 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, Mode
 from exitserve.windows import Documents
 
-PROMPT_TOKENS = 32
-"""Of each window, at full depth."""
 TRACED_TOKENS = 64
 """Most tokens of an answer that is traced."""
 SEED = 0
@@ -58,6 +56,8 @@ class EvalJob:
     """Held-out text, if quality is to be measured."""
     window: int
     """Tokens of a window."""
+    prompt_tokens: int
+    """How many of them are the prompt, at full depth."""
     windows: int
     """Most windows."""
     prompt: str | None

@@ -10,16 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from exitserve import synthetic_shapes
-from exitserve.adapters import with_exits_of
 from exitserve.arguments import (
-    add_adapter,
     add_out_flags,
     add_revision,
     batch_sizes_of,
-    check_model_or_synthetic,
+    calibrated_checks,
 )
-from exitserve.calibration_record import EXIT_CHECKS
+from exitserve.calibration_record import SCREENED
 from exitserve.checkpoint import (
     check_exit_layers,
     parse_multi_exit,
@@ -28,7 +25,6 @@ from exitserve.checkpoint import (
 )
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.hub import local_adapter
 from exitserve.step_costs.devices import DEVICES
 
 MAX_BATCH_SIZE = 512
@@ -46,7 +42,7 @@ _EXAMPLES = """\
 examples:
   exitserve plan MODEL                                  a directory, a config.json, or a hub id
   exitserve plan config.json --device h200 --context 4096
-  exitserve plan --synthetic llama-1.3b --batch-sizes 1,8 --out DIR"""
+  exitserve plan MODEL --batch-sizes 1,8 --out DIR"""
 
 
 def add_command(subparsers: Any) -> None:
@@ -59,13 +55,9 @@ def add_command(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
+        "model", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
     )
     add_revision(parser)
-    add_adapter(parser)
-    parser.add_argument(
-        "--synthetic", metavar="NAME", help=f"instead of MODEL: {'|'.join(synthetic_shapes.SHAPES)}"
-    )
     parser.add_argument(
         "--batch-sizes",
         default="1,8,32",
@@ -94,19 +86,6 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
     )
-    parser.add_argument(
-        "--exit-checks",
-        choices=EXIT_CHECKS,
-        default="screened",
-        help="screened: screens, which `exitserve calibrate` makes, leave out checks that will "
-        "hardly pass; all: every token is checked at every exit (default %(default)s)",
-    )
-    parser.add_argument(
-        "--step-overhead-ms",
-        type=float,
-        metavar="MS",
-        help="time of a step outside the model, instead of the engine's known one",
-    )
     add_out_flags(parser, required=False)
     parser.set_defaults(run=run)
 
@@ -117,13 +96,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong.
     """
-    config, name = _model_of(args)
+    config = read_model(args.model, args.revision)
     batch_sizes = _batch_sizes(args.batch_sizes)
     if not 0 < args.exit_share <= 1:
         raise ExitServeError(f"--exit-share must be above 0, up to 1, not {args.exit_share:g}.")
-    overhead = args.step_overhead_ms
-    if overhead is not None and overhead < 0:
-        raise ExitServeError(f"--step-overhead-ms must be 0 or more, not {overhead:g}.")
     block = parse_multi_exit(config)
     own_layers = block.exit_layers if block else ()
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
@@ -143,33 +119,20 @@ def run(args: argparse.Namespace) -> int:
             batch_sizes=batch_sizes,
             context=args.context,
             device=args.device,
-            overhead=None if overhead is None else overhead / 1e3,
             progress=progress,
         )
 
     data = make_plan(
         costs(lambda done: None) if args.device else _with_progress(costs),
-        model=name,
+        model=args.model,
         batch_sizes=batch_sizes,
         context=args.context,
         exit_share=args.exit_share,
         own_layers=own_layers,
-        precision=PRECISION if args.exit_checks == "screened" else None,
+        precision=PRECISION if calibrated_checks(config) == SCREENED else None,
     )
     _publish(data, out)
     return 0
-
-
-def _model_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The parsed config and the model's name."""
-    check_model_or_synthetic(args)
-    if args.synthetic is None:
-        config = read_model(args.model, args.revision)
-        if args.adapter is not None:
-            config = with_exits_of(local_adapter(args.adapter), config)
-        return config, args.model
-    synthetic_shapes.check_name(args.synthetic)
-    return synthetic_shapes.SHAPES[args.synthetic], f"synthetic {args.synthetic}"
 
 
 def read_model(model: str, revision: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from exitserve import synthetic_shapes
 from exitserve.bench import prompts
 from exitserve.bench.command import add_command, job_of
-from exitserve.bench.memory import cache_bytes
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import MultiExit, write_multi_exit
-from exitserve.costs import shape_of
 from exitserve.errors import ExitServeError
 
 CONFIG = {
@@ -70,117 +66,32 @@ def parse(*arguments: object) -> argparse.Namespace:
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(ExitServeError) as error, job_of(parse(*arguments)):
-        pass
+    with pytest.raises(ExitServeError) as error:
+        job_of(parse(*arguments))
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
 def test_a_job_for_a_model(model: Path, ids: Path) -> None:
-    arguments = (model, "--prompts", ids, "--thresholds", "0.5,0.9", "--fixed-layers", 4)
-    with job_of(parse(*arguments, "--batch-sizes", "1,16")) as job:
-        assert job.settings == (
-            PLAIN,
-            OFF,
-            Setting(mode="confidence", exit_threshold=0.5),
-            Setting(mode="confidence", exit_threshold=0.9),
-            Setting(mode="fixed", exit_layer=4),
-        )
-        assert job.rules.exit_layers == (2, 4)
-        assert not job.synthetic
-        # As many requests as the largest batch needs, the file's prompts over and over.
-        assert len(job.prompts) == 16
-        assert job.prompts[2] == (1, 2, 3)
+    arguments = (model, "--prompts", ids, "--thresholds", "0.5,0.9")
+    job = job_of(parse(*arguments, "--batch-sizes", "1,16"))
+    assert job.settings == (
+        PLAIN,
+        OFF,
+        Setting(mode="confidence", exit_threshold=0.5),
+        Setting(mode="confidence", exit_threshold=0.9),
+    )
+    assert job.rules.exit_layers == (2, 4)
+    assert not job.synthetic
+    # As many requests as the largest batch needs, the file's prompts over and over.
+    assert len(job.prompts) == 16
+    assert job.prompts[2] == (1, 2, 3)
 
 
 def test_exit_layers_replace_the_checkpoints_own(model: Path, ids: Path) -> None:
-    with job_of(parse(model, "--prompts", ids, "--exit-layers", "3,5")) as job:
-        assert job.rules.exit_layers == (3, 5)
-
-
-def test_a_synthetic_job_forces_its_layers_and_measures_checks_that_never_pass() -> None:
-    arguments = ("--synthetic", "llama-350m", "--force-exit-layer", 12, 6)
-    with job_of(parse(*arguments)) as job:
-        assert job.synthetic
-        assert "synthetic" in job.model_name
-        assert job.settings[2:] == (
-            Setting(mode="confidence", exit_threshold=synthetic_shapes.NEVER_PASSED),
-            Setting(mode="fixed", exit_layer=6),
-            Setting(mode="fixed", exit_layer=12),
-        )
-        assert {len(prompt) for prompt in job.prompts} == {synthetic_shapes.PROMPT_TOKENS}
-        directory = job.model_dir
-        assert directory.is_dir()
-    assert not directory.exists()
-
-
-def test_a_mix_needs_no_forced_layer_and_may_be_given_again(model: Path, ids: Path) -> None:
-    arguments = ("--synthetic", "llama-350m", "--mixed", "0.7@6,0.5@6", "--mixed", "0.5@12")
-    with job_of(parse(*arguments)) as job:
-        assert job.rules.exit_layers == (6, 12)
-        assert [setting.label for setting in job.settings[3:]] == [
-            "70% exit at 6",
-            "50% exit at 6",
-            "50% exit at 12",
-        ]
-    with job_of(parse(model, "--prompts", ids, "--mixed", "0.7@4")) as job:
-        assert job.settings[-1] == Setting(mode="mixed", exit_share=0.7, exit_layer=4)
-
-
-@pytest.mark.parametrize(
-    ("share", "count", "exits"), [(0.7, 8, 6), (0.7, 16, 11), (0.5, 1, 1), (0.5, 3, 2), (0.1, 4, 0)]
-)
-def test_as_many_requests_of_a_mix_exit_as_come_nearest(
-    share: float, count: int, exits: int
-) -> None:
-    setting = Setting(mode="mixed", exit_share=share, exit_layer=6)
-    fields = setting.fields(count)
-    assert fields.count({"exit_layer": 6}) == exits
-    assert fields.count({"exit_threshold": 1.0}) == count - exits
-    assert setting.actual_share(count) == exits / count
-    assert fields == setting.fields(count)
-
-
-def test_who_exits_is_drawn_not_the_first(model: Path, ids: Path) -> None:
-    fields = Setting(mode="mixed", exit_share=0.5, exit_layer=4).fields(16)
-    assert fields != sorted(fields, key=str)
-    assert fields != sorted(fields, key=str, reverse=True)
-
-
-@pytest.mark.parametrize("name", synthetic_shapes.SHAPES)
-def test_shapes_have_the_size_of_their_name(name: str) -> None:
-    shape = shape_of(synthetic_shapes.SHAPES[name], "bfloat16")
-    numbers = (shape.num_layers * shape.layer_bytes + 2 * shape.head_bytes) / shape.dtype_bytes
-    size, unit = float(name[6:-1]), {"m": 1e6, "b": 1e9}[name[-1]]
-    assert numbers == pytest.approx(size * unit, rel=0.12)
-
-
-def test_long_prompts_raise_the_context_as_far_as_needed() -> None:
-    short = ("--synthetic", "llama-1.3b", "--mixed", "0.7@6")
-    with job_of(parse(*short)) as job:
-        assert job.max_model_len == synthetic_shapes.MIN_CONTEXT
-    with job_of(parse(*short, "--prompt-tokens", 4096, "--max-tokens", 100)) as job:
-        assert {len(prompt) for prompt in job.prompts} == {4096}
-        assert job.max_model_len == 4196
-        assert job.prompt_source == "4096 random tokens each"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "gib"),
-    [
-        (["llama-350m"], 1),
-        # 8 rows of 33 blocks, and a spare one, of 128 tokens in 24 layers of 2 KiB: 1.55 GiB.
-        (["llama-1.3b", "--prompt-tokens", 4096], 2),
-        # The same in float32: 3.1 GiB.
-        (["llama-1.3b", "--prompt-tokens", 4096, "--dtype", "float32"], 4),
-        # One request of the whole context must fit, however short the prompts: 1.5 GiB and a block.
-        (["llama-1.3b", "--max-model-len", 32768], 2),
-    ],
-)
-def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) -> None:
-    with job_of(parse("--force-exit-layer", 6, "--synthetic", *arguments)) as job:
-        assert math.ceil(cache_bytes(job) / 2**30) == gib
+    job = job_of(parse(model, "--prompts", ids, "--exit-layers", "3,5"))
+    assert job.rules.exit_layers == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +102,6 @@ def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) ->
         (["--thresholds", "nan"], "--thresholds must be"),
         (["--thresholds", "1.5"], "below 1"),
         (["--thresholds", "0.5,0.5"], "twice"),
-        (["--fixed-layers", "3"], "exit_layer 3"),
         (["--exit-layers", "6"], "1..5"),
         (["--exit-layers", "4,2"], "ascend"),
         (["--batch-sizes", "0"], "--batch-sizes must be at least 1"),
@@ -204,40 +114,14 @@ def test_the_cache_holds_the_largest_batch(arguments: list[object], gib: int) ->
         (["--dtype", "int8"], "allowed: auto, float32, bfloat16"),
         (["--max-model-len", "0"], "--max-model-len"),
         (["--prompts", "no/such/file"], "cannot read the text file"),
-        (["--force-exit-layer", "2"], "--fixed-layers"),
-        (["--prompt-tokens", "9"], "belongs to --synthetic"),
-        (["--mixed", "0.7"], "for example 0.7@6"),
-        (["--mixed", "0.7@4,"], "for example 0.7@6"),
-        (["--mixed", "0.7@4.5"], "for example 0.7@6"),
-        (["--mixed", "1@4"], "above 0 and below 1"),
-        (["--mixed", "nan@4"], "above 0 and below 1"),
-        (["--mixed", "0.7@3"], "exit_layer 3"),
-        (["--mixed", "0.7@4", "--mixed", "0.7@4"], "twice"),
-        (["--synthetic", "llama-350m"], "either MODEL"),
     ],
 )
 def test_bad_arguments_are_named(model: Path, ids: Path, arguments: list[str], said: str) -> None:
     assert said in refused(model, "--prompts", ids, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "either MODEL"),
-        (["no/such/model"], "no model directory"),
-        (["--synthetic", "llama-35m"], "Did you mean 'llama-350m'?"),
-        (["--synthetic", "llama-350m"], "no exit layers"),
-        (["--synthetic", "llama-350m", "--force-exit-layer", "24"], "1..23"),
-        (["--synthetic", "llama-350m", "--force-exit-layer", "six"], "--force-exit-layer"),
-        (["--synthetic", "llama-350m", "--fixed-layers", "6"], "--force-exit-layer"),
-        (["--synthetic", "llama-350m", "--prompts", "x"], "--prompts"),
-        (["--synthetic", "llama-350m", "--mixed", "0.7@24"], "1..23"),
-        (["--synthetic", "llama-350m", "--mixed", "0.7@6", "--prompt-tokens", "0"], "at least 1"),
-        (["--synthetic", "llama-350m", "--mixed", "0.7@6", "--prompt-tokens", "8190"], "8192"),
-    ],
-)
-def test_bad_choices_of_a_model_are_named(arguments: list[str], said: str) -> None:
-    assert said in refused(*arguments)
+def test_a_model_that_is_not_there_is_named() -> None:
+    assert "no model directory" in refused("no/such/model")
 
 
 def test_text_prompts_need_a_tokenizer(model: Path) -> None:
@@ -293,23 +177,9 @@ def test_the_command_line_part_is_light_to_import() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_forced_confidence_and_the_modes_by_it() -> None:
-    forced = ("--synthetic", "llama-350m", "--force-exit-layer", 6, "--force-confidence", 0.8)
-    with job_of(parse(*forced, "--modes", "defer,verify", "--thresholds", 0.5)) as job:
-        assert [setting.mode for setting in job.settings] == ["plain", "off", "defer", "verify"]
-        assert job.rules.exit_layers == (6,)
-        assert job.forced == {"confidence": 0.8, "acceptance": 1.0}
-        assert job.drafts
-        engine = job.engine_options(drafting=True)
-        assert engine["mode"] == "verify"
-        assert "mode" not in job.engine_options(drafting=False)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--force-confidence", 0.8), "need --synthetic"),
-        (("--force-acceptance", 0.8), "need --synthetic"),
         (("--num-drafts", 100), "from 1 to 64"),
         (("--modes", "confidant"), "confidence, defer, verify"),
     ],
@@ -318,32 +188,21 @@ def test_what_the_modes_need(model: Path, arguments: tuple[object, ...], said: s
     assert said in refused(model, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--force-acceptance", 0.8), "--force-confidence"),
-        (("--force-confidence", 1.5), "from 0 to 1"),
-    ],
-)
-def test_what_forcing_needs(arguments: tuple[object, ...], said: str) -> None:
-    assert said in refused("--synthetic", "llama-350m", "--force-exit-layer", 6, *arguments)
-
-
 def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated, ids) -> None:
     arguments = (calibrated, "--prompts", ids, "--thresholds", "0.5,auto,auto:0.9")
-    with job_of(parse(*arguments)) as job:
-        *_, auto, cheaper = job.settings
-        assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
-        assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
-        assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
-        assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
+    job = job_of(parse(*arguments))
+    *_, auto, cheaper = job.settings
+    assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
+    assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
+    assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
+    assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
 
 
 def test_without_thresholds_the_calibrated_ones_are_measured(calibrated: Path, ids: Path) -> None:
-    with job_of(parse(calibrated, "--prompts", ids)) as job:
-        assert [one.label for one in job.settings[2:]] == ["defer auto"]
-    with job_of(parse(write_uncalibrated(calibrated), "--prompts", ids)) as job:
-        assert [one.label for one in job.settings[2:]] == ["threshold 0.7"]
+    job = job_of(parse(calibrated, "--prompts", ids))
+    assert [one.label for one in job.settings[2:]] == ["defer auto"]
+    job = job_of(parse(write_uncalibrated(calibrated), "--prompts", ids))
+    assert [one.label for one in job.settings[2:]] == ["threshold 0.7"]
 
 
 def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:

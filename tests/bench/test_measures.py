@@ -41,8 +41,6 @@ CASE_KEYS = {
     "rival",
     "exit_threshold",
     "exit_layer",
-    "exit_share",
-    "actual_exit_share",
     "tokens_per_second",
     "tpot_ms",
     "tokens_at_once",
@@ -242,30 +240,12 @@ def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
         (Setting(mode="defer", exit_threshold=0.5), "defer 0.5"),
         (Setting(mode="verify", exit_threshold=0.5), "verify 0.5"),
         (Setting(mode="fixed", exit_layer=6), "exit at 6"),
-        (Setting(mode="mixed", exit_share=0.7, exit_layer=6), "70% exit at 6"),
-        (Setting(mode="mixed", exit_share=0.125, exit_layer=6), "12.5% exit at 6"),
     ],
 )
 def test_labels(setting: Setting, label: str) -> None:
     assert setting.label == label
     plain = observed(PLAIN, [1.0], [4], checks=0)
     assert label_of(case_of(observed(setting, [1.0], [4], 0), plain, SHAPE, ())) == label
-
-
-def test_a_mix_says_what_its_share_came_to() -> None:
-    plain = observed(PLAIN, [1.0], [4], checks=0)
-    asked = [(0.7, 0.7), (0.66, 0.7), (0.01, 0.0)]
-    cases = [
-        case_of(
-            observed(Setting(mode="mixed", exit_share=share, exit_layer=2), [1.0], [4], 0),
-            plain,
-            SHAPE,
-            (2,),
-        )
-        for share, _ in asked
-    ]
-    assert [(case["exit_share"], case["actual_exit_share"]) for case in cases] == asked
-    assert ["not a mix" in " ".join(notes_on([case])) for case in cases] == [False, False, True]
 
 
 def test_rates_are_finite() -> None:

@@ -19,9 +19,7 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "mode": mode,
         "rival": "draft:cut" if mode == "rival" else None,
         "exit_threshold": 0.5 if mode in {"confidence", "verify"} else None,
-        "exit_layer": 2 if mode in {"fixed", "mixed"} else None,
-        "exit_share": 0.7 if mode == "mixed" else None,
-        "actual_exit_share": 0.625 if mode == "mixed" else None,
+        "exit_layer": 2 if mode == "fixed" else None,
         "tokens_per_second": 100.0 * wall,
         "tpot_ms": {"median": 10.0 / wall, "p99": 12.0},
         "tokens_at_once": 1.0,
@@ -73,7 +71,6 @@ def report(*, synthetic: bool = False, notes: tuple[str, ...] = ()) -> dict[str,
                 case("off", batch),
                 case("confidence", batch, wall=1.3, depth=1.6),
                 case("fixed", batch, wall=1.6, depth=2.0),
-                case("mixed", batch, wall=1.1, depth=1.25),
                 case("verify", batch, wall=1.2),
             )
         ],
@@ -94,14 +91,10 @@ def test_the_page_has_the_table_the_conditions_and_no_bare_speedup() -> None:
 
 
 def test_every_case_has_its_spread_and_efficiency() -> None:
-    rows = [line.split("|") for line in markdown(report()).splitlines() if "70% exit at 2" in line]
+    rows = [line.split("|") for line in markdown(report()).splitlines() if "exit at 2" in line]
     cells = [cell.strip() for cell in rows[0]]
-    assert "1.10 (1.05 to 1.20)" in cells
-    assert cells[1 + HEADERS.index("efficiency")] == "0.88"
-
-
-def test_the_page_says_what_share_of_the_requests_exits() -> None:
-    assert "70% exit at 2, batch 8: 62.5% of the requests" in markdown(report())
+    assert "1.60 (1.55 to 1.70)" in cells
+    assert cells[1 + HEADERS.index("efficiency")] == "0.80"
 
 
 def test_synthetic_is_said_on_the_page_and_the_plot() -> None:
@@ -137,7 +130,6 @@ def test_the_plot_has_one_labelled_panel_for_each_batch_size(tmp_path: Path) -> 
         "exits off",
         "threshold 0.5",
         "exit at 2",
-        "70% exit at 2",
         "verify 0.5",
     ]
     named = [text.get_text() for text in figure.legends[0].get_texts()]

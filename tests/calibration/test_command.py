@@ -91,10 +91,11 @@ def model(bundled, tmp_path, hub) -> Path:
     return snapshot
 
 
-def calibrate(model: Path, data: Path, *more: str) -> int:
-    sizes = ["--window", str(WINDOW), "--prompt-tokens", str(PROMPT), "--windows", "200"]
+def calibrate(model: Path, data: Path, *more: str, **research: Any) -> int:
+    sizes = ["--window", str(WINDOW), "--windows", "200"]
     sizes += [] if "--dtype" in more else ["--dtype", "float32"]  # faster on many a CPU
-    return main(["calibrate", str(model), "--data", str(data), *sizes, *more])
+    arguments = ["calibrate", str(model), "--data", str(data), *sizes, *more]
+    return main(arguments, prompt_tokens=PROMPT, **research)
 
 
 def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> float:
@@ -115,9 +116,9 @@ def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> 
 def test_a_calibrated_model_keeps_its_promise(
     quick, capsys, passes, interrupted, model: Path, corpora, mode: str
 ) -> None:
-    asked = ["--target-agreement", "0.8", "--confidence-level", "0.8", "--mode", mode]
+    asked = ["--target-agreement", "0.8", "--mode", mode]
     asked += ["--dtype", "auto"] if mode == "defer" else []
-    while (result := calibrate(model, corpora[0], *asked)) == 130:
+    while (result := calibrate(model, corpora[0], *asked, confidence_level=0.8)) == 130:
         assert "the same command goes on there" in capsys.readouterr().err
     assert result == 0
     assert interrupted == ["read_exits", "measure_outcome"][: 2 if mode == "confidence" else 1]
@@ -149,9 +150,9 @@ def test_a_calibrated_model_keeps_its_promise(
 
 
 def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpora) -> None:
-    asked = ["--target-agreement", "0.8", "--confidence-level", "0.8", "--generated-share", "0"]
-    asked += ["--windows", "100"]
-    assert calibrate(model, corpora[0], *asked, "--mode", "defer,confidence") == 0
+    asked = ["--target-agreement", "0.8", "--windows", "100", "--mode", "defer,confidence"]
+    research = {"confidence_level": 0.8, "generated_share": 0.0}
+    assert calibrate(model, corpora[0], *asked, **research) == 0
     block = read_multi_exit(model)
     assert block is not None and block.calibration is not None
     found = block.calibration.by_mode()
@@ -170,14 +171,16 @@ def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpo
 
 
 def test_other_targets(quick, model: Path, corpora) -> None:
-    level = ("--confidence-level", "0.7", "--generated-share", "0", "--exit-layers", "12,18")
-    rise = ("--target-perplexity-increase", "0.2", "--out", str(model / "report"))
-    assert calibrate(model, corpora[0], *rise, *level, "--dry-run") == 0
+    research = {"confidence_level": 0.7, "generated_share": 0.0}
+    layers = ("--exit-layers", "12,18")
+    dry = ("--dry-run", "--out", str(model / "report"))
+    rise = {"target_perplexity_increase": 0.2}
+    assert calibrate(model, corpora[0], *layers, *dry, **rise, **research) == 0
     assert read_multi_exit(model).calibration is None, "a dry run writes a report only"
     assert (model / "report" / "report.md").is_file()
     found = json.loads((model / "report" / "report.json").read_text())["calibration"]["found"]
     assert found["perplexity"] / found["full_depth_perplexity"] <= 1.2
-    assert calibrate(model, corpora[0], "--target-mean-depth", "21", *level) == 0
+    assert calibrate(model, corpora[0], *layers, target_mean_depth=21.0, **research) == 0
     block = read_multi_exit(model)
     assert block is not None
     assert block.exit_layers == (12, 18)
@@ -193,25 +196,27 @@ def test_other_targets(quick, model: Path, corpora) -> None:
     [
         (["--target-agreement", "1"], "above 0 and below 1, such as 0.99, not 1"),
         (["--target-agreement", "0"], "above 0 and below 1"),
-        (["--target-perplexity-increase", "-0.1"], "above 0 and at most 0.5"),
-        (["--target-mean-depth", "24"], "below the model's 24 layers"),
-        (["--confidence-level", "1"], "from 0.5 to below 1"),
-        (["--generated-share", "1.5"], "from 0 to 1"),
+        ({"target_perplexity_increase": -0.1}, "above 0 and at most 0.5"),
+        ({"target_mean_depth": 24.0}, "below the model's 24 layers"),
+        ({"confidence_level": 1.0}, "from 0.5 to below 1"),
+        ({"generated_share": 1.5}, "from 0 to 1"),
         (["--temperature", "3"], "--temperature must be from 0 to 2"),
         (["--windows", "3"], "--windows must be at least 10"),
         (["--window", "10"], "--window must be at least 24"),
         (["--exit-layers", "6,24"], r"1\.\.23"),
-        (["--costs", "abacus"], "abacus"),
+        ({"costs": "abacus"}, "abacus"),
         (["--mode", "verify"], "confidence or defer, or both with a comma"),
         (["--mode", "defer,defer"], "not 'defer,defer'"),
-        (["--target-perplexity-increase", "0.7"], "at most 0.5"),
+        ({"target_perplexity_increase": 0.7}, "at most 0.5"),
         (["--window", "513"], "longer than the model's context of 512"),
     ],
 )
 def test_bad_arguments_are_named(
-    capsys, bundled, corpora, tmp_path, more: list[str], message: str
+    capsys, bundled, corpora, tmp_path, more: list[str] | dict[str, Any], message: str
 ) -> None:
-    assert calibrate(Path(bundled), corpora[0], "--dry-run", "--out", str(tmp_path), *more) == 2
+    given, research = ([], more) if isinstance(more, dict) else (more, {})
+    arguments = ["--dry-run", "--out", str(tmp_path), *given]
+    assert calibrate(Path(bundled), corpora[0], *arguments, **research) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert re.search(message, error)
@@ -219,15 +224,15 @@ def test_bad_arguments_are_named(
 
 def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_path) -> None:
     """Too little for the easiest target."""
-    more = ["--dry-run", "--out", str(tmp_path / "out"), "--generated-share", "0"]
-    assert calibrate(Path(bundled), corpora[0], *more, "--windows", "30") == 2
+    more = ["--dry-run", "--out", str(tmp_path / "out"), "--windows", "30"]
+    assert calibrate(Path(bundled), corpora[0], *more, generated_share=0.0) == 2
     said = capsys.readouterr().err.replace("\n", " ")
     assert "gives 21 windows" in said and "agreement>=0.9, which needs at least 3" in said
 
 
 def test_with_little_text_less_is_promised(quick, capsys, model: Path, corpora) -> None:
-    more = ["--mode", "defer", "--generated-share", "0", "--target-agreement", "0.99"]
-    assert calibrate(model, corpora[0], *more) == 0
+    more = ["--mode", "defer", "--target-agreement", "0.99"]
+    assert calibrate(model, corpora[0], *more, generated_share=0.0) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "`auto` means agreement>=0.6, the strictest that could" in said
     assert "needs 3" in said and "and had 140" in said

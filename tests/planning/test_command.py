@@ -108,15 +108,6 @@ def test_the_plan_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cost["full_depth_ms"] == pytest.approx(full, rel=1e-3)
 
 
-def test_a_synthetic_shape_and_another_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--synthetic", "llama-350m", "--device", "h200", "--step-overhead-ms", "3"]
-    assert main(["plan", *arguments, "--batch-sizes", "1"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "the rest 3 ms" in printed
-    assert "CANNOT pay" in printed
-    assert "NO exit layers are recommended" in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -130,8 +121,6 @@ def test_a_synthetic_shape_and_another_overhead(capsys: pytest.CaptureFixture[st
         (["--dtype", "int8"], ["int8", "bfloat16"]),
         (["--dtype", "float32", "--device", "h100"], ["--dtype bfloat16"]),
         (["--exit-share", "0"], ["--exit-share"]),
-        (["--step-overhead-ms", "-1"], ["--step-overhead-ms"]),
-        (["--synthetic", "llama-350m"], ["either MODEL or --synthetic"]),
     ],
 )
 def test_bad_arguments_give_one_line(
@@ -161,25 +150,6 @@ def test_bad_models_give_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert words in said
-
-
-def test_no_model_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    for name, words in (
-        (tmp_path / "config.json", "not valid JSON"),
-        (tmp_path / "no", "no model"),
-    ):
-        assert main(["plan", str(name)]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert words in said
-
-
-def test_a_used_folder_is_refused_before_anything_is_timed(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(llama), "--out", str(llama.parent)]) == 2
-    assert "not empty" in capsys.readouterr().err
 
 
 def test_importing_the_command_loads_nothing_heavy() -> None:
