@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from exitserve.checkpoint import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import DRAFTING, KEY, PROCESSOR, make_rules, rules_from
+from exitserve.engine.options import KEY, PROCESSOR, make_rules, rules_from
 from exitserve.errors import ExitServeError
-from exitserve.policy import EXACT, ExitRules
+from exitserve.policy import ExitRules
 from exitserve.step_costs.drafting import Drafting, drafts_by_batch
 from exitserve.step_costs.sources import step_costs
 
@@ -76,7 +76,7 @@ def engine_options(
     """
     given = {name: value for name, value in options.items() if value is not None}
     architecture = served_architecture(model_dir, revision)
-    check_rules(model_dir, without_path(given), revision)
+    check_rules(model_dir, given, revision)
     return {
         "hf_overrides": {"architectures": [architecture]},
         "logits_processors": [PROCESSOR],
@@ -84,11 +84,6 @@ def engine_options(
         "scheduler_cls": "exitserve.engine.hooks.scheduler.ExitScheduler",
         "additional_config": {KEY: given},
     }
-
-
-def without_path(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options from which it does not follow yet how passes run: all modes may be asked for."""
-    return {name: value for name, value in options.items() if name != "exit_path"}
 
 
 MISREAD = ("eagle-", "eagle3", "dflash", "dspark")
@@ -242,26 +237,20 @@ def suit_runner(
     """
     from vllm.platforms import current_platform
 
-    given = ours["additional_config"][KEY]
-    options = without_path(given)
-    mode = check_rules(model_dir, options, revision).default.mode
-    on_v2 = runs_on_v2()
-    early_exit = "device" if on_v2 else given.get("exit_path", "host")
-    options["exit_path"] = path = DRAFTING if mode in EXACT else early_exit
-    suited = {**ours, "additional_config": {KEY: options}}
+    options, suited, on_v2 = ours["additional_config"][KEY], dict(ours), runs_on_v2()
+    rules = check_rules(model_dir, options, revision)
     if on_v2:
         os.environ[RUNNER] = "1"
         suited["logits_processors"] = ["exitserve.engine.hooks.request_check:RequestCheck"]
         suited["scheduler_cls"] = "exitserve.engine.hooks.scheduler.AsyncExitScheduler"
         if not current_platform.is_cpu():
             print(EXPERIMENTAL, file=sys.stderr)
-    if path == DRAFTING:
+    if rules.num_drafts:
         if not on_v2 and not current_platform.is_cpu():
             raise ExitServeError(
-                f"mode {mode!r} needs vLLM's runner V2 on a GPU: unset {RUNNER}, or add "
-                "--mode confidence."
+                f"mode {rules.default.mode!r} needs vLLM's runner V2 on a GPU: unset {RUNNER}, or "
+                "add --mode confidence."
             )
-        rules = check_rules(model_dir, options, revision)
         return suited | drafting_options(model_dir, rules, options.get("num_drafts"), revision)
     if on_v2:
         from exitserve.engine.layers.branches import can_branch_in_graphs

@@ -27,7 +27,6 @@ from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
-from exitserve.engine.options import DRAFTING, options_of
 from exitserve.engine.state import EngineState, state_of
 from exitserve.screens import Screens, load_screens
 
@@ -43,11 +42,10 @@ class MultiExitMixin:
             refuse_unsupported(vllm_config)
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._head = self._exit_head(vllm_config, parent.compute_logits)
-        path = options_of(vllm_config).get("exit_path")
         self.host: HostLoop | None = None
         self.device: DeviceLoop | None = None
         self.drafting: DraftingLoop | None = None
-        if path == DRAFTING:
+        if self._state.rules.num_drafts:
             segments = self._make_segments(vllm_config, screens=self._head.screens, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)

@@ -20,6 +20,7 @@ from exitserve.policy import (
     BY_CONFIDENCE,
     EXACT,
     MODES,
+    NEVER,
     NUM_DRAFTS,
     TRANSFERABLE,
     ExitPolicy,
@@ -37,7 +38,6 @@ OPTIONS = (
     "eos_threshold",
     "exit_checks",
     "exits_up_to",
-    "exit_path",
     "num_drafts",
 )
 QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
@@ -47,18 +47,10 @@ PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 """How vLLM's configuration names what follows the batch of runner V1."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
-DRAFTING = "drafting"
 EARLY_EXIT: tuple[Mode, ...] = ("off", "confidence", "fixed")
-LOOPS: dict[str, tuple[Mode, ...]] = {
-    "host": EARLY_EXIT,
-    "masked": EARLY_EXIT,
-    "device": EARLY_EXIT,
-    DRAFTING: ("off", *EXACT),
-}
-"""How passes run, and the modes that each way serves. "host": rows that still run, alone (CPUs);
-"masked": all rows, as a plain yardstick; "device": all rows, and the device decides who exits
-(GPUs); "drafting": the first layers draft several tokens, which full depth judges. Which one it is
-follows from the server's mode (`exitserve.engine.launch.suit_runner`)."""
+DRAFTING: tuple[Mode, ...] = ("off", *EXACT)
+"""The modes that requests may ask for, by how the server's passes run: rows leave early, or the
+first layers draft. The server's own mode decides it."""
 
 
 def has_fixed_activation_scales(quantisation: Any) -> bool:
@@ -92,23 +84,47 @@ def make_rules(
     num_layers = num_layers_of(config)
     layers = options.get("exit_layers")
     exit_layers = check_exit_layers(block.exit_layers if layers is None else layers, num_layers)
-    eos = options.get("eos_threshold")
-    loop = None
-    if options.get("exit_path") is not None:  # else it is not known yet
-        loop = choose(options, "exit_path", tuple(LOOPS))
-    if loop == DRAFTING:
-        exit_layers = exit_layers[:1]
-    wanted = choose(options, "exit_checks", EXIT_CHECKS)
-    screens = None if wanted == ALL else block.screens_file
-    checks = ALL if screens is None else SCREENED
+    rules, promised = _rules_at(exit_layers, config, options, block)
+    default = _default_policy(rules, options, promised)
+    mode = options.get("mode") or default.mode
+    num_drafts, exits_up_to = _num_drafts(options, mode, exit_layers), _exits_up_to(options, mode)
+    if num_drafts:  # by the layers up to the first exit that has a threshold
+        used = [one for one in exit_layers if default.thresholds_at(one)[0] < NEVER]
+        rules, _ = _rules_at(tuple(used[:1]) or exit_layers[:1], config, options, block)
+    rules = replace(
+        rules,
+        default=default,
+        modes=DRAFTING if num_drafts else EARLY_EXIT,
+        num_drafts=num_drafts,
+        exits_up_to=exits_up_to,
+    )
+    return _transferring(rules) if transfers else rules
+
+
+def _rules_at(
+    exit_layers: tuple[int, ...],
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    block: MultiExit,
+) -> tuple[ExitRules, list[str]]:
+    """Rules with these exit layers, by which every mode could be served, and the modes whose
+    calibration holds.
+
+    Args:
+        exit_layers: the server's.
+        config: the checkpoint's `config.json`.
+        options: the server's.
+        block: the checkpoint's.
+    """
+    eos, num_layers = options.get("eos_threshold"), num_layers_of(config)
+    screens = None if choose(options, "exit_checks", EXIT_CHECKS) == ALL else block.screens_file
     found = block.calibration
-    other_checks = found is not None and found.exit_checks != checks
+    other_checks = found is not None and found.exit_checks != (ALL if screens is None else SCREENED)
     calibration, promised = _as_served(
         found, exit_layers, num_layers, void=eos is not None or other_checks
     )
     rules = ExitRules(
-        exits_up_to=_exits_up_to(options),
-        modes=MODES if loop is None else LOOPS[loop],
+        modes=MODES,
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
@@ -117,10 +133,7 @@ def make_rules(
         screens_file=screens,
         calibration=calibration,
     )
-    mode = options.get("mode") or _default_policy(rules, options, promised).mode
-    rules = replace(rules, num_drafts=_num_drafts(options, mode, exit_layers))
-    rules = replace(rules, default=_default_policy(rules, options, promised))
-    return _transferring(rules) if transfers else rules
+    return rules, promised
 
 
 def _transferring(rules: ExitRules) -> ExitRules:
@@ -160,11 +173,18 @@ def _num_drafts(options: Mapping[str, Any], mode: str, exit_layers: tuple[int, .
     return count
 
 
-def _exits_up_to(options: Mapping[str, Any]) -> int | None:
+def _exits_up_to(options: Mapping[str, Any], mode: str) -> int | None:
     """See `ExitRules.exits_up_to`."""
     most = options.get("exits_up_to")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+    if most is None:
+        return None
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ExitServeError(f"exits_up_to must be a whole number of at least 1, not {most!r}.")
+    if mode in EXACT:
+        raise ExitServeError(
+            f"exits_up_to belongs to exits that skip layers, not to mode {mode!r}, which drafts as "
+            "many tokens as pay for the size of the batch; leave it out, or add --mode confidence."
+        )
     return most
 
 

@@ -16,7 +16,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import DRAFTING, KEY
+from exitserve.engine.options import KEY
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
@@ -169,8 +169,7 @@ def serve(args: argparse.Namespace) -> int:
     rules = check_rules(args.model, ours["additional_config"][KEY], args.revision)
     prepare_environment()
     ours = suit_runner(ours, args.model, args.revision)
-    drafts = ours["additional_config"][KEY].get("exit_path") == DRAFTING
-    if rules.exit_layers and not drafts:
+    if rules.exit_layers and not rules.num_drafts:
         reject_unsupported_quantisation(config)
     served = ours["additional_config"][KEY]
     check_rules(args.model, served, args.revision)
@@ -187,7 +186,7 @@ def serve(args: argparse.Namespace) -> int:
     check_shadow_rate(args.shadow_rate, rules, vllm_args)
     vllm_args.shadow_rate, vllm_args.playground = args.shadow_rate, args.playground
     vllm_args.engine_end = end = EngineEnd()
-    reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=drafts)
+    reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=rules.num_drafts > 0)
     add_engine_options(vllm_args, ours)
     try:
         # vLLM's own command: it starts as many engines and API processes as its flags say.

@@ -267,7 +267,7 @@ def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
         "this model has no exit layers, so nothing exits": not rules.exit_layers,
         "--mode verify already verifies every token at full depth": rules.default.mode == "verify",
         "servers that draft on a GPU, as in mode defer, do not support it": (
-            rules.num_drafts > 0 and "confidence" not in rules.modes
+            rules.num_drafts > 0 and runs_on_v2()
         ),
         "it needs log-probabilities, which --max-logprobs 0 forbids": vllm_args.max_logprobs == 0,
         "it compares raw logits, which --logprobs-mode "

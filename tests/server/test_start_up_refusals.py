@@ -57,6 +57,7 @@ FLAGS = [
     ("--mode defer --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     ("--mode verify --exit-threshold 0.5 --num-drafts 0", "num_drafts", "from 1 to 64"),
     ("--exits-up-to 0", "exits_up_to", "at least 1"),
+    ("--mode defer --exit-threshold 0.5 --exits-up-to 4", "exits_up_to", "--mode confidence"),
     (
         "--mode verify --exit-threshold 0.5 --logits-processors a:B",
         "--logits-processors",
@@ -128,7 +129,6 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks screened",
-        "--exit-threshold 0.5 --num-drafts 4",
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
     ],
 )

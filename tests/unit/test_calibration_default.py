@@ -54,7 +54,6 @@ def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin"
         # Not by itself where it would promise nothing, or cannot be served.
         (config(), {"exit_layers": [3, 6]}, "off"),
         (config(layers=10), {}, "off"),
-        (config("defer"), {"exit_path": "device"}, "off"),
     ],
 )
 def test_the_default(model: dict[str, Any], options: dict[str, Any], mode: str) -> None:
@@ -77,10 +76,11 @@ def test_the_default(model: dict[str, Any], options: dict[str, Any], mode: str) 
 def test_with_exact_keys_and_values_the_deepest_exits_may_be_left_out(
     options: dict[str, Any], mode: str
 ) -> None:
-    default = make_rules(config("defer"), options).default
-    assert default.mode == mode
+    rules = make_rules(config("defer"), options)
+    assert rules.default.mode == mode
     if mode == "defer":
-        assert default.thresholds_at(6)[0] == 0.8
+        assert rules.default.thresholds_at(6)[0] == 0.8
+        assert rules.exit_layers == (6,), "the first that has a threshold drafts"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,6 @@ def test_with_exact_keys_and_values_the_deepest_exits_may_be_left_out(
         ({"exit_threshold": "auto"}, "defer", 0.8),
         # Approximate keys and values of tokens that would have stopped at 9 are others.
         ({"exit_layers": [6]}, "defer", 0.8),
-        ({"exit_path": "device"}, "confidence", 0.9),
     ],
 )
 def test_a_server_serves_its_own_mode_of_those_calibrated(
@@ -109,7 +108,6 @@ def test_a_server_serves_its_own_mode_of_those_calibrated(
 
 
 def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
-    drafting = {"exit_path": "drafting", "exit_layers": [6]}
     every, screened = config("defer"), config("defer")
     screened["multi_exit"]["calibration"]["exit_checks"] = "screened"
     assert make_rules(screened, {}).default.mode == "off", "its screens are gone"
@@ -117,8 +115,6 @@ def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
     assert make_rules(every, {}).default.mode == "defer"
     assert make_rules(screened, {}).default.mode == "defer"
     assert make_rules(screened, {"exit_checks": "all"}).default.mode == "off"
-    assert make_rules(every, drafting).default.mode == "defer"
-    assert make_rules(screened, drafting).default.mode == "off"
 
 
 def test_a_threshold_of_ones_own_goes_before_it() -> None:

@@ -91,7 +91,7 @@ def test_unknown_fields_are_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, "key", [True]])
 def test_a_trace_is_asked_for_with_true(value: object) -> None:
-    with pytest.raises(ExitServeError, match="exit_trace must be true, false or"):
+    with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
         RULES.policy_for({"exit_trace": value})
 
 
@@ -106,7 +106,7 @@ def test_only_the_server_names_traces() -> None:
     for value in (None, 0, 1, True, False, made, copy.deepcopy(made)):
         check_trace_of_client(value)
     for forged in (["key"], ("key",), json.loads(json.dumps(made))):
-        with pytest.raises(ExitServeError, match="exit_trace must be true, false or"):
+        with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
             check_trace_of_client(forged)
 
 

@@ -10,11 +10,10 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from exitserve.engine.options import (
-    DRAFTING,
     FIXED_SCALES,
     QUANTISED,
     has_fixed_activation_scales,
-    options_of,
+    rules_from,
 )
 
 SUPPORTED_VLLM = "0.32"
@@ -67,7 +66,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     scheme = "none" if vllm_config.quant_config is None else vllm_config.quant_config.get_name()
     declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     # Drafts and their judge are passes of vLLM's own layers, whatever these are made of.
-    drafts = options_of(vllm_config).get("exit_path") == DRAFTING
+    drafts = rules_from(vllm_config).num_drafts > 0
     refusals = {
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "speculative decoding (--speculative-config)": (speculation is not None and not drafts),

@@ -13,7 +13,7 @@ from exitserve.engine.launch import greedy_params
 @pytest.mark.parametrize("mode", ["verify", "defer"])
 def test_as_often_as_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    exits = {"mode": mode, "exit_threshold": 0.5, "exit_path": "drafting", "num_drafts": 3}
+    exits = {"mode": mode, "exit_threshold": 0.5, "num_drafts": 3}
     engine = start_forced_engine(
         model,
         {"confidence": 0.8, "acceptance": 0.9},
