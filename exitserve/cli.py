@@ -63,13 +63,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, **research: Any) -> int:
-    """Runs one command; 2 and one line on standard error for a user's mistake.
+    """Runs one command; see `run`."""
+    return run(build_parser(), argv, **research)
+
+
+def run(parser: argparse.ArgumentParser, argv: list[str] | None = None, **research: Any) -> int:
+    """Parses and runs; returns 2 and writes one line to standard error for a user's mistake.
 
     Args:
-        argv: its arguments; by default the process's.
+        parser: sets `run`.
+        argv: the arguments; by default the process's.
         research: options that have no flag, by name: `RESEARCH` of a command has them.
     """
-    parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not getattr(args, "takes_rest", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")

@@ -71,7 +71,7 @@ def doubt(config: Mapping[str, Any], num_layers: int) -> str | None:
         reason = f"layer {num_layers} was not trained as an exit (those that were: {names})"
     return (
         f"Warning: {reason}. The quality of the first {num_layers} layers is unknown: "
-        f"`exitserve inspect` measures every layer."
+        f"`python -m exitserve_training.inspect` measures every layer."
     )
 
 

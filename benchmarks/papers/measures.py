@@ -75,7 +75,7 @@ def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Meas
 def look(
     folder: Path, data: Sequence[str], fields: Mapping[str, Any] | None = None, rows: int = 100
 ) -> Measured:
-    """The instruments of `exitserve inspect`, without the matrices' inner parts."""
+    """The instruments of `exitserve_training.inspect`, without the matrices' inner parts."""
     settings = InspectionSettings(
         str(folder), list(data), fields or {}, rows=rows, samples=2000, length=128, batch_size=16
     )

@@ -12,7 +12,7 @@ as a model does. A part runs as the engine runs it:
 
 All parts at all numbers of rows are timed in turn, round after round, and the least time of each
 counts: other processes can only add to it. The engine's own work in Python is not timed; it is a
-constant found with benchmarks/profile_step.py.
+constant that was measured once.
 
 Shapes: B rows, D hidden, F feed-forward, H heads, K kv heads, P head size, V vocabulary, C context.
 """

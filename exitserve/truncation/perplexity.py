@@ -1,4 +1,4 @@
-"""The perplexity of a checkpoint on a user's file, as `exitserve inspect` measures it.
+"""The perplexity of a checkpoint on a user's file, as `exitserve_training.inspect` measures it.
 
 Documents are tokenised, each followed by an end-of-sequence token, joined, and cut into windows, of
 which some are drawn. A window's first token is not predicted.

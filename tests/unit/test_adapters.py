@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -216,14 +215,11 @@ def test_a_cache_that_cannot_be_written_to(
 
 COMMANDS = {
     "serve": "",
-    "plan": "--device h200",
     "bench": "--out OUT",
     "calibrate": "--data FILE",
     "eval": "--data FILE --out OUT",
-    "trace": "--prompt a --out OUT/trace.json",
     "truncate": "--layers 3 --out OUT",
     "import": "--exit-layers 2 --out OUT",
-    "inspect": "--data FILE --out OUT",
 }
 
 
@@ -238,15 +234,11 @@ def test_commands_take_it(
     assert "no adapter directory at 'nowhere'" in capsys.readouterr().err
 
 
-def test_its_exits_are_planned_and_cut(
+def test_its_exits_are_cut(
     base: Path, make_adapter: MakeAdapter, merged_cache: Path, tmp_path: Path
 ) -> None:
     adapter, out = make_adapter(base, exits=(3, 5)), tmp_path / "out"
     more = ["--adapter", str(adapter), "--out", str(out)]
-    assert main(["plan", str(base), "--device", "h200", *more]) == 0
-    assert json.loads((out / "report.json").read_text())["declared"]["layers"] == [3, 5]
-    assert not merged_cache.exists(), "a plan needs no weights"
-    shutil.rmtree(out)
     assert main(["truncate", str(base), "--layers", "4", *more]) == 0
     block, tensors = read_multi_exit(out), tensors_of(out)
     assert block is not None and block.exit_layers == (3,)

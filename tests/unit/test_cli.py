@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from exitserve.cli import main
-
-COMMANDS = ("serve", "plan", "bench", "calibrate", "eval", "trace", "truncate", "demo", "train")
+from exitserve.cli import build_parser, main
 
 
 def _fails(capsys, *argv: str) -> str:
@@ -27,6 +26,31 @@ def checkpoint(tmp_path: Path):
         return str(tmp_path)
 
     return make
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+COMMANDS = tuple(commands())
+
+
+def test_the_command_line_does_not_grow() -> None:
+    """A new argument takes the place of another, or of the default that nobody changes."""
+    arguments = {
+        (name, action.dest)
+        for name, parser in commands().items()
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    }
+    assert len(COMMANDS) <= 10
+    assert len(arguments) <= 95
+
+
+def test_options_without_a_flag_are_known(capsys) -> None:
+    with pytest.raises(AssertionError, match="no_such_option"):
+        main(["plan", "nowhere"], no_such_option=1)
 
 
 def test_help_names_every_command(capsys) -> None:

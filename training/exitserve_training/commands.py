@@ -1,4 +1,4 @@
-"""The commands of this package; `train` itself. Light to import.
+"""The command `exitserve train`. Light to import.
 
 What is heavy is imported when a command runs.
 """
@@ -12,8 +12,6 @@ import time
 from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.command import add_classify
-from exitserve_training.inspect.command import add_inspect
 from exitserve_training.recipe_help import RECIPE_HELP
 
 if TYPE_CHECKING:
@@ -28,9 +26,7 @@ _STOPPED = 128 + 15
 
 
 def add_commands(subparsers: Subparsers) -> None:
-    """Adds `train`, `inspect` and `classify` to the `exitserve` command line."""
-    add_inspect(subparsers)
-    add_classify(subparsers)
+    """Adds `train` to the `exitserve` command line."""
     parser = subparsers.add_parser(
         "train",
         help="fine-tune or pretrain a decoder with several exits",

@@ -75,7 +75,6 @@ _ONLY_FOR = {
     "text_field": ("text", "labelled"),
     "pair_field": ("labelled",),
     "label_field": ("labelled",),
-    "labels": ("labelled",),
     "columns": ("labelled",),
     "max_rows": ("labelled", "images"),
     "augment": ("images",),
@@ -119,8 +118,6 @@ class DataRecipe(Strict):
     """Of `labelled` rows: the column of a second text, where two are classified together."""
     label_field: str = "label"
     """Of `labelled` rows: the column of the class."""
-    labels: Literal["classes", "numbers"] = "classes"
-    """`numbers`: the column holds scores to come near to (STS-B), not classes."""
     columns: list[str] | None = None
     """Of `labelled` .tsv and .csv files without a header: the names of their columns."""
     augment: bool = True

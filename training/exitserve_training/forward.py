@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import OutputHead, layer_quality, weighted_layer_squares
+from exitserve_training.losses import OutputHead, layer_quality
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
@@ -45,11 +45,9 @@ class Quality:
     """What evaluation finds in one batch."""
 
     losses: dict[int, Tensor]
-    """Depth to mean cross-entropy, nats per token, or per input of a classifier; of a regression
-    the mean squared error."""
+    """Depth to mean cross-entropy, nats per token, or per input of a classifier."""
     accuracies: dict[int, Tensor]
-    """Depth to the share of positions whose most likely token or class is right; empty of a
-    regression."""
+    """Depth to the share of positions whose most likely token or class is right."""
     tokens: Tensor
     """How many tokens or inputs those means are over."""
     metrics: Metrics
@@ -199,11 +197,10 @@ class MultiExitForward:
         losses: dict[int, Tensor] = {}
         accuracies: dict[int, Tensor] = {}
         for layer in self.eval_layers:
-            head, states = own.get(layer, self.head), batch.hidden[layer]
-            if batch.labels.is_floating_point():
-                losses |= weighted_layer_squares({layer: states}, head, batch.labels, {layer: 1})[1]
-            else:
-                losses[layer], accuracies[layer] = layer_quality(states, head, batch.labels)
+            head = own.get(layer, self.head)
+            losses[layer], accuracies[layer] = layer_quality(
+                batch.hidden[layer], head, batch.labels
+            )
         tokens = (batch.labels != IGNORED).sum()
         return Quality(losses, accuracies, tokens, self.objectives.measure(batch))
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exitserve.errors import ExitServeError, nearest
-
-WEIGHT_SCHEMES = ("linear", "uniform")
+from exitserve.errors import ExitServeError
 
 
 def counted_layers(num_layers: int, exit_layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -40,24 +38,14 @@ def layer_weights(layers: Sequence[int], weights: str | Sequence[float] = "linea
     and is used as it is, not rescaled.
 
     Raises:
-        ExitServeError: unknown scheme, wrong number of weights, or a weight that is negative.
+        ExitServeError: a weight is negative, or all are zero.
     """
+    if weights == "linear":
+        total = sum(layers)
+        return [layer / total for layer in layers]
     if isinstance(weights, str):
-        if weights == "linear":
-            total = sum(layers)
-            return [layer / total for layer in layers]
-        if weights == "uniform":
-            return [1.0 / len(layers)] * len(layers)
-        raise ExitServeError(
-            f"weights {weights!r} is unknown; allowed: {', '.join(WEIGHT_SCHEMES)}, or one number "
-            f"per counted layer.{nearest(weights, WEIGHT_SCHEMES)}"
-        )
+        return [1.0 / len(layers)] * len(layers)
     values = [float(weight) for weight in weights]
-    if len(values) != len(layers):
-        raise ExitServeError(
-            f"weights has {len(values)} numbers, but {len(layers)} layers count: "
-            f"{list(layers)}; give one weight for each."
-        )
     if any(not value >= 0.0 for value in values) or not sum(values) > 0.0:
         raise ExitServeError(f"weights {values} must be non-negative and not all zero.")
     return values

@@ -1,7 +1,8 @@
 """The parts of a model that training needs: decoders, masked encoders, and classifiers.
 
 Decoders are taken apart as serving does it (`exitserve.decoder`). Encoders and classifiers can be
-trained with several exits too, and classifiers run with early exit (`exitserve classify`).
+trained with several exits too, and classifiers run with early exit
+(`exitserve_training.classification`).
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
     return {
         str(layer): LayerQuality(
             loss=metrics[f"eval_loss_layer_{layer}"],
-            perplexity=metrics.get(f"eval_perplexity_layer_{layer}"),
-            accuracy=metrics.get(f"eval_accuracy_layer_{layer}"),
+            perplexity=metrics[f"eval_perplexity_layer_{layer}"],
+            accuracy=metrics[f"eval_accuracy_layer_{layer}"],
         )
         for layer in trainer.eval_layers
     }

@@ -62,9 +62,6 @@ from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, Nex
 from exitserve_training.tokenization import load_tokenizer, with_padding
 from exitserve_training.watching import stopped_by_term
 
-NUMBER = "number"
-"""What the one output of a regression is called in `config.json`."""
-
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -260,9 +257,7 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
 
 
 def _label_names(data: datasets.DatasetDict) -> list[str]:
-    """The classes, or one name for the number that a regression predicts."""
-    labels = data["train"].features["labels"]
-    return list(labels.names) if isinstance(labels, datasets.ClassLabel) else [NUMBER]
+    return list(data["train"].features["labels"].names)
 
 
 def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:

@@ -17,7 +17,6 @@ from exitserve_training.classification.labelled import (
     class_numbers,
     encode_images,
     encode_texts,
-    label_numbers,
     load_split_examples,
 )
 from exitserve_training.folder import OWN_CHATS
@@ -144,19 +143,15 @@ def _read_labelled(
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
     sides = {"train": train, "validation": held_out}
-    if recipe.data.labels == "numbers":
-        names = None
-        labels: dict[str, Any] = {name: label_numbers(side) for name, side in sides.items()}
-    else:
-        names = class_names(train, _model_classes(recipe, setup))
-        labels = {name: class_numbers(side, names) for name, side in sides.items()}
+    names = class_names(train, _model_classes(recipe, setup))
     if tokenizer is None:
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
         tokenizer = _trained_tokenizer(recipe, texts, setup.task)
     length = recipe.data.sequence_length
     encoded = {
-        name: encode_texts(side, labels[name], tokenizer, length) for name, side in sides.items()
+        name: encode_texts(side, class_numbers(side, names), tokenizer, length)
+        for name, side in sides.items()
     }
     return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
 
@@ -171,11 +166,9 @@ def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datase
 
 
 def _with_names(
-    sides: dict[str, datasets.Dataset], names: Sequence[str] | None
+    sides: dict[str, datasets.Dataset], names: Sequence[str]
 ) -> dict[str, datasets.Dataset]:
-    """Makes the class names part of the data, where resumed runs find them; None: numbers."""
-    if names is None:
-        return sides
+    """Makes the class names part of the data, where resumed runs find them."""
     classes = datasets.ClassLabel(names=list(names))
     return {name: side.cast_column("labels", classes) for name, side in sides.items()}
 

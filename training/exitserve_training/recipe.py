@@ -20,7 +20,6 @@ from exitserve_training.objectives.aligned.options import AlignedOptions
 from exitserve_training.objectives.registry import (
     OBJECTIVES,
     AnyObjective,
-    check_numbers,
     check_objectives,
 )
 from exitserve_training.strict import Strict
@@ -155,8 +154,6 @@ class Recipe(Strict):
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
         check_objectives(self.objectives, self.data.is_classification)
-        if self.data.labels == "numbers":
-            check_numbers(self.objectives)
         if self.data.is_classification:
             self._check_classifier()
         if self.exit_aware is not None and self.exit_layers == []:

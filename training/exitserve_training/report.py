@@ -18,11 +18,9 @@ class LayerQuality:
     """How well one depth predicts the held-out text."""
 
     loss: float
-    """Mean cross-entropy, nats per token (or per input of a classifier); of a regression the mean
-    squared error."""
-    perplexity: float | None
-    """None of a regression, like `accuracy`."""
-    accuracy: float | None
+    """Mean cross-entropy, nats per token (or per input of a classifier)."""
+    perplexity: float
+    accuracy: float
     """Share of tokens, or of inputs, whose most likely token or class is the right one."""
 
 
@@ -105,13 +103,7 @@ class TrainingReport:
         """What the targets are."""
         return "row" if self.says == "class" else "token"
 
-    @property
-    def _is_regression(self) -> bool:
-        return self.last_layer.accuracy is None
-
     def _headers(self) -> list[str]:
-        if self._is_regression:
-            return ["depth", "mean squared error", "before training"]
         perplexity = [] if self.says == "class" else ["perplexity", "before training"]
         accuracy = ["accuracy", "before training"]
         return ["depth", f"loss (nats/{self._unit})", *perplexity, *accuracy]
@@ -121,12 +113,9 @@ class TrainingReport:
         for depth, after in self.layers.items():
             before = self.initial_layers.get(depth)
             row = [f"{depth} of {self.num_layers}", f"{after.loss:.4f}"]
-            if self._is_regression:
-                row.append(f"{before.loss:.4f}" if before else "")
-            elif self.says != "class":
+            if self.says != "class":
                 row += _both(after.perplexity, before.perplexity if before else None, ".2f")
-            if not self._is_regression:
-                row += _both(after.accuracy, before.accuracy if before else None, ".1%")
+            row += _both(after.accuracy, before.accuracy if before else None, ".1%")
             rows.append(row)
         return rows
 

@@ -25,8 +25,7 @@ class TaskBatch:
     inputs: dict[str, Tensor]
     """For the model's body."""
     labels: Tensor
-    """[B, S], the target of each position; -100 where there is none. Floats are numbers to come
-    near to, integers tokens or classes."""
+    """[B, S], the token or class of each position; -100 where there is none."""
     mask: Tensor
     """Bool [B, S]: positions that exist, as opposed to padding."""
 
@@ -72,7 +71,7 @@ class MaskedToken(TaskInputs):
 
 
 class ClassOfText(TaskInputs):
-    """The first position predicts the class of the text, or its number."""
+    """The first position predicts the class of the text."""
 
     def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
         """See `TaskInputs`."""
@@ -101,9 +100,7 @@ class ClassOfImage(TaskInputs):
 
 
 def _class_batch(inputs: dict[str, Tensor], labels: Tensor) -> TaskBatch:
-    labels = labels.reshape(-1, 1)
-    if not labels.is_floating_point():
-        labels = labels.long()
+    labels = labels.reshape(-1, 1).long()
     return TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool))
 
 

@@ -287,8 +287,7 @@ class MultiExitTraining(MultiExitCheckpoints):
     ) -> dict[str, float]:
         """Loss (nats per token) and perplexity at every exit layer and the last layer.
 
-        Objectives other than cross-entropy report their own metrics too. Of a regression the loss
-        is the mean squared error, and there is neither perplexity nor accuracy.
+        Objectives other than cross-entropy report their own metrics too.
         """
         start = time.perf_counter()
         model = self.model_wrapped if self.is_fsdp_enabled else self.language_model
@@ -363,7 +362,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         metrics = {f"{prefix}_loss": means[f"loss_layer_{self.eval_layers[-1]}"]}
         for name, mean in means.items():
             metrics[f"{prefix}_{name}"] = mean
-            if name.startswith("loss_layer_") and name.replace("loss", "accuracy", 1) in means:
+            if name.startswith("loss_layer_"):
                 # The loss of an untrained layer can be too large for exp.
                 perplexity = math.exp(mean) if mean < 700.0 else math.inf
                 metrics[f"{prefix}_{name.replace('loss', 'perplexity', 1)}"] = perplexity

@@ -11,7 +11,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from exitserve.cli import main
+from exitserve.cli import run
+from exitserve_training.classification.command import build_parser
 from exitserve_training.classification.early_exit import EarlyExitClassifier
 from exitserve_training.models import load_model
 
@@ -74,9 +75,9 @@ def test_early_exit_is_each_row_alone(kind: str, text_model: Path, image_model: 
 def test_classify_reports_and_predicts(
     text_model: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["classify", str(text_model), "--data", str(reviews), "--text-field", "sentence"]
+    command = [str(text_model), "--data", str(reviews), "--text-field", "sentence"]
     command += ["--exit-threshold", "0.9,1", "--batch-size", "50", "--repeats", "2"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert run(build_parser(), [*command, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     early, never = report["thresholds"]
     assert sum(early["exits"].values()) == report["inputs"] == 600
@@ -115,8 +116,8 @@ def test_classify_names_mistakes(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["classify", str(text_model), "--data", str(reviews), "--text-field", "sentence"]
-    assert main([*command, "--out", str(tmp_path / "out"), *arguments]) == 2
+    command = [str(text_model), "--data", str(reviews), "--text-field", "sentence"]
+    assert run(build_parser(), [*command, "--out", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

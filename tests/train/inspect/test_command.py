@@ -1,4 +1,4 @@
-"""`exitserve inspect` on checkpoints whose answers are known, and on every kind of model."""
+"""Inspections of checkpoints whose answers are known, and on every kind of model."""
 
 import json
 import math
@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exitserve.cli import main
+from exitserve.cli import run
+from exitserve_training.inspect.command import build_parser
 from exitserve_training.inspect.generation import cut_to
 from exitserve_training.inspect.inspection import InspectionSettings, inspect
 
@@ -87,9 +88,9 @@ def test_writes_json_page_and_pictures(
     bundled: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["inspect", str(bundled), "--data", str(book), "--rows", "8", "--out", str(out)]
+    command = [str(bundled), "--data", str(book), "--rows", "8", "--out", str(out)]
     command += ["--sequence-length", "64", "--prompts", "2", "--new-tokens", "12"]
-    assert main([*command, "--sentence-model", str(bundled)]) == 0
+    assert run(build_parser(), [*command, "--sentence-model", str(bundled)]) == 0
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["schema_version"] == 1
     assert report["exit_layers"] == [6, 12, 18]
@@ -131,8 +132,8 @@ def test_mistakes_are_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["inspect", str(bundled), "--data", str(book), "--rows", "2"]
-    assert main([*command, "--out", str(tmp_path / "out"), *arguments]) == 2
+    command = [str(bundled), "--data", str(book), "--rows", "2"]
+    assert run(build_parser(), [*command, "--out", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

@@ -1,4 +1,4 @@
-"""The measures of `exitserve inspect` against literal formulas and values known by hand.
+"""The measures of inspections against literal formulas and values known by hand.
 
 N samples, D hidden, L layers.
 """
@@ -20,7 +20,7 @@ from exitserve_training.inspect.condensation import Condensation, trend
 from exitserve_training.inspect.probe import _logistic_regression, linear_probe, minimal_depth
 from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines, nc1
 from exitserve_training.inspect.text_quality import diversity
-from exitserve_training.losses.reference import spread
+from exitserve_training.losses import mean_cosine
 
 # Sums of some thousands of float64 numbers of size 1, in another order.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -127,7 +127,7 @@ def test_condensation_equals_literal_pairs(block: int, monkeypatch: pytest.Monke
     found = measured(states.masked_fill(~mask[..., None], math.nan), mask, bins=20)
     assert found.sequences() == {1: 2}
     np.testing.assert_allclose(found.histograms()[0], np.mean(histograms, 0), atol=1e-12)
-    expected = spread.mean_cosine(states, mask=mask)
+    expected = mean_cosine(states, mask=mask)
     torch.testing.assert_close(torch.tensor(found.means()[1]), expected, **CLOSE)
 
 

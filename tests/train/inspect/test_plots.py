@@ -1,4 +1,4 @@
-"""The figures of `exitserve inspect`: they can be drawn, and say what their axes are."""
+"""The figures of inspections: they can be drawn, and say what their axes are."""
 
 import io
 from collections.abc import Callable

@@ -188,7 +188,7 @@ def test_without_exits_every_depth_is_tried_and_doubted(
     assert read_config(tmp_path / "fit")["num_hidden_layers"] == 7
     printed = capsys.readouterr().out
     assert "Warning: this checkpoint names no exits" in printed
-    assert "exitserve inspect" in printed
+    assert "exitserve_training.inspect" in printed
     assert "never trained to follow this depth" in (tmp_path / "fit/README.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The `classify` command. Light to import: torch is loaded once the arguments are known."""
+"""The command. Light to import: torch is loaded once the arguments are known."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
 stops at the first exit layer where it is confident enough, and the others go on without it.
 Writes predictions.jsonl, report.json, report.md and a plot, with the time of the full model on
-the same batches beside it. A regression (data.labels=numbers) has no confidence to stop by: it is
-scored by Pearson's and Spearman's correlations at each depth."""
+the same batches beside it."""
 _EXAMPLES = """\
 examples:
   a table of texts with their classes, at two thresholds:
-    exitserve classify runs/sst2 --data test.tsv --text-field sentence \\
+    python -m exitserve_training.classification runs/sst2 --data test.tsv --text-field sentence \\
       --exit-threshold 0.9,0.97 --out runs/sst2-exits
   images in folders named after their classes:
-    exitserve classify runs/vit --data images/test --exit-threshold 0.9 --out runs/vit-exits
+    ... runs/vit --data images/test --exit-threshold 0.9 --out runs/vit-exits
   texts without classes: only predictions, no accuracy:
-    exitserve classify runs/sst2 --data reviews.jsonl --exit-threshold 0.9 --out runs/reviews
+    ... runs/sst2 --data reviews.jsonl --exit-threshold 0.9 --out runs/reviews
 """
 
 
-def add_classify(subparsers: Any) -> None:
-    """Adds `classify` to the subparsers of the command line."""
-    parser = subparsers.add_parser(
-        "classify",
-        help="run a classifier with early exit",
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m exitserve_training.classification",
         description=_HELP,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,10 +55,11 @@ def add_classify(subparsers: Any) -> None:
     parser.add_argument("--limit", type=int, help="only so many inputs, spread over all")
     add_data_arguments(parser)
     parser.set_defaults(run=_classify)
+    return parser
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for labelled data, which `classify` and `inspect` share."""
+    """Adds the arguments for labelled data, which inspections take too."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, nargs="+", metavar="FILE", help="files, globs, or image folders"
@@ -104,7 +103,6 @@ def _classify(args: argparse.Namespace) -> int:
             raise ExitServeError(f"--{option.replace('_', '-')} {value} must be at least 1.")
     layers = numbers(args.exit_layers, "--exit-layers", int) if args.exit_layers else None
     from exitserve_training.classification.evaluation import ClassificationSettings
-    from exitserve_training.models import check_model
 
     settings = ClassificationSettings(
         model=args.model,
@@ -116,26 +114,7 @@ def _classify(args: argparse.Namespace) -> int:
         limit=args.limit,
         fields=data_fields(args),
     )
-    if check_model(args.model, "class").num_labels == 1:
-        if args.exit_threshold is not None:
-            raise ExitServeError(
-                f"'{args.model}' predicts a number, which has no confidence to stop by; leave "
-                f"--exit-threshold out."
-            )
-        return _regress(args, settings)
     return _classify_with_exits(args, settings)
-
-
-def _regress(args: argparse.Namespace, settings: ClassificationSettings) -> int:
-    from exitserve.report import prepare_out_dir, write_report
-    from exitserve_training.classification.regression import HEADERS, markdown, regress, rows
-
-    out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    found = regress(settings)
-    write_report(out, found.report, markdown(found.report), {})
-    found.write_predictions(out / "predictions.jsonl")
-    _print(found.report, HEADERS, rows(found.report), f"Report and predictions: {out}")
-    return 0
 
 
 def _classify_with_exits(args: argparse.Namespace, settings: ClassificationSettings) -> int:

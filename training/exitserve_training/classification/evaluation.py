@@ -1,4 +1,4 @@
-"""`exitserve classify`: a classifier over a file, with early exit beside the full model.
+"""A classifier over a file, with early exit beside the full model.
 
 Both run the same batches in one process, in turn; times are ratios within a round, so that a
 noisy machine hits both.

@@ -1,13 +1,12 @@
 """Inputs with a class: rows of a table with a text (or two), or images in a folder for each class.
 
-What training, `exitserve classify` and `exitserve inspect` read. GLUE's .tsv files are read as
+What training, classification and inspection read. GLUE's .tsv files are read as
 they are: tab-separated, no quoting, with a header or with `columns`.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe
-from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.sources import load_dataset, matching_files, read_table
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -37,7 +35,7 @@ class Examples:
 
     inputs: list[Text] | list[Path]
     classes: list[str]
-    """As the data write them; of a regression, its numbers."""
+    """As the data write them."""
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -136,31 +134,9 @@ def class_numbers(examples: Examples, names: Sequence[str]) -> list[int]:
     return [numbers[name] for name in examples.classes]
 
 
-def label_numbers(examples: Examples) -> list[float]:
-    """What a regression is to predict for each example.
-
-    Raises:
-        ExitServeError: a label is not a finite number.
-    """
-    numbers = []
-    for label in examples.classes:
-        try:
-            number = float(label)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number) or number == IGNORED:
-            raise ExitServeError(
-                f"with data.labels=numbers each label must be a number other than {IGNORED}, "
-                f"which marks none, and one is {label!r}; check data.label_field, or set "
-                f"data.labels=classes."
-            )
-        numbers.append(number)
-    return numbers
-
-
 def encode_texts(
     examples: Examples,
-    labels: Sequence[int] | Sequence[float],
+    labels: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
 ) -> datasets.Dataset:

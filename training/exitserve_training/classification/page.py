@@ -1,4 +1,4 @@
-"""The pages of `exitserve classify`: a table for the terminal, Markdown, and the plot."""
+"""The pages: a table for the terminal, Markdown, and the plot."""
 
 from __future__ import annotations
 

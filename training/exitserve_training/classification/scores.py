@@ -1,7 +1,4 @@
-"""What GLUE scores classifiers by: accuracy, F1 (MRPC, QQP) and Matthews (CoLA).
-
-STS-B's correlations are of a regression, which is not trained here.
-"""
+"""What GLUE scores classifiers by: accuracy, F1 (MRPC, QQP) and Matthews (CoLA)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What hidden states hold, layer by layer: measures and plots of `exitserve inspect`."""
+"""What hidden states hold, layer by layer: measures and plots."""

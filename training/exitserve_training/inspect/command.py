@@ -1,10 +1,9 @@
-"""The `inspect` command. Light to import: torch is loaded once the arguments are known."""
+"""The command. Light to import: torch is loaded once the arguments are known."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
 
 from exitserve.arguments import add_adapter, with_adapter
 from exitserve.checkpoint import read_config
@@ -20,12 +19,12 @@ Writes report.json, report.md and plots."""
 _EXAMPLES = """\
 examples:
   a decoder, on a text:
-    exitserve inspect models/exit-py-19m --data "exitserve/*.py" --out runs/inspect
+    python -m exitserve_training.inspect models/exit-py-19m --data "exitserve/*.py" --out DIR
   what it writes at each exit, and how well that fits (any sentence-embedding model):
-    exitserve inspect MODEL --data book.txt --prompts 20 --sentence-model PATH --out DIR
+    ... MODEL --data book.txt --prompts 20 --sentence-model PATH --out DIR
   a classifier of texts, or of images in folders of their classes:
-    exitserve inspect runs/sst2 --data test.tsv --text-field sentence --out DIR
-    exitserve inspect runs/vit --data images/test --rows 1000 --out DIR
+    ... runs/sst2 --data test.tsv --text-field sentence --out DIR
+    ... runs/vit --data images/test --rows 1000 --out DIR
 """
 
 
@@ -39,11 +38,10 @@ QUICK, THOROUGH = _Amount(50, 1500), _Amount(200, 4000)
 """How much is measured; nearly all of the time is in proportion to it."""
 
 
-def add_inspect(subparsers: Any) -> None:
-    """Adds `inspect` to the subparsers of the command line."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="layer-wise diagnostics of a checkpoint, with plots",
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m exitserve_training.inspect",
         description=_HELP,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,6 +80,7 @@ def add_inspect(subparsers: Any) -> None:
         "--sentence-model", metavar="PATH", help="embeds prompts and texts, for coherence"
     )
     parser.set_defaults(run=_inspect)
+    return parser
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -23,8 +23,7 @@ from scipy import stats
 from torch import Tensor
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses.measures import prepared
-from exitserve_training.losses.tokens import unit_vectors
+from exitserve_training.losses.tokens import counted_states, unit_vectors
 
 BINS = 100
 """Bins of a histogram by default, each 0.02 wide."""
@@ -74,7 +73,7 @@ class Condensation:
             raise ExitServeError(
                 f"depth {depth} is not measured; expected one of {list(self.depths)}."
             )
-        clean, real = prepared(states, mask)
+        clean, real = counted_states(states, mask)
         bad = int((~clean.isfinite()).any(-1).sum())
         if bad:
             raise ExitServeError(

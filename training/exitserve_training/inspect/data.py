@@ -123,11 +123,6 @@ def _classifier_data(
     batch_size: int,
     seed: int,
 ) -> InspectionData:
-    if config.num_labels == 1:
-        raise ExitServeError(
-            f"'{model}' predicts a number, and inspect looks at classes and tokens; "
-            f"`exitserve classify` scores numbers at each depth."
-        )
     recipe = data_from({"format": data_format(config), "files": list(files), **fields})
     examples = read_examples(recipe, recipe.files, recipe.dataset_split)
     order = list(range(len(examples)))

@@ -1,4 +1,4 @@
-"""`exitserve inspect`: all measurements of one checkpoint."""
+"""All measurements of one checkpoint."""
 
 from __future__ import annotations
 

@@ -109,5 +109,5 @@ def _measure(
     tokens = mask if mask.shape[1] else torch.ones_like(hidden[..., 0], dtype=torch.bool)
     assert measured.condensation is not None
     measured.condensation.add(depth, hidden, tokens)
-    ranks = effective_rank(hidden.float(), mask=tokens, reduction="none").sum()
-    measured.ranks[depth] = measured.ranks.get(depth, 0.0) + float(ranks)
+    ranks = float(effective_rank(hidden.float(), mask=tokens)) * len(labels)
+    measured.ranks[depth] = measured.ranks.get(depth, 0.0) + ranks

@@ -1,4 +1,4 @@
-"""The pages of `exitserve inspect`: a table for the terminal, and Markdown with the pictures."""
+"""The pages: a table for the terminal, and Markdown with the pictures."""
 
 from __future__ import annotations
 

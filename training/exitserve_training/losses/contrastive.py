@@ -1,45 +1,21 @@
 """The contrastive losses that SimReg is compared with, as losses of token embeddings.
 
 Paper: SimReg, section 5, "Baselines", which cites the four methods and gives half a sentence to
-each: "SimCSE adopts the contrastive loss on the sentence embedding. CPretrain minimizes the
-similarity distribution. CReg treats each token pair as an independent negative example. SCE
-adopts a weighted similarity via latent distributions." How they were adapted to pretraining it
-does not say. Here each keeps the loss of its own paper, on cosine similarities over a
-temperature, and every docstring says what takes the place of that paper's pairs.
+each. How they were adapted to pretraining it does not say. Here each keeps the loss of its own
+paper, on cosine similarities over a temperature, and every docstring says what takes the place of
+that paper's pairs.
 
-Except for `simcse(level="sequence")` the losses compare the tokens of one sequence, as SimReg
-does. To compare all tokens of a batch, pass it as one row: [1, B * T, D] and [1, B * T].
+All take hidden states [B, T, D], labels [B, T] (next tokens, already shifted; -100 is ignored) and
+a mask, bool [B, T]. All but `simcse` compare the tokens of one sequence, as SimReg does.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-from exitserve.errors import ExitServeError
-from exitserve_training.losses.pairs import (
-    FAR,
-    ZERO,
-    check_temperature,
-    counted_vectors,
-    label_counts,
-    labelled_tokens,
-    log_sum,
-    row_losses,
-    similarities,
-)
-from exitserve_training.losses.tokens import (
-    IGNORED,
-    Reduction,
-    check_choice,
-    check_reduction,
-    reduced,
-    unit_vectors,
-)
-
-Level = Literal["sequence", "token"]
+from exitserve_training.losses.pairs import FAR, ZERO, by_rows, label_counts, log_sum, products
+from exitserve_training.losses.tokens import IGNORED, counted_states, mean_of, unit_vectors
 
 
 def simcse(
@@ -47,10 +23,8 @@ def simcse(
     labels: Tensor,
     *,
     views: Tensor | None = None,
-    level: Level = "sequence",
     temperature: float = 0.05,
     mask: Tensor | None = None,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Unsupervised SimCSE (Gao et al. 2021, eq. 1): a second view of each is its positive.
 
@@ -61,34 +35,19 @@ def simcse(
     count.
 
     Args:
-        embeddings: hidden states [B, T, D].
-        labels: next tokens [B, T], already shifted; -100 is ignored.
-        views: [B, T, D], the same tokens in a second forward pass under another dropout mask.
-            None takes `embeddings` again, which is SimCSE with dropout 0 (its table 3): what is
-            left is the pressure to spread out.
-        level: `"sequence"` compares the rows of the batch, as the paper says; `"token"` the
-            tokens of each sequence.
+        embeddings: hidden states.
+        labels: next tokens.
+        views: [B, T, D], the same tokens under another dropout mask. None takes `embeddings`
+            again, which is SimCSE with dropout 0 (its table 3).
         temperature: tau; 0.05 is SimCSE's.
-        mask: bool [B, T]; tokens where it is False are ignored.
-        reduction: `"none"` gives [B] at level `"sequence"`, else [B, T]; 0 where ignored.
-
-    Raises:
-        ExitServeError: an unknown option, a bad temperature, or shapes that disagree.
+        mask: tokens where it is False are ignored.
     """
-    check_choice("level", level, get_args(Level))
-    counted = _checked(embeddings, labels, mask, temperature, reduction)
-    first = counted_vectors(embeddings, counted)
-    second = _second_view(views, embeddings, counted)
-    if level == "token":
-        losses = _info_nce(
-            unit_vectors(first, ZERO), unit_vectors(second, ZERO), counted, temperature
-        )
-        return reduced(losses, counted, reduction)
+    first, counted = _counted(embeddings, labels, mask)
+    second = first if views is None else _counted(views, labels, mask)[0]
     # The vectors that do not count are zero, and the length of the mean does not matter.
-    first, second = first.mean(dim=1)[None], second.mean(dim=1)[None]
+    first, second = (unit_vectors(one.mean(dim=1)[None], ZERO) for one in (first, second))
     rows = counted.any(dim=1)[None]
-    losses = _info_nce(unit_vectors(first, ZERO), unit_vectors(second, ZERO), rows, temperature)
-    return reduced(losses[0], rows[0], reduction)
+    return mean_of(_info_nce(first, second, rows, temperature), rows)
 
 
 def cpretrain(
@@ -97,7 +56,6 @@ def cpretrain(
     *,
     temperature: float = 0.07,
     mask: Tensor | None = None,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Contrastive pretraining (Neelakantan et al. 2022, section 2): a pair against all others.
 
@@ -105,26 +63,16 @@ def cpretrain(
     cross-entropies of its rows and of its columns, whose targets are the diagonal. The method
     pairs neighbouring pieces of text. Here x is a token and y the next token of the sequence
     with the same label; the other pairs of the sequence are the negatives, those of the same
-    label among them, as the method knows no labels. The mean is over the pairs.
-
-    Args:
-        embeddings: hidden states [B, T, D].
-        labels: next tokens [B, T], already shifted; -100 is ignored.
-        temperature: tau. Trained in the method, fixed here; 0.07 is where CLIP, whose loss it
-            is, starts from.
-        mask: bool [B, T]; tokens where it is False are ignored.
-        reduction: `"none"` gives [B, T]: a pair's loss at its first token, 0 elsewhere.
-
-    Raises:
-        ExitServeError: a bad temperature or reduction, or shapes that disagree.
+    label among them, as the method knows no labels. The mean is over the pairs. The temperature
+    is trained in the method; 0.07 is where CLIP, whose loss it is, starts from.
     """
-    counted = _checked(embeddings, labels, mask, temperature, reduction)
+    vectors, counted = _counted(embeddings, labels, mask)
     partner, paired = _next_of_same_label(labels, counted)
-    first = unit_vectors(counted_vectors(embeddings, counted), ZERO)
+    first = unit_vectors(vectors, ZERO)
     second = first.gather(1, partner[..., None].expand_as(first))
     rows = _info_nce(first, second, paired, temperature)
     columns = _info_nce(second, first, paired, temperature)
-    return reduced((rows + columns) / 2, paired, reduction)
+    return mean_of((rows + columns) / 2, paired)
 
 
 def creg(
@@ -133,7 +81,6 @@ def creg(
     *,
     temperature: float = 0.1,
     mask: Tensor | None = None,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Representation consistency (CReg, Yin et al. 2023): one contrastive term per positive pair.
 
@@ -141,36 +88,23 @@ def creg(
               -log( exp(cos(e_i, e_p) / tau) / sum over j != i of exp(cos(e_i, e_j) / tau) )
 
     P_i are the tokens with the label of i. This is the supervised contrastive loss (Khosla et
-    al. 2020, L_out), in which every pair counts by itself: the averaging over samples that
-    SimReg turns from. CReg's other half, consistent predictions under two dropout masks, acts
-    on the logits and is left out. A token whose label occurs once has no term and does not
-    count in the mean.
-
-    Args:
-        embeddings: hidden states [B, T, D].
-        labels: next tokens [B, T], already shifted; -100 is ignored.
-        temperature: tau; 0.1 is that of Khosla et al.
-        mask: bool [B, T]; tokens where it is False are ignored.
-        reduction: `"none"` gives [B, T], 0 where a token has no term.
-
-    Raises:
-        ExitServeError: a bad temperature or reduction, or shapes that disagree.
+    al. 2020, L_out, temperature 0.1). CReg's other half, consistent predictions under two dropout
+    masks, acts on the logits and is left out. A token whose label occurs once has no term and
+    does not count in the mean.
     """
-    counted = _checked(embeddings, labels, mask, temperature, reduction)
-    vectors = unit_vectors(counted_vectors(embeddings, counted), ZERO)
+    vectors, counted = _counted(embeddings, labels, mask)
+    vectors = unit_vectors(vectors, ZERO)
     others = label_counts(labels, counted) - 1
     position = torch.arange(labels.shape[1], device=labels.device)
 
     def block(start: int, stop: int) -> Tensor:
-        scores = similarities(vectors[:, start:stop], vectors, temperature)
+        scores = products(vectors[:, start:stop], vectors) / temperature
         same = labels[:, start:stop, None] == labels[:, None, :]
         columns = counted[:, None, :] & (position != position[start:stop, None])
         total = scores.masked_fill(~(same & columns), 0.0).sum(dim=-1)
         return log_sum(scores, columns) - total / others[:, start:stop].clamp(min=1)
 
-    anchors = others > 0
-    losses = row_losses(block, labels.shape[1])
-    return reduced(losses, anchors, reduction)
+    return mean_of(by_rows(block, labels.shape[1]), others > 0)
 
 
 def sce(
@@ -182,7 +116,6 @@ def sce(
     temperature: float = 0.1,
     target_temperature: float = 0.07,
     mask: Tensor | None = None,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Similarity contrastive estimation (Denize et al. 2023): predict softened positives.
 
@@ -198,61 +131,41 @@ def sce(
     negatives keeps the first part of w only.
 
     Args:
-        embeddings: hidden states [B, T, D].
-        labels: next tokens [B, T], already shifted; -100 is ignored.
+        embeddings: hidden states.
+        labels: next tokens.
         views: [B, T, D], the tokens from the method's target network; None: `embeddings` again.
         contrast: lambda in 0..1, the method's 0.5; 1 is the contrastive loss alone.
         temperature: tau, the method's 0.1.
         target_temperature: tau_m, the method's 0.07; below tau, so that targets are sharper.
-        mask: bool [B, T]; tokens where it is False are ignored.
-        reduction: `"none"` gives [B, T], 0 where ignored.
-
-    Raises:
-        ExitServeError: an argument out of range, or shapes that disagree.
+        mask: tokens where it is False are ignored.
     """
-    if not 0.0 <= contrast <= 1.0:
-        raise ExitServeError(f"contrast {contrast!r} must be in 0..1, such as 0.5.")
-    check_temperature("target_temperature", target_temperature)
-    counted = _checked(embeddings, labels, mask, temperature, reduction)
-    queries = unit_vectors(counted_vectors(embeddings, counted), ZERO)
-    keys = unit_vectors(_second_view(views, embeddings, counted), ZERO).detach()
+    vectors, counted = _counted(embeddings, labels, mask)
+    queries = unit_vectors(vectors, ZERO)
+    keys = queries if views is None else unit_vectors(_counted(views, labels, mask)[0], ZERO)
+    keys = keys.detach()
     positives = label_counts(labels, counted)
 
     def block(start: int, stop: int) -> Tensor:
         rows = slice(start, stop)
-        scores = similarities(queries[:, rows], keys, temperature)
+        scores = products(queries[:, rows], keys) / temperature
         columns = counted[:, None, :]
         log_p = scores - log_sum(scores, columns)[..., None]
         same = labels[:, rows, None] == labels[:, None, :]
         other = ~same & columns
-        targets = similarities(keys[:, rows], keys, target_temperature)
+        targets = products(keys[:, rows], keys) / target_temperature
         # Without negatives the softmax is over nothing, and made zero after it.
         relation = targets.masked_fill(~other, FAR).softmax(dim=-1).masked_fill(~other, 0.0)
         positive = (same & columns).to(scores.dtype) / positives[:, rows, None].clamp(min=1)
         weights = contrast * positive + (1.0 - contrast) * relation
         return -(weights * log_p).sum(dim=-1)
 
-    return reduced(row_losses(block, labels.shape[1]), counted, reduction)
+    return mean_of(by_rows(block, labels.shape[1]), counted)
 
 
-def _checked(
-    embeddings: Tensor, labels: Tensor, mask: Tensor | None, temperature: float, reduction: str
-) -> Tensor:
-    """Bool [B, T], the counted tokens, after the checks that all losses share."""
-    check_temperature("temperature", temperature)
-    check_reduction(reduction)
-    return labelled_tokens(embeddings, labels, mask)
-
-
-def _second_view(views: Tensor | None, embeddings: Tensor, counted: Tensor) -> Tensor:
-    if views is None:
-        return counted_vectors(embeddings, counted)
-    if views.shape != embeddings.shape:
-        raise ExitServeError(
-            f"views have shape {tuple(views.shape)}, embeddings {tuple(embeddings.shape)}; "
-            f"they must be equal, as they show the same tokens."
-        )
-    return counted_vectors(views, counted)
+def _counted(states: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states of tokens that have a label and are not masked, and which those are [B, T]."""
+    labelled = labels != IGNORED
+    return counted_states(states, labelled if mask is None else labelled & mask)
 
 
 def _info_nce(queries: Tensor, keys: Tensor, counted: Tensor, temperature: float) -> Tensor:
@@ -266,11 +179,11 @@ def _info_nce(queries: Tensor, keys: Tensor, counted: Tensor, temperature: float
     """
 
     def block(start: int, stop: int) -> Tensor:
-        scores = similarities(queries[:, start:stop], keys, temperature)
+        scores = products(queries[:, start:stop], keys) / temperature
         own = scores.diagonal(offset=start, dim1=1, dim2=2)
         return log_sum(scores, counted[:, None, :]) - own
 
-    return row_losses(block, queries.shape[1])
+    return by_rows(block, queries.shape[1])
 
 
 def _next_of_same_label(labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

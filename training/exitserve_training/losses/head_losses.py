@@ -70,11 +70,8 @@ def head_losses(
         chunk_tokens: tokens whose logits may exist at once; None: what suits the device.
 
     Raises:
-        ExitServeError: shapes disagree, `chunk_tokens` is not positive, no reading is given, the
-            teacher is missing, or the head's linear part is more than an `nn.Linear`.
+        ExitServeError: the head's linear part is more than an `nn.Linear`.
     """
-    if not readings:
-        raise ExitServeError("readings is empty; give the tokens of one layer at least.")
     if not isinstance(head.linear, nn.Linear) or type(head.linear).forward is not _LINEAR:
         raise ExitServeError(
             f"the head is a {type(head.linear).__name__}, whose gradients only autograd knows; "
@@ -86,10 +83,10 @@ def head_losses(
         head.linear.unshard()
     weight = head.linear.weight
     chunk = chunk_size(weight.device, len(weight)) if chunk_tokens is None else chunk_tokens
-    if chunk < 1:
-        raise ExitServeError(f"chunk_tokens {chunk} must be at least 1, such as 512.")
     for reading in readings:
-        _check_shapes(reading, teacher)
+        assert reading.hidden.ndim == 2, "states are [N, D]"
+        assert (reading.labels is None) == (reading.cross_entropy is None), "they go together"
+        assert reading.divergence is None or teacher is not None, "divergences need a teacher"
     known = _trainable(head.norm)
     job = Job(head, readings, teacher, chunk, tuple(known), torch.is_grad_enabled())
     states = [reading.hidden for reading in readings]
@@ -104,29 +101,6 @@ def head_losses(
         )
         for reading in readings
     ]
-
-
-def _check_shapes(reading: Reading, teacher: Teacher | None) -> None:
-    hidden = reading.hidden
-    if hidden.ndim != 2:
-        raise ExitServeError(
-            f"hidden states have shape {tuple(hidden.shape)}; expected [N, D], such as "
-            f"hidden.flatten(0, 1)."
-        )
-    for name in ("labels", "cross_entropy", "divergence"):
-        value = getattr(reading, name)
-        if value is not None and value.shape != (len(reading),):
-            raise ExitServeError(
-                f"{name} has shape {tuple(value.shape)}, but {len(reading)} tokens count; "
-                f"expected [{len(reading)}]."
-            )
-    if (reading.labels is None) != (reading.cross_entropy is None):
-        raise ExitServeError("labels and cross_entropy go together; give both or neither.")
-    if reading.divergence is not None and (teacher is None or len(teacher.hidden) != len(hidden)):
-        found = "none" if teacher is None else f"one of {len(teacher.hidden)}"
-        raise ExitServeError(
-            f"divergence needs a teacher of the same {len(hidden)} tokens; there is {found}."
-        )
 
 
 def _trainable(norm: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Comparison of a sequence's tokens with each other, for SimReg and its baselines.
+"""Comparison of a sequence's tokens with each other, for losses over pairs of tokens.
 
 The similarities [T, T] exist for `ROWS` rows at a time and are computed again in backward.
 
@@ -7,15 +7,13 @@ Shapes: B rows (sequences), T tokens, D hidden, R of the T compared at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from exitserve.errors import ExitServeError
-from exitserve_training.losses.tokens import IGNORED, at_least_float32
+from exitserve_training.losses.tokens import IGNORED
 
 ROWS = 256
 """Tokens of each sequence compared at once: B * ROWS * T similarities exist at any moment."""
@@ -28,45 +26,11 @@ FAR = -1e37
 """The score of a pair that is left out: exp of it is 0, and unlike -inf it has a gradient of 0."""
 
 
-def check_temperature(name: str, value: float) -> None:
-    """Raises ExitServeError unless `value` is a temperature at which float32 scores are finite."""
-    if not 1e-6 <= value < math.inf:
-        raise ExitServeError(f"{name} {value!r} must be a number of at least 1e-6, such as 0.01.")
-
-
-def labelled_tokens(embeddings: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool [B, T]: the tokens that have a label and are not masked.
-
-    Raises:
-        ExitServeError: the shapes of embeddings, labels and mask disagree, or hold no token.
-    """
-    if embeddings.dim() != 3 or embeddings.shape[:2] != labels.shape or not embeddings.numel():
-        raise ExitServeError(
-            f"embeddings of shape {tuple(embeddings.shape)} do not fit labels of shape "
-            f"{tuple(labels.shape)}; expected [B, T, D] and [B, T], with at least one token."
-        )
-    counted = labels != IGNORED
-    if mask is None:
-        return counted
-    if mask.shape != labels.shape:
-        raise ExitServeError(
-            f"mask has shape {tuple(mask.shape)}, labels {tuple(labels.shape)}; they must be equal."
-        )
-    return counted & mask.bool()
-
-
-def counted_vectors(embeddings: Tensor, counted: Tensor) -> Tensor:
-    """The embeddings in at least float32, zero (with zero gradient) where not counted."""
-    wide = at_least_float32(embeddings)
-    # Filled, not multiplied: padding may hold NaN, and 0 * NaN is NaN.
-    return wide.masked_fill(~counted[..., None], 0.0)
-
-
-def similarities(rows: Tensor, columns: Tensor, temperature: float) -> Tensor:
-    """Inner products / temperature of rows [B, R, D] with columns [B, T, D]: [B, R, T]."""
+def products(rows: Tensor, columns: Tensor) -> Tensor:
+    """Inner products of rows [B, R, D] with columns [B, T, D]: [B, R, T]."""
     # bfloat16 products of unit vectors are off by 2^-8, at temperature 0.01 by 0.4: no autocast.
     with torch.autocast(rows.device.type, enabled=False):
-        return rows @ columns.transpose(1, 2) / temperature
+        return rows @ columns.transpose(1, 2)
 
 
 def log_sum(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -74,8 +38,8 @@ def log_sum(scores: Tensor, chosen: Tensor) -> Tensor:
     return scores.masked_fill(~chosen, FAR).logsumexp(dim=-1)
 
 
-def row_losses(block: Callable[[int, int], Tensor], tokens: int) -> Tensor:
-    """Returns [B, T] from `block(start, stop)`, the losses [B, stop - start] of some rows.
+def by_rows(block: Callable[[int, int], Tensor], tokens: int) -> Tensor:
+    """Returns [B, T] from `block(start, stop)`, numbers [B, stop - start] of some rows.
 
     Backward runs each block again (it must be deterministic) instead of keeping its [B, R, T].
     """

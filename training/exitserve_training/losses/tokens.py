@@ -1,40 +1,21 @@
-"""Shared by losses of hidden states: which tokens count, precision, directions, reductions.
+"""Shared by losses of hidden states: which tokens count, precision, directions, means.
 
 Shapes: B rows (sequences), T tokens, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
-from exitserve.errors import ExitServeError, nearest
+from exitserve.errors import ExitServeError
 
 IGNORED = -100
 """The label of a token that has no target, as everywhere in Hugging Face."""
 
-Reduction = Literal["mean", "none"]
-
 SHORTEST = 1e-5
 """A vector whose largest entry is smaller has no direction: its unit vector is 0, without
 gradient. A direction's gradient grows as 1/length, so this also keeps it within float16."""
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ExitServeError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ExitServeError(
-            f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}."
-            f"{nearest(str(value), allowed)}"
-        )
-
-
-def check_reduction(value: str) -> None:
-    """Raises ExitServeError unless `value` is a `Reduction`."""
-    check_choice("reduction", value, get_args(Reduction))
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -42,20 +23,21 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def counted_tokens(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns bool [B, T]: which tokens of states [B, T, D] count.
+def counted_states(z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns z, at least float32, with zeros where it does not count; and bool [B, T]: what does.
 
     Raises:
-        ExitServeError: mask is not [B, T].
+        ExitServeError: z is not [B, T, D], or mask is not [B, T].
     """
-    if mask is None:
-        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-    if mask.shape != states.shape[:2]:
+    if z.dim() != 3 or z.numel() == 0 or (mask is not None and mask.shape != z.shape[:2]):
+        masked = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
         raise ExitServeError(
-            f"mask has shape {tuple(mask.shape)}, which does not fit hidden states of shape "
-            f"{tuple(states.shape)}; expected {tuple(states.shape[:2])}."
+            f"hidden states have shape {tuple(z.shape)}, with {masked}; expected [B, T, D], none "
+            f"of them 0, and [B, T]."
         )
-    return mask.bool()
+    counted = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask.bool()
+    # Filled, not multiplied: padding may hold NaN, and 0 * NaN is NaN.
+    return at_least_float32(z).where(counted[..., None], 0.0), counted
 
 
 def unit_vectors(vectors: Tensor, shortest: float = SHORTEST) -> Tensor:
@@ -76,14 +58,6 @@ def unit_vectors(vectors: Tensor, shortest: float = SHORTEST) -> Tensor:
     return scaled / square.masked_fill(absent, 1.0).sqrt()
 
 
-def reduced(values: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
-    """Returns `values` with 0 where not `known` ("none"), or the mean of the known ones ("mean").
-
-    With nothing known the mean is 0, and its gradients are 0.
-
-    Raises:
-        ExitServeError: the reduction is unknown.
-    """
-    check_reduction(reduction)
-    values = values.masked_fill(~known, 0.0)
-    return values if reduction == "none" else values.sum() / known.sum().clamp_min(1)
+def mean_of(values: Tensor, known: Tensor) -> Tensor:
+    """The mean of the known values; of nothing 0, with zero gradients."""
+    return values.masked_fill(~known, 0.0).sum() / known.sum().clamp_min(1)

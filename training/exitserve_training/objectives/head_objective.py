@@ -35,9 +35,10 @@ class HeadTerm:
 class HeadObjective(Objective):
     """A weighted sum of `HeadTerm`s; one of them at most is of a layer."""
 
-    def reads_head(self, batch: LossInputs) -> bool:
-        """Whether it is a sum of terms for such a batch; a regression has neither kind."""
-        return not batch.labels.is_floating_point()
+    @property
+    def reads_head(self) -> bool:
+        """Whether it is a sum of terms, as it was asked for."""
+        return True
 
     @abstractmethod
     def terms(self, step: int) -> Sequence[HeadTerm]:

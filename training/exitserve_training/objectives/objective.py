@@ -29,7 +29,7 @@ class LossInputs:
     hidden: Mapping[int, Tensor]
     """Depth to un-normed hidden states [B, T, D]; those that `Objective.layers` names."""
     labels: Tensor
-    """[B, T], the target of each position; -100 where none. Of a regression numbers, as floats."""
+    """[B, T], the target of each position; -100 where there is none."""
     mask: Tensor
     """Bool [B, T]: tokens, as opposed to padding."""
     classifier: OutputHead
@@ -56,10 +56,6 @@ class LossInputs:
     def counted(self, layer: int) -> Tensor:
         """Bool [B, T]: positions with a label and a state of their own at `layer`."""
         return self.labelled if self.depth is None else self.labelled & self.reached(layer)
-
-    def state(self, layer: int, normed: bool) -> Tensor:
-        """Hidden states [B, T, D], behind the final norm if `normed`."""
-        return self.norm(self.hidden[layer]) if normed else self.hidden[layer]
 
 
 class Objective(nn.Module, ABC):

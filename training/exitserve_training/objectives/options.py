@@ -68,11 +68,6 @@ class ObjectiveOptions(Strict):
         """Whether, as given, it trains the model for its task, without another objective."""
         return self.is_main
 
-    @property
-    def for_numbers(self) -> bool:
-        """Whether it can train a regression, as given: by default what classifiers can have."""
-        return self.for_classifiers
-
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """The depths that it reads, ascending; by default the last.
 

@@ -96,18 +96,6 @@ def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: 
         _check_task(objective, is_classification)
 
 
-def check_numbers(objectives: Sequence[ObjectiveOptions]) -> None:
-    """Raises `ValueError` if an objective needs classes to predict, and there are numbers."""
-    for objective in objectives:
-        if not objective.for_numbers:
-            usual = (options.model_validate({}) for options in OBJECTIVES.values())
-            allowed = sorted(options.name for options in usual if options.for_numbers)
-            raise ValueError(
-                f"objective {objective.name!r} needs classes to predict, and data.labels=numbers "
-                f"has none; use {', '.join(allowed)}"
-            )
-
-
 def _check_task(objective: ObjectiveOptions, is_classification: bool) -> None:
     if is_classification and not objective.for_classifiers:
         allowed = sorted(name for name, options in OBJECTIVES.items() if options.for_classifiers)

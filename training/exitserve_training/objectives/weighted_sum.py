@@ -56,7 +56,7 @@ class Objectives(nn.Module):
         metrics: Metrics = {}
         losses: dict[str, Tensor] = {}
         heads = [part for part in self.members if isinstance(part, HeadObjective)]
-        together = {part: part.weight for part in heads if part.reads_head(batch)}
+        together = {part: part.weight for part in heads if part.reads_head}
         if together:
             total, told = read_together(together, batch)
             for name, (loss, found) in told.items():

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from exitserve_training.losses import (
     OutputHead,
     Teacher,
+    aligned_cross_entropy,
     balanced_cross_entropy,
     cosine_alignment,
-    kl_to_last,
     layer_weights,
-    weighted_layer_cross_entropy,
-    weighted_layer_squares,
 )
 from exitserve_training.losses.head import Classifier
 from exitserve_training.objectives.aligned.options import (
@@ -39,7 +37,7 @@ from exitserve_training.objectives.options import BuildContext
 
 
 class _LayerCrossEntropy(HeadObjective):
-    """Cross-entropy of the shared head at some layers; of a regression the squared error."""
+    """Cross-entropy of the shared head at some layers."""
 
     in_evaluation = False
 
@@ -57,15 +55,6 @@ class _LayerCrossEntropy(HeadObjective):
         layers = {f"loss_layer_{layer}": mean for layer, mean in means.items()}
         return {**layers, f"{self.name}_loss": loss}
 
-    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
-        """See `Objective`."""
-        if self.reads_head(batch):
-            return super().forward(batch)
-        scale = self.scale(batch.step)
-        states = {layer: batch.hidden[layer] for layer in scale}
-        loss, means = weighted_layer_squares(states, batch.classifier, batch.labels, scale)
-        return loss, self.named(batch.step, loss.detach(), means)
-
 
 class CrossEntropy(_LayerCrossEntropy):
     """Cross-entropy of the last layer alone: ordinary training."""
@@ -79,9 +68,10 @@ class CrossEntropy(_LayerCrossEntropy):
         """The last layer."""
         return {self.num_layers: 1.0}
 
-    def reads_head(self, batch: LossInputs) -> bool:
+    @property
+    def reads_head(self) -> bool:
         """See `HeadObjective`."""
-        return not self.balanced and super().reads_head(batch)
+        return not self.balanced
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
@@ -147,7 +137,7 @@ class SeparateClassifiers(Objective):
 
     def __init__(self, options: SeparateClassifiersOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.options = options
+        self.alternate = options.alternate
         self.num_layers = context.num_layers
         layers = options.layers_used(context.exit_layers, context.num_layers)
         scale = layer_weights(layers, options.weights)
@@ -166,48 +156,30 @@ class SeparateClassifiers(Objective):
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        last = self.num_layers
-        if self._is_plain(batch.step):
-            loss, metrics = _cross_entropy(batch, batch.classifier, last, 1.0, batch.hidden[last])
-            return loss, {**metrics, "ce_loss": loss.detach()}
-        loss, metrics = _cross_entropy(
-            batch, batch.classifier, last, self.scale[last], batch.hidden[last]
-        )
-        for layer in self.inner:
-            states = batch.hidden[layer]
-            states = states.detach() if self.options.detach else states
-            part, found = _cross_entropy(batch, self._head(layer), layer, self.scale[layer], states)
-            loss, metrics = loss + part, {**metrics, **found}
-        if self.options.kl > 0.0:
-            divergence = self._divergence(batch)
-            loss = loss + self.options.kl * divergence
-            metrics["separate_classifiers_kl"] = divergence.detach()
-        return loss, {**metrics, "separate_classifiers_loss": loss.detach()}
+        is_plain = self._is_plain(batch.step)
+        scale = {self.num_layers: 1.0} if is_plain else self.scale
+        loss = torch.zeros((), device=batch.labels.device)
+        metrics: Metrics = {}
+        for layer, weight in scale.items():
+            head = batch.classifier if layer == self.num_layers else self._head(layer)
+            part, means = aligned_cross_entropy(
+                {layer: batch.hidden[layer]},
+                head,
+                batch.labels,
+                {layer: weight},
+                masks=None if batch.depth is None else {layer: batch.reached(layer)},
+            )
+            loss = loss + part
+            metrics[f"loss_layer_{layer}"] = means[layer]
+        return loss, {**metrics, "ce_loss" if is_plain else f"{self.name}_loss": loss.detach()}
 
     def _is_plain(self, step: int) -> bool:
-        return self.options.alternate and step % 2 == 1
+        return self.alternate and step % 2 == 1
 
     def _head(self, layer: int) -> OutputHead:
         own = self.heads[str(layer)]
         assert isinstance(own, nn.ModuleDict)
         return OutputHead(own["norm"], own["linear"], self.soft_cap)
-
-    def _divergence(self, batch: LossInputs) -> Tensor:
-        """Weighted KL(last || exit), each through its own head."""
-        total = torch.zeros((), device=batch.labels.device)
-        for layer in self.inner:
-            states = batch.hidden[layer]
-            states = states.detach() if self.options.detach else states
-            divergence = kl_to_last(
-                [states, batch.hidden[self.num_layers]],
-                self._head(layer),
-                teacher=batch.classifier,
-                weights=[self.scale[layer], 0.0],
-                temperature=self.options.temperature,
-                mask=batch.counted(layer),
-            )
-            total = total + divergence
-        return total
 
 
 class CosineAlignment(Objective):
@@ -215,23 +187,17 @@ class CosineAlignment(Objective):
 
     def __init__(self, options: CosineAlignmentOptions, context: BuildContext) -> None:
         super().__init__(options.name, options.weight)
-        self.options = options
-        self.num_layers = context.num_layers
-        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
+        chosen = options.layers_used(context.exit_layers, context.num_layers)
+        self.scale = dict(zip(chosen, layer_weights(chosen, options.weights), strict=True))
 
     def layers(self, step: int) -> Sequence[int]:
         """See `Objective`."""
-        return self.chosen
+        return tuple(self.scale)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
-        loss = cosine_alignment(
-            [batch.hidden.get(layer) for layer in range(1, self.num_layers + 1)],
-            exit_layers=self.chosen,
-            weights=self.options.weights,
-            detach_last=self.options.detach_last,
-            mask=batch.reached(self.num_layers),
-        )
+        hidden = {layer: batch.hidden[layer] for layer in self.scale}
+        loss = cosine_alignment(hidden, self.scale, mask=batch.reached(max(hidden)))
         return loss, {"cosine_alignment_loss": loss.detach()}
 
 
@@ -273,19 +239,6 @@ class KLToLast(HeadObjective):
         else:
             states, head = self.frozen.states(batch.inputs), self.frozen.head
         return Teacher(states.flatten(0, 1), head, self.temperature)
-
-
-def _cross_entropy(
-    batch: LossInputs, head: OutputHead, layer: int, weight: float, states: Tensor
-) -> tuple[Tensor, Metrics]:
-    """The weighted loss of one layer, and its own as `loss_layer_<l>`; of a regression squares."""
-    chosen, scale = {layer: states}, {layer: weight}
-    if batch.labels.is_floating_point():
-        loss, losses = weighted_layer_squares(chosen, head, batch.labels, scale)
-    else:
-        masks = None if batch.depth is None else {layer: batch.reached(layer)}
-        loss, losses = weighted_layer_cross_entropy(chosen, head, batch.labels, scale, masks=masks)
-    return loss, {f"loss_layer_{layer}": losses[layer]}
 
 
 def _copied_head(head: OutputHead) -> nn.ModuleDict:

@@ -28,11 +28,6 @@ class CrossEntropyOptions(ObjectiveOptions):
     balanced: bool = False
     """Of a classifier: every class in a batch counts alike (headless paper, appendix B.1)."""
 
-    @property
-    def for_numbers(self) -> bool:
-        """See `ObjectiveOptions`."""
-        return not self.balanced
-
 
 class _WeightedLayers(ObjectiveOptions):
     """Of objectives that sum over layers, the last always among them."""
@@ -96,18 +91,8 @@ class SeparateClassifiersOptions(_WeightedLayers):
     }
 
     name: Literal["separate_classifiers"] = "separate_classifiers"
-    detach: bool = False
-    """Train the heads on a backbone that only the last layer's loss moves (DeeBERT's way)."""
     alternate: bool = False
     """Every second optimizer step is plain last-layer cross-entropy, as `aligned` has it."""
-    kl: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Adds so much of KL(last layer || exit) for each exit."""
-    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-
-    @property
-    def for_numbers(self) -> bool:
-        """See `ObjectiveOptions`."""
-        return self.kl == 0.0
 
 
 class CosineAlignmentOptions(_WeightedLayers):
@@ -117,7 +102,6 @@ class CosineAlignmentOptions(_WeightedLayers):
 
     name: Literal["cosine_alignment"] = "cosine_alignment"
     layers: Layers = "all"
-    detach_last: bool = False
 
 
 class KLToLastOptions(_WeightedLayers):
@@ -136,11 +120,6 @@ class KLToLastOptions(_WeightedLayers):
     def is_enough(self) -> bool:
         """With a frozen teacher the last layer learns too."""
         return self.teacher is not None
-
-    @property
-    def for_numbers(self) -> bool:
-        """See `ObjectiveOptions`."""
-        return False
 
     def teacher_path(self, initial_model: str | None) -> str | None:
         """The frozen teacher's directory or hub id; None without one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from exitserve_training.objectives.options import Layers, ObjectiveOptions
 
 class SeveralLayersOptions(ObjectiveOptions):
     """Of a loss that is the mean over layers."""
+
+    implementation = "exitserve_training.objectives.dispersion.objective:SeveralLayers"
 
     weight: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """The paper's lambda."""
@@ -22,11 +24,13 @@ class SeveralLayersOptions(ObjectiveOptions):
         """See `ObjectiveOptions`."""
         return self._depths(self.layers, exit_layers, num_layers)
 
+    def loss_arguments(self) -> dict[str, Any]:
+        """The loss's own options."""
+        return self.model_dump(exclude=set(SeveralLayersOptions.model_fields))
+
 
 class DispersionOptions(SeveralLayersOptions):
     """States of a sequence spread on the sphere (dispersion loss, table 1, row 1)."""
-
-    implementation = "exitserve_training.objectives.dispersion.objective:Dispersion"
 
     name: Literal["dispersion"] = "dispersion"
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
@@ -35,8 +39,6 @@ class DispersionOptions(SeveralLayersOptions):
 class DecorrelationOptions(SeveralLayersOptions):
     """States of a sequence decorrelated (table 1, row 2)."""
 
-    implementation = "exitserve_training.objectives.dispersion.objective:Decorrelation"
-
     name: Literal["decorrelation"] = "decorrelation"
     between: Literal["tokens", "features"] = "tokens"
     """`tokens` is what the table prints, `features` what the paper's text says."""
@@ -44,8 +46,6 @@ class DecorrelationOptions(SeveralLayersOptions):
 
 class L2RepelOptions(SeveralLayersOptions):
     """States pushed apart in Euclidean distance (table 1, row 3)."""
-
-    implementation = "exitserve_training.objectives.dispersion.objective:L2Repel"
 
     name: Literal["l2_repel"] = "l2_repel"
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
@@ -56,8 +56,6 @@ class L2RepelOptions(SeveralLayersOptions):
 
 class OrthogonalizationOptions(SeveralLayersOptions):
     """Cosines above a margin pushed down (table 1, row 4)."""
-
-    implementation = "exitserve_training.objectives.dispersion.objective:Orthogonalization"
 
     name: Literal["orthogonalization"] = "orthogonalization"
     margin: float = Field(default=0.5, ge=0.0, le=1.0)

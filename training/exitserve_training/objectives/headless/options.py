@@ -14,5 +14,3 @@ class HeadlessOptions(ObjectiveOptions):
     is_main = True
 
     name: Literal["headless"] = "headless"
-    mask_repeated: bool = False
-    """Leave out of the negatives those that are the target token itself."""

@@ -19,9 +19,7 @@ class NITP(Objective):
         super().__init__(options.name, options.weight)
         self.options = options
         self.target_layer, self.num_layers = options.layers_used((), context.num_layers)
-        self.projector = (
-            Projector(context.hidden_size, options.width) if options.project else nn.Identity()
-        )
+        self.projector = Projector(context.hidden_size) if options.project else nn.Identity()
 
     def layers(self, step: int) -> Sequence[int]:
         """The shallow target and the last layer."""
@@ -29,7 +27,7 @@ class NITP(Objective):
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`; in evaluation also the effective rank of the last layer."""
-        last = batch.state(self.num_layers, self.options.normed)
+        last = batch.norm(batch.hidden[self.num_layers])
         loss = nitp(
             last,
             batch.hidden[self.target_layer],

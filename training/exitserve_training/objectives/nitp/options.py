@@ -22,12 +22,9 @@ class NITPOptions(ObjectiveOptions):
     target_layer: Literal["auto"] | int = "auto"
     """`auto` is 20 % of the depth, rounded, at least 1 (the paper's layer 4)."""
     target_shift: int = Field(default=1, ge=0)
-    distance: Literal["cosine", "mse", "smooth_l1", "kl"] = "cosine"
-    width: int | None = Field(default=None, ge=1)
-    """Of the projector's middle; the hidden size by default."""
+    distance: Literal["cosine", "mse"] = "cosine"
     project: bool = True
     """False compares the state itself with the target: no prediction head."""
-    normed: bool = True
 
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """The target and the last layer."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -13,46 +14,49 @@ from exitserve_training.objectives.options import ObjectiveOptions
 class OneLayerOptions(ObjectiveOptions):
     """Of a loss of one layer's states."""
 
+    implementation = "exitserve_training.objectives.simreg.objective:OneLayer"
+
     layer: Literal["last"] | int = "last"
-    normed: bool = True
-    """Take the state behind the final norm, as the LM head reads it."""
 
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """See `ObjectiveOptions`."""
         return (num_layers if self.layer == "last" else self._depth(self.layer, num_layers),)
 
+    def weight_for(self, hidden_size: int) -> float:
+        """What multiplies the loss, as a number."""
+        return self.weight
+
+    def loss_arguments(self) -> dict[str, Any]:
+        """The loss's own options."""
+        return self.model_dump(exclude=set(OneLayerOptions.model_fields))
+
 
 class SimRegOptions(OneLayerOptions):
     """Tokens with the same next token drawn together, others pushed apart (SimReg, eq. 3)."""
-
-    implementation = "exitserve_training.objectives.simreg.objective:SimReg"
 
     name: Literal["simreg"] = "simreg"
     weight: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | Literal["auto"] = "auto"  # type: ignore[assignment]
     """`auto` is 10 * sqrt(D / 1024) (appendix A.2)."""
     temperature: float = Field(default=0.01, ge=1e-6, allow_inf_nan=False)
     similarity: Literal["cosine", "inner"] = "cosine"
-    grouping: Literal["sum", "mean", "label"] = "sum"
     chunk_size: int | None = Field(default=None, ge=1)
-    chunk_weights: Literal["ratio", "tokens"] = "ratio"
+
+    def weight_for(self, hidden_size: int) -> float:
+        """See `OneLayerOptions`."""
+        return 10.0 * math.sqrt(hidden_size / 1024) if self.weight == "auto" else self.weight
 
 
 class SimCSEOptions(OneLayerOptions):
     """The baseline SimCSE, adapted to pretraining (table 1)."""
 
-    implementation = "exitserve_training.objectives.simreg.objective:SimCSE"
-
     name: Literal["simcse"] = "simcse"
-    level: Literal["sequence", "token"] = "sequence"
     temperature: float = Field(default=0.05, ge=1e-6, allow_inf_nan=False)
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """The second view of a state is the state under dropout; no second pass is made."""
+    """Of the second view of a state."""
 
 
 class CPretrainOptions(OneLayerOptions):
     """The baseline CPretrain (table 1)."""
-
-    implementation = "exitserve_training.objectives.simreg.objective:CPretrain"
 
     name: Literal["cpretrain"] = "cpretrain"
     temperature: float = Field(default=0.07, ge=1e-6, allow_inf_nan=False)
@@ -61,16 +65,12 @@ class CPretrainOptions(OneLayerOptions):
 class CRegOptions(OneLayerOptions):
     """The baseline CReg (table 1)."""
 
-    implementation = "exitserve_training.objectives.simreg.objective:CReg"
-
     name: Literal["creg"] = "creg"
     temperature: float = Field(default=0.1, ge=1e-6, allow_inf_nan=False)
 
 
 class SCEOptions(OneLayerOptions):
     """The baseline SCE (table 1)."""
-
-    implementation = "exitserve_training.objectives.simreg.objective:SCE"
 
     name: Literal["sce"] = "sce"
     temperature: float = Field(default=0.1, ge=1e-6, allow_inf_nan=False)

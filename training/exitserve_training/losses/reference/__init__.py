@@ -1,1 +1,0 @@
-"""Slow, simple float32 references, which tests compare the losses with."""
