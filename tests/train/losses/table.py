@@ -10,18 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from exitserve_training.losses import OutputHead, aligned_cross_entropy, layer_weights
-from exitserve_training.losses import contrastive as pairwise
+from exitserve_training.losses import (
+    OutputHead,
+    aligned_cross_entropy,
+    cosine_alignment,
+    cpretrain,
+    creg,
+    decorrelation,
+    dispersion,
+    l2_repel,
+    layer_weights,
+    nitp,
+    orthogonalization,
+    sce,
+    simcse,
+    simreg,
+)
 from exitserve_training.losses.headless import balanced_cross_entropy, contrastive_weight_tying
-from exitserve_training.losses.implicit import nitp
-from exitserve_training.losses.last_layer import cosine_alignment, kl_to_last
-from exitserve_training.losses.reference import headless, implicit, last_layer, similarity
-from exitserve_training.losses.reference import spread as spread_reference
-from exitserve_training.losses.similarity import simreg
-from exitserve_training.losses.spread import decorrelation, dispersion, l2_repel, orthogonalization
+
+from . import references
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 WIDTH, VOCAB, LAYERS = 6, 3, 3
+SCALE = dict(enumerate(layer_weights(range(1, LAYERS + 1)), start=1))
 
 # Both sides are float32 and differ in the order of sums of a few dozen terms: some 1e-7 each.
 FLOAT32 = {"rtol": 5e-5, "atol": 5e-6}
@@ -70,7 +81,7 @@ def of_targets(distance: Any, target_shift: int) -> Case:
             z, z.detach().flip(2), lambda states: states, mask=mask, **options
         )
 
-    return Case(called(nitp), called(implicit.nitp), torch.float32, FLOAT32, target_shift > 0)
+    return Case(called(nitp), called(references.nitp), torch.float32, FLOAT32, target_shift > 0)
 
 
 def maps(number: int, out: int, dtype: torch.dtype) -> list[Tensor]:
@@ -85,11 +96,11 @@ def of_layers(ours: Callable[..., Tensor], reference: Callable[..., Tensor]) -> 
         return [z @ one for one in maps(LAYERS, WIDTH, z.dtype)]
 
     def plain(z: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        scale = layer_weights(range(1, LAYERS + 1))
-        return reference([one[mask][None] for one in layers(z)], labels[mask], scale)
+        kept = [one[mask][None] for one in layers(z)]
+        return reference(kept, labels[mask], list(SCALE.values()))
 
     return Case(
-        lambda z, labels, mask: ours(layers(z), labels, mask),
+        lambda z, labels, mask: ours(dict(enumerate(layers(z), 1)), labels, mask),
         plain,
         torch.float32,
         FLOAT32,
@@ -119,55 +130,39 @@ def embedded(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CASES: dict[str, Case] = {
-    "simreg": of_pairs(simreg, similarity.simreg),
-    "simreg, inner": of_pairs(simreg, similarity.simreg, similarity="inner", temperature=1.0),
-    "simreg, mean": of_pairs(simreg, similarity.simreg, grouping="mean"),
-    "simreg, label": of_pairs(simreg, similarity.simreg, grouping="label"),
-    "simreg, chunks": of_pairs(simreg, similarity.simreg, chunk_size=3),
-    "simreg, chunks by tokens": of_pairs(
-        simreg, similarity.simreg, chunk_size=3, chunk_weights="tokens"
-    ),
-    "simcse": of_pairs(pairwise.simcse, similarity.simcse),
-    "simcse, token": of_pairs(pairwise.simcse, similarity.simcse, level="token"),
-    "cpretrain": of_pairs(pairwise.cpretrain, similarity.cpretrain),
-    "creg": of_pairs(pairwise.creg, similarity.creg, temperature=0.5),
-    "sce": of_pairs(pairwise.sce, similarity.sce, contrast=0.1, target_temperature=0.5),
-    "dispersion": of_clouds(dispersion, spread_reference.dispersion, temperature=0.5),
-    "orthogonalization": of_clouds(
-        orthogonalization, spread_reference.orthogonalization, margin=0.7
-    ),
-    "l2_repel": of_clouds(l2_repel, spread_reference.l2_repel, temperature=2.0, norm_weight=1.5),
-    "l2_repel, no self-pairs": of_clouds(l2_repel, spread_reference.l2_repel, self_pairs=False),
-    "decorrelation": of_clouds(decorrelation, spread_reference.decorrelation),
+    "simreg": of_pairs(simreg, references.simreg),
+    "simreg, inner": of_pairs(simreg, references.simreg, similarity="inner", temperature=1.0),
+    "simreg, chunks": of_pairs(simreg, references.simreg, chunk_size=3),
+    "simcse": of_pairs(simcse, references.simcse),
+    "cpretrain": of_pairs(cpretrain, references.cpretrain),
+    "creg": of_pairs(creg, references.creg, temperature=0.5),
+    "sce": of_pairs(sce, references.sce, contrast=0.1, target_temperature=0.5),
+    "dispersion": of_clouds(dispersion, references.dispersion, temperature=0.5),
+    "orthogonalization": of_clouds(orthogonalization, references.orthogonalization, margin=0.7),
+    "l2_repel": of_clouds(l2_repel, references.l2_repel, temperature=2.0, norm_weight=1.5),
+    "l2_repel, no self-pairs": of_clouds(l2_repel, references.l2_repel, self_pairs=False),
+    "decorrelation": of_clouds(decorrelation, references.decorrelation),
     "decorrelation, features": of_clouds(
-        decorrelation, spread_reference.decorrelation, between="features"
+        decorrelation, references.decorrelation, between="features"
     ),
     "nitp, cosine": of_targets("cosine", 1),
     "nitp, mse": of_targets("mse", 0),
-    "nitp, smooth_l1": of_targets("smooth_l1", 3),
-    "nitp, kl": of_targets("kl", 1),
     "cosine": of_layers(
-        lambda layers, labels, mask: cosine_alignment(layers, mask=mask),
-        lambda layers, labels, scale: last_layer.cosine_alignment(layers, scale),
-    ),
-    "kl": of_layers(
-        lambda layers, labels, mask: kl_to_last(
-            layers, a_head(layers[0].dtype), mask=mask, temperature=3.0
-        ),
-        lambda layers, labels, scale: last_layer.kl_to_last(layers, a_head(), scale, 3.0),
+        lambda layers, labels, mask: cosine_alignment(layers, SCALE, mask=mask),
+        lambda layers, labels, scale: references.cosine_alignment(layers, scale),
     ),
     "aligned": of_layers(
         lambda layers, labels, mask: aligned_cross_entropy(
-            layers, a_head(layers[0].dtype), labels, mask=mask
-        ),
+            layers, a_head(layers[1].dtype), labels.masked_fill(~mask, -100), SCALE
+        )[0],
         all_logits,
     ),
     "weight tying": Case(
         lambda z, labels, mask: contrastive_weight_tying(
-            *embedded(z, labels), target_ids=labels, mask=mask
+            *(one[mask] for one in embedded(z, labels))
         ),
-        lambda z, labels, mask: headless.contrastive_weight_tying(
-            *(one[mask] for one in embedded(z, labels)), labels[mask].tolist()
+        lambda z, labels, mask: references.contrastive_weight_tying(
+            *(one[mask] for one in embedded(z, labels))
         ),
         torch.float32,
         FLOAT32,
@@ -175,8 +170,8 @@ CASES: dict[str, Case] = {
         half=1e-3,  # embeddings are rounded, too
     ),
     "balanced": Case(
-        lambda z, labels, mask: balanced_cross_entropy(z, labels, mask=mask),
-        lambda z, labels, mask: headless.balanced_cross_entropy(z[mask], labels[mask].tolist()),
+        lambda z, labels, mask: balanced_cross_entropy(z, labels.masked_fill(~mask, -100)),
+        lambda z, labels, mask: references.balanced_cross_entropy(z[mask], labels[mask].tolist()),
         torch.float32,
         FLOAT32,
         needs_pairs=False,

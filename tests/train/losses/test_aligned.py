@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from exitserve.errors import ExitServeError
 from exitserve_training.losses import (
     OutputHead,
     aligned_cross_entropy,
     layer_quality,
     layer_weights,
-    weighted_layer_cross_entropy,
 )
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
@@ -64,34 +62,6 @@ def test_named_weights_sum_to_one_and_keep_their_ratios(layers: set[int], scheme
         assert weight / weights[0] == pytest.approx(share)
 
 
-def test_layers_that_do_not_count_need_not_be_given() -> None:
-    hidden, classifier, labels = problem(layers=6)
-    sparse = [None, hidden[1], None, None, None, hidden[5]]
-    loss = aligned_cross_entropy(sparse, classifier, labels, exit_layers=[2])
-    full = aligned_cross_entropy(hidden, classifier, labels, exit_layers=[2])
-    assert torch.equal(loss, full)
-    with pytest.raises(ExitServeError, match=r"no tensor for layers \[3\]"):
-        aligned_cross_entropy(sparse, classifier, labels, exit_layers=[2, 3])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"exit_layers": [0]}, "exit layer 0 is out of range"),
-        ({"exit_layers": [5]}, "exit layer 5 is out of range: the model has 4 layers"),
-        ({"exit_layers": [True]}, "exit layer True"),
-        ({"weights": "linaer"}, "Did you mean 'linear'"),
-        ({"weights": [1.0, 2.0]}, "2 numbers, but 4 layers count"),
-        ({"weights": [1.0, -1.0, 1.0, 1.0]}, "non-negative"),
-        ({"mask": torch.ones(2, 3, dtype=torch.bool)}, "mask has shape"),
-    ],
-)
-def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
-    hidden, classifier, labels = problem()
-    with pytest.raises(ExitServeError, match=message):
-        aligned_cross_entropy(hidden, classifier, labels, **change)  # type: ignore[arg-type]
-
-
 def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight() -> None:
     """Each layer's mean is over its own tokens; the sum divides by those that count at all."""
     hidden, classifier, labels = problem()
@@ -103,8 +73,8 @@ def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight() -> None:
     masks[4] = torch.zeros_like(mask)
     scale = {1: 0.5, 2: 0.0, 3: 2.0, 4: 1.0}
     states = dict(enumerate(hidden, start=1))
-    loss, means = weighted_layer_cross_entropy(
-        states, classifier, labels, scale, mask=mask, masks=masks
+    loss, means = aligned_cross_entropy(
+        states, classifier, labels.masked_fill(~mask, -100), scale, masks=masks
     )
     expected = torch.zeros(())
     for layer in (1, 2, 3):
@@ -134,21 +104,3 @@ def test_evaluation_gives_mean_and_accuracy() -> None:
     )
     nothing = layer_quality(hidden[0], classifier, torch.full_like(labels, -100))
     assert [one.item() for one in nothing] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": {}}, "hidden is empty"),
-        ({"scale": {1: 1.0}}, r"scale has no entry for layers \[2\].*it has \[1\]"),
-        ({"masks": {2: torch.ones(2, 7)}}, r"masks has no entry for layers \[1\]"),
-        ({"masks": {1: torch.ones(2, 7), 2: torch.ones(3)}}, r"mask of layer 2 has shape \(3,\)"),
-        ({"mask": torch.ones(2, 3)}, r"mask has shape \(2, 3\), labels \(2, 7\)"),
-        ({"labels": torch.zeros(3, 7)}, "hidden states of layer 1 have shape"),
-    ],
-)
-def test_bad_arguments_of_layers_are_named(change: dict[str, object], message: str) -> None:
-    hidden, classifier, labels = problem(layers=2)
-    given = {"hidden": dict(enumerate(hidden, 1)), "labels": labels, "scale": {1: 1.0, 2: 1.0}}
-    with pytest.raises(ExitServeError, match=message):
-        weighted_layer_cross_entropy(head=classifier, **(given | change))  # type: ignore[arg-type]

@@ -203,22 +203,6 @@ def test_a_head_that_is_more_than_linear_is_refused() -> None:
         cross_entropy(hidden, head, labels, scale)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"chunk_tokens": 0}, "chunk_tokens 0 must be at least 1"),
-        ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels has shape \(3,\).*6 tokens"),
-        ({"scale": torch.ones(6, 1)}, r"cross_entropy has shape \(6, 1\)"),
-        ({"hidden": torch.zeros(2, 3, WIDTH)}, r"expected \[N, D\]"),
-    ],
-)
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    hidden, labels, scale = some_tokens(6)
-    arguments: dict[str, Any] = {"hidden": hidden, "labels": labels, "scale": scale} | change
-    with pytest.raises(ExitServeError, match=message):
-        cross_entropy(head=a_head(), **arguments)
-
-
 # --- several layers and a teacher -----------------------------------------------------------
 
 
@@ -296,13 +280,3 @@ def test_the_teacher_is_asked_once_a_chunk_whatever_number_of_layers() -> None:
     with Watch() as watch:
         head_losses(readings, head, teacher, chunk_tokens=5)[0].backward()
     assert watch.products == chunks * (1 + 3 * layers)
-
-
-def test_a_divergence_needs_a_teacher_of_its_tokens() -> None:
-    hidden, labels, scale = some_tokens(6)
-    reading = Reading(hidden, divergence=scale)
-    for teacher, found in [(None, "none"), (Teacher(hidden[:4].detach(), a_head()), "one of 4")]:
-        with pytest.raises(ExitServeError, match=f"the same 6 tokens; there is {found}"):
-            head_losses([reading], a_head(), teacher)
-    with pytest.raises(ExitServeError, match="labels and cross_entropy go together"):
-        head_losses([Reading(hidden, labels)], a_head())

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from exitserve.errors import ExitServeError
 from exitserve_training.losses.implicit import Projector, nitp
-from exitserve_training.losses.reference.implicit import nitp as reference
+
+from .references import nitp as reference
 
 # Both sides are float32 and differ in the order of sums of a few dozen terms: some 1e-7 each.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
-DISTANCES = ["cosine", "mse", "smooth_l1", "kl"]
+DISTANCES = ["cosine", "mse"]
 
 
 def problem(
@@ -25,7 +25,7 @@ def problem(
     torch.manual_seed(seed)
     hidden = torch.randn(rows, tokens, width, dtype=dtype, requires_grad=True)
     shallow = torch.randn(rows, tokens, width, dtype=dtype, requires_grad=True)
-    return hidden, shallow, Projector(width, 7).to(dtype)
+    return hidden, shallow, Projector(width).to(dtype)
 
 
 def some_mask(rows: int, tokens: int, seed: int) -> Tensor:
@@ -46,10 +46,6 @@ def test_by_hand() -> None:
 
     assert loss("cosine") == pytest.approx(1 - 24 / 25)
     assert loss("mse") == pytest.approx(1.0)
-    assert loss("smooth_l1") == pytest.approx(0.5)
-    # Both are (s, 1 - s) and (1 - s, s) with s = e / (1 + e).
-    s = math.e / (1 + math.e)
-    assert loss("kl") == pytest.approx((2 * s - 1) * math.log(s / (1 - s)))
 
 
 def test_targets_get_no_gradient() -> None:
@@ -81,36 +77,9 @@ def test_a_pair_counts_if_both_positions_do(
     loss = nitp(spoiled, shallow, projector, **options)
     torch.testing.assert_close(loss, expected, **CLOSE)
     assert all(gradient.isfinite().all() for gradient in gradients(loss, spoiled, projector))
-    each = nitp(spoiled, shallow, projector, reduction="none", **options)
-    pairs = max(tokens - target_shift, 0)
-    assert each.shape == (3, pairs)
-    both = mask[:, :pairs] & mask[:, target_shift:]
-    assert torch.equal(each != 0, both)
-    torch.testing.assert_close(each.sum() / max(int(both.sum()), 1), loss, **CLOSE)
 
 
 def test_projector_maps_states_to_states() -> None:
     projector = Projector(6)
     assert projector(torch.randn(3, 6)).shape == (3, 6)
     assert [tuple(p.shape) for p in projector.parameters()] == [(6, 6), (6, 6)]
-    assert [tuple(p.shape) for p in Projector(6, 24).parameters()] == [(24, 6), (6, 24)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"distance": "cosin"}, "distance 'cosin' is unknown; allowed: cosine.*Did you mean"),
-        ({"reduction": "sum"}, "reduction 'sum' is unknown; allowed: mean, none"),
-        ({"target_shift": -1}, "target_shift -1 must be a whole number"),
-        ({"target_shift": True}, "target_shift True"),
-        ({"mask": torch.ones(2, 5)}, r"mask has shape \(2, 5\).*expected \(2, 6\)"),
-        ({"shallow": torch.ones(2, 5, 5)}, r"shallow \(2, 5, 5\); expected \[B, T, D\]"),
-        ({"hidden": torch.ones(2, 6)}, r"hidden has shape \(2, 6\)"),
-        ({"projector": nn.Linear(5, 4)}, r"projector returned shape \(10, 4\) for .* \(10, 5\)"),
-    ],
-)
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    hidden, shallow, projector = problem()
-    given_: dict[str, Any] = {"hidden": hidden, "shallow": shallow, "projector": projector}
-    with pytest.raises(ExitServeError, match=message):
-        nitp(**{**given_, **change})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from exitserve_training.losses import headless, pairs, spread
+from exitserve_training.losses import headless, pairs
 
 from .table import CASES, VOCAB, WIDTH, Case
 
@@ -36,7 +36,6 @@ def value_and_gradient(loss: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 def blocks(patch: pytest.MonkeyPatch, rows: int) -> None:
     patch.setattr(pairs, "ROWS", rows)
-    patch.setattr(spread, "BLOCK_ROWS", rows)
     patch.setattr(headless, "BLOCK_ROWS", rows)
 
 

@@ -1,79 +1,64 @@
-"""SimReg against the loops of its reference, by hand, and where its formula degenerates."""
+"""SimReg and its baselines by hand, and where they differ from other losses of pairs."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from exitserve.errors import ExitServeError
 from exitserve_training.losses import pairs
-from exitserve_training.losses.similarity import simreg, simreg_weight
+from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
+from exitserve_training.losses.similarity import simreg
 from exitserve_training.losses.tokens import unit_vectors
+from exitserve_training.objectives.simreg.options import SimRegOptions
+
+from . import references
+
+E = math.e
+RIGHT_ANGLES = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [5.0, 0.0]]])
+LABELS = torch.tensor([[7, 7, 4]])
 
 
 def problem(
-    rows: int = 2,
-    tokens: int = 8,
-    width: int = 6,
-    vocab: int = 3,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    rows: int = 2, tokens: int = 8, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    embeddings = torch.randn(rows, tokens, width, generator=generator, dtype=dtype)
+    embeddings = torch.randn(rows, tokens, 6, generator=generator, dtype=dtype)
     # Not only orthogonal-ish vectors: a common part, as trained models have.
-    embeddings += 0.5 * torch.randn(width, generator=generator, dtype=dtype)
-    labels = torch.randint(vocab, (rows, tokens), generator=generator)
+    embeddings += 0.5 * torch.randn(6, generator=generator, dtype=dtype)
+    labels = torch.randint(3, (rows, tokens), generator=generator)
     return embeddings.requires_grad_(), labels
 
 
-@pytest.mark.parametrize("grouping", ["sum", "mean", "label"])
-def test_by_hand(grouping: str) -> None:
+def test_simreg_by_hand() -> None:
     """Two tokens of one label at right angles, one of another along the first; tau = 1."""
-    embeddings = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [5.0, 0.0]]])
-    labels = torch.tensor([[7, 7, 4]])
-    e = math.e
     # L_1 = log e - log(e + 1), L_2 = log 1 - log(1 + e), L_3 = log(e + 1) - log e.
-    ratios = [e / (e + 1), 1 / (1 + e), (e + 1) / e]
-    if grouping == "mean":
-        ratios = [2 * ratios[0], 2 * ratios[1], ratios[2] / 2]
-    losses = [math.log1p(ratio) for ratio in ratios]
-    weights = [0.25, 0.25, 0.5] if grouping == "label" else [1 / 3] * 3
-    expected = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-    options: dict[str, Any] = {"temperature": 1.0, "grouping": grouping}
-    assert simreg(embeddings, labels, **options).item() == pytest.approx(expected, rel=1e-5)
-    each = simreg(embeddings, labels, reduction="none", **options)
-    assert each.shape == (1, 3)
-    assert each[0].tolist() == pytest.approx(losses, rel=1e-5)
+    ratios = [E / (E + 1), 1 / (1 + E), (E + 1) / E]
+    expected = sum(math.log1p(ratio) for ratio in ratios) / 3
+    assert simreg(RIGHT_ANGLES, LABELS, temperature=1.0).item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("hidden_size", [1024, 4096])
-def test_weight_of_appendix_a2(hidden_size: int) -> None:
-    assert simreg_weight(hidden_size) == pytest.approx(10 * (hidden_size / 1024) ** 0.5)
-    with pytest.raises(ExitServeError, match="positive"):
-        simreg_weight(0)
+def test_weight_of_appendix_a2() -> None:
+    assert SimRegOptions().weight_for(4096) == pytest.approx(20.0)
 
 
-def test_one_chunk_is_the_whole_and_even_chunks_are_separate_sequences() -> None:
+def test_one_chunk_is_the_whole() -> None:
     embeddings, labels = problem(2, 8)
     whole = simreg(embeddings, labels)
     assert torch.equal(simreg(embeddings, labels, chunk_size=8), whole)
     assert torch.equal(simreg(embeddings, labels, chunk_size=100), whole)
-    chunked = simreg(embeddings, labels, chunk_size=4, chunk_weights="tokens")
-    apart = simreg(embeddings.reshape(4, 4, -1), labels.reshape(4, 4))
-    torch.testing.assert_close(chunked, apart)
 
 
 def test_chunks_weigh_by_their_ratio_of_positive_to_negative_pairs() -> None:
     embeddings, _ = problem(1, 6)
     # Pairs within the chunks: 5 positive (each token with itself, and two), 4 negative; 3 and 6.
     labels = torch.tensor([[1, 1, 2, 1, 2, 3]])
-    each = simreg(embeddings, labels, chunk_size=3, temperature=0.1, reduction="none")
     loss = simreg(embeddings, labels, chunk_size=3, temperature=0.1)
     first, second = 5 / 4, 3 / 6
-    expected = (first * each[0, :3].mean() + second * each[0, 3:].mean()) / (first + second)
+    halves = (slice(0, 3), slice(3, 6))
+    parts = [simreg(embeddings[:, at], labels[:, at], temperature=0.1) for at in halves]
+    expected = (first * parts[0] + second * parts[1]) / (first + second)
     torch.testing.assert_close(loss, expected)
 
 
@@ -92,23 +77,48 @@ def test_unit_vectors_have_length_one_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"similarity": "cosin"}, "similarity 'cosin' is unknown.*Did you mean 'cosine'"),
-        ({"grouping": "labels"}, "grouping 'labels' is unknown.*Did you mean 'label'"),
-        ({"chunk_weights": "pairs"}, "chunk_weights 'pairs' is unknown; allowed: ratio, tokens"),
-        ({"reduction": "sum"}, "reduction 'sum' is unknown; allowed: mean, none"),
-        ({"temperature": 0.0}, "temperature 0.0 must be"),
-        ({"temperature": math.nan}, "temperature nan must be"),
-        ({"chunk_size": 0}, "chunk_size 0 must be at least 1"),
-        ({"mask": torch.ones(2, 3, dtype=torch.bool)}, "mask has shape"),
-        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, "do not fit labels"),
-        ({"embeddings": torch.zeros(2, 8)}, "do not fit labels"),
-        ({"embeddings": torch.zeros(2, 0, 6)}, "do not fit labels"),
-    ],
+    ("ours", "theirs"), [(simcse, references.simcse), (sce, references.sce)], ids=["simcse", "sce"]
 )
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    embeddings, labels = problem()
-    arguments: dict[str, Any] = {"embeddings": embeddings, "labels": labels} | change
-    with pytest.raises(ExitServeError, match=message):
-        simreg(arguments.pop("embeddings"), arguments.pop("labels"), **arguments)
+def test_second_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> None:
+    embeddings, labels = problem(3, dtype=torch.float64)
+    views = problem(3, seed=1, dtype=torch.float64)[0]
+    loss, expected = (one(embeddings, labels, views=views) for one in (ours, theirs))
+    both = torch.autograd.grad(loss, [embeddings, views], allow_unused=True)
+    wanted = torch.autograd.grad(expected, [embeddings, views], allow_unused=True)
+    torch.testing.assert_close([loss, both[0]], [expected, wanted[0]], rtol=1e-9, atol=1e-10)
+    if ours is sce:
+        assert both[1] is None, "the target network gets no gradient"
+    else:
+        torch.testing.assert_close(both[1], wanted[1], rtol=1e-9, atol=1e-10)
+
+
+def test_simcse_by_hand() -> None:
+    # Rows of mean direction x and y: each knows itself with e / (e + 1).
+    embeddings = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[0.0, 4.0], [0.0, 0.0]]])
+    loss = simcse(embeddings, torch.tensor([[1, 2], [3, 4]]), temperature=1.0)
+    assert loss.item() == pytest.approx(math.log((E + 1) / E), rel=1e-5)
+
+
+def test_cpretrain_by_hand() -> None:
+    # Pairs (1st, 3rd) and (2nd, 4th): scores [[1, 0], [0, 0]] in both directions.
+    embeddings = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]])
+    loss = cpretrain(embeddings, torch.tensor([[5, 6, 5, 6]]), temperature=1.0)
+    assert loss.item() == pytest.approx((math.log((E + 1) / E) + math.log(2.0)) / 2, rel=1e-5)
+
+
+def test_creg_by_hand() -> None:
+    # Only the first two have a positive. First: others score 0 and 1; second: 0 and 0.
+    loss = creg(RIGHT_ANGLES, LABELS, temperature=1.0)
+    assert loss.item() == pytest.approx((math.log(1 + E) + math.log(2.0)) / 2, rel=1e-5)
+
+
+def test_sce_by_hand() -> None:
+    first, second = math.log(2 * E + 1), math.log(E + 2)
+    # Third: itself with 1/2; of the relations the first at target temperature 0.07 has all.
+    expected = [
+        0.25 * (first - 1) + 0.25 * first + 0.5 * (first - 1),
+        0.25 * second + 0.25 * (second - 1) + 0.5 * second,
+        first - 1,
+    ]
+    loss = sce(RIGHT_ANGLES, LABELS, contrast=0.5, temperature=1.0)
+    assert loss.item() == pytest.approx(sum(expected) / 3, rel=1e-5)
