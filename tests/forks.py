@@ -16,6 +16,8 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ FORK = "__fork__"
 """Name of this file in a fork, which runs it by its path: the checkout's folders stay out of the
 way to packages.
 """
+
+
+WALK = "EXITSERVE_TESTS_WALK"
+"""Environment variable: the folder in which a fork notes which of our files run."""
 
 
 class PythonProcess:
@@ -163,6 +169,27 @@ def _begin(environment: Mapping[str, str], group: int) -> None:
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None
     fork_instead_of_spawn()
     LocalServer._launch = ForkedServer._launch
+    if WALK in environment:
+        _note_files(Path(environment[WALK]))
+
+
+def _note_files(folder: Path) -> None:
+    """From now on, notes which of our files run while there is a file `on`: one file for each."""
+    is_on = False
+
+    def watch() -> None:
+        nonlocal is_on
+        while True:
+            is_on = (folder / "on").exists()
+            time.sleep(0.1)
+
+    def note(frame: Any, _event: str, _argument: object) -> None:
+        if is_on and "/exitserve/" in (file := frame.f_code.co_filename):
+            (folder / file.rpartition("/exitserve/")[2].replace("/", "+")).touch()
+
+    threading.Thread(target=watch, daemon=True).start()
+    threading.settrace(note)
+    sys.settrace(note)
 
 
 if __name__ == FORK:

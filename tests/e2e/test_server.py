@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
-from exitserve.tracing.format import VERSION
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
