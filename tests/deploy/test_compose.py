@@ -151,11 +151,6 @@ def test_the_compose_file_is_sound(check):
     assert check(COMPOSE) == []
 
 
-def test_the_default_profile_is_cpu():
-    lines = (DEPLOY / ".env").read_text().splitlines()
-    assert "COMPOSE_PROFILES=cpu" in lines
-
-
 def test_the_command_is_one_that_exitserve_takes():
     from exitserve.cli import build_parser
 

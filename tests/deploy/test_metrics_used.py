@@ -228,12 +228,3 @@ def test_panels_are_described_and_templated(path):
     ]
     assert len(cells) == len(set(cells)), "panels overlap"
     assert max(x for x, _ in cells) < 24
-
-
-def test_names_are_read_out_of_promql():
-    query = (
-        'histogram_quantile(0.99, sum by (le) (rate(a:b_bucket{model_name=~"$m"}[5m])))'
-        " unless on (job) c_total > 1e3 and (d offset 5m == bool 2)"
-    )
-    assert metric_names(query) == {"a:b_bucket", "c_total", "d"}
-    assert label_names(query) == {"le", "model_name", "job"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import combinations
 
 import pytest
@@ -63,15 +62,6 @@ def test_no_choice_of_as_many_layers_is_better(check: float, batch: int, compact
     assert seconds(chosen) == pytest.approx(best)
 
 
-def test_dear_checks_make_fewer_exit_layers() -> None:
-    counts = [
-        len(choose_layers(costs(check=check), 1, 0.5, compacts=True)) for check in (0.02, 0.5, 3)
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > 1
-    assert counts[-1] == 1
-
-
 @given(
     layers=st.integers(2, 20),
     check=st.floats(0.0, 20.0),
@@ -98,12 +88,6 @@ def test_layers_together_break_even_where_the_speedup_is_one(compacts: bool) -> 
     assert break_even_total(costs(check=99.0), 1, (3, 6), compacts=compacts) is None
 
 
-def test_cheap_checks_can_pay() -> None:
-    found = verdict(costs(), 1, compacts=True)
-    assert found.reason is None
-    assert found.gain >= WORTH
-
-
 @pytest.mark.parametrize(
     ("found", "batch", "compacts", "words"),
     [
@@ -118,11 +102,3 @@ def test_why_exits_cannot_pay(found: StepCosts, batch: int, compacts: bool, word
     assert said.gain < WORTH
     assert said.reason is not None
     assert words in said.reason
-
-
-def test_a_free_check_is_what_the_reason_names() -> None:
-    """With the check free, the same costs pay."""
-    dear = costs(check=40.0)
-    assert verdict(dear, 1, compacts=True).reason is not None
-    free = dataclasses.replace(dear, check=flat(0.0))
-    assert verdict(free, 1, compacts=True).reason is None
