@@ -60,7 +60,7 @@ def commands() -> str:
     return "\n\n".join([*parts, *several])
 
 
-SEVERAL = 4
+SEVERAL = 3
 """Commands that share an argument, from which on it is described once for all of them."""
 
 
