@@ -40,7 +40,7 @@ def walked(
 ) -> set[str]:
     """The files of ours that ran for one request, in all processes of the server."""
     folder = tmp_path_factory.mktemp("walk")
-    options = ("--mode", "verify", "--exit-threshold", 0.1, "--num-drafts", 4)
+    options = ("--mode", "defer", "--exit-threshold", 0.1, "--num-drafts", 4)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(WALK, str(folder))
         with serve(make_checkpoint("llama"), *options) as server:
