@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exitserve.checkpoint import read_config
+from exitserve.costs import serving_dtype, shape_of
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, make_rules, rules_from
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitRules
+from exitserve.policy import NUM_DRAFTS, ExitRules
+from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import Drafting, drafts_by_batch
 from exitserve.step_costs.sources import step_costs
 
@@ -159,22 +161,32 @@ def gpu() -> Gpu | None:
 
 
 def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
-    """How many drafts pay on this GPU, by batch size; None where its figures are not known."""
-    from exitserve.step_costs.devices import device_called
-
-    found = gpu()
-    device = None if found is None else device_called(found.name)
-    if device is None:
-        return None
+    """How many drafts pay here, by batch size; None where costs are not known."""
     try:
-        costs = step_costs(config, dtype="bfloat16", batch_sizes=(MOST_ROWS,), device=device).costs
+        costs = _costs_here(config)
     except ExitServeError:  # of a shape that is not planned, such as a mixture of experts
+        return None
+    if costs is None:
         return None
     (layer,) = rules.exit_layers
     known = {} if rules.calibration is None else rules.calibration.agreement_at
     acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
     way = Drafting(exit_layer=layer, drafts=0, checks=rules.default.mode == "defer")
     return drafts_by_batch(costs, MOST_ROWS, way, acceptance, rules.num_drafts)
+
+
+def _costs_here(config: Mapping[str, Any]) -> StepCosts | None:
+    """What the parts of a step cost on this GPU, or on a CPU; None for an unknown GPU."""
+    from exitserve.step_costs.devices import cpu_costs, device_called
+
+    found = gpu()
+    if found is None:
+        largest = MOST_ROWS * (NUM_DRAFTS + 1)
+        return cpu_costs(shape_of(config, serving_dtype(config, None)), largest)
+    device = device_called(found.name)
+    if device is None:
+        return None
+    return step_costs(config, dtype="bfloat16", batch_sizes=(MOST_ROWS,), device=device).costs
 
 
 def prepare_environment() -> None:

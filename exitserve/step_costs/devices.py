@@ -1,9 +1,15 @@
-"""The least that the parts of a step cost on accelerators, by the vendors' figures.
+"""What the parts of a step cost, without timing them.
+
+On accelerators the least, by the vendors' figures:
 
     seconds of a part = max(bytes it reads / bandwidth, arithmetic / peak)
 
 A bound, not a measurement: no launches, no engine. The figures are the vendors' peaks for dense
 bfloat16 and for memory bandwidth, **unverified**.
+
+On a CPU arithmetic is not free, however few rows there are:
+
+    seconds of a part = bytes it reads / bandwidth * (1 + share of a row * (rows - 1))
 """
 
 from __future__ import annotations
@@ -41,6 +47,15 @@ DEVICES = {
 }
 
 
+CPU_BANDWIDTH = 20e9
+"""Bytes of weights a second, of a few cores."""
+CPU_ROW_SHARE = 0.1
+"""What a further row costs, as a share of the first: of 300M parameters in bfloat16 on two cores, a
+step of one row took 21 ms, and one of eight 36 ms."""
+ENGINE_SECONDS = 1.4e-3, 0.06e-3
+"""For one row and for each further one: what vLLM 0.32 does around the model in a step on a CPU."""
+
+
 def device_named(name: str) -> Device:
     """Looks up a device; raises `ExitServeError` if the table does not have it."""
     if name not in DEVICES:
@@ -56,6 +71,29 @@ def device_called(name: str) -> str | None:
     words = name.lower().replace("80gb", "80g").replace("40gb", "40g").replace("rtx ", "rtx")
     found = [key for key in DEVICES if all(part in words for part in key.split("-"))]
     return max(found, key=len, default=None)  # "l40s" rather than "l4"
+
+
+def cpu_costs(shape: DecoderShape, largest: int) -> StepCosts:
+    """What the parts of a step cost on a CPU, for up to `largest` rows."""
+
+    def line(first: float, each: float) -> Curve:
+        return Curve(((1, first), (largest, first + each * (largest - 1))))
+
+    def product(weights: int) -> Curve:
+        first = weights / CPU_BANDWIDTH
+        return line(first, CPU_ROW_SHARE * first)
+
+    head = product(shape.head_bytes)
+    return StepCosts(
+        num_layers=shape.num_layers,
+        matrices=product(shape.layer_bytes),
+        attention=line(0.0, 0.0),
+        fill=product(shape.kv_projection_bytes),
+        check=head,
+        head=head,
+        rest=line(*ENGINE_SECONDS),
+        exits=line(0.0, 0.0),
+    )
 
 
 def roofline(shape: DecoderShape, device: Device, context: int, largest: int) -> StepCosts:

@@ -36,6 +36,7 @@ from exitserve.costs import DecoderShape
 from exitserve.errors import ExitServeError
 from exitserve.report import machine
 from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.devices import ENGINE_SECONDS
 from exitserve_kernels.exit_check import check_logits
 
 SECONDS = 4.0
@@ -48,10 +49,9 @@ CACHE_ROOM = 2**30
 UNSTEADY = 1.25
 """From this ratio of median to least time, the machine was too busy to trust the result."""
 
-ENGINE_SECONDS = 1.4e-3, 0.06e-3
 EXITS_SECONDS = 0.25e-3, 0.05e-3
-"""Seconds for one row and for each further one: what vLLM 0.32 does around the model in a step on a
-CPU, and what exits add (calls, norms, small copies, recording). From "Where a step goes" in
+"""As `ENGINE_SECONDS`: what exits add (calls, norms, small copies, recording). From "Where a step
+goes" in
 benchmarks/2026-11-21-cpu.md and -epyc.md, and from benchmarks/2026-11-25-direct-calls.md."""
 
 Work = Callable[[], object]
