@@ -122,10 +122,10 @@ class LayerChecks(_Exact):
 
     checks: int = Field(description="tokens checked")
     checks_passed: int = Field(description="tokens that stopped there, or were drafted")
-    checks_screened: int = Field(description="tokens that a screen let go on unchecked")
+    checks_screened: int = Field(description="tokens that were not checked, because of a screen")
     break_even: float | None = Field(
         description="the share of its checks that must pass for the layer to pay, by bytes; null "
-        "where drafts are judged (GPUs, modes verify and defer)"
+        "where drafts are judged (modes verify and defer)"
     )
     pays: bool | None = Field(
         description="whether enough of them passed; a layer that does not pay can be left out with "
@@ -145,18 +145,16 @@ class Period(_Exact):
         description="layers at full depth over mean_depth; a count, not a time"
     )
     mean_layers_run: float | None = Field(
-        description="layers run per token: with those that mode defer runs behind the depth at "
-        "which it stopped, and those of drafts that mode verify rejects"
+        description="layers run per token, with those that mode defer runs above the depth at "
+        "which it stopped, and those of rejected drafts"
     )
     checks: int = Field(description="tokens checked, summed over the exit layers")
     checks_passed: int = Field(description="of these, tokens that stopped (or were drafted)")
-    drafted_tokens: int = Field(
-        description="drafts that full depth judged (mode verify, and defer on GPUs)"
-    )
-    accepted_tokens: int = Field(description="of these, drafts that it agreed with")
+    drafted_tokens: int = Field(description="drafts that were judged (modes verify and defer)")
+    accepted_tokens: int = Field(description="of these, drafts that were accepted")
     checks_screened: int = Field(
-        description="tokens that went on unchecked because a screen said so; they are looked at "
-        "again at the next exit layer"
+        description="tokens that were not checked, because a screen predicted that they would "
+        "hardly pass"
     )
     exits: dict[int, LayerChecks] = Field(description="by exit layer")
 

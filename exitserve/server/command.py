@@ -38,9 +38,9 @@ All flags of `vllm serve` work too, for example:
 Requests choose their exits in vllm_xargs:
   {"exit_threshold": 0.8}   exit where the confidence is above 0.8 (1: full depth)
   {"exit_target": 0.98}     exit at calibrated thresholds that keep 98 % of full depth's tokens
-  {"exit_mode": "defer"}    compute the deeper keys and values of exited tokens exactly, later
+  {"exit_mode": "off"}      full depth
   {"exit_layer": 6}         exit at layer 6, every token
-  {"exit_trace": true}      return the depth of each token ("full": and what each check found)
+  {"exit_trace": true}      return the depth of each token
 """
 
 
@@ -86,18 +86,16 @@ def _add_default(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        help="default mode (default: what the other options imply). confidence: deeper keys and "
-        "values of a token that exits are approximated at once; defer: they are computed exactly, "
-        "with a later token, so answers are nearer to full depth; verify: full depth verifies "
-        "tokens that exit, several at a time, so answers are those of full depth",
+        help="default mode (default: what the other options imply). confidence: tokens exit early, "
+        "and their deeper keys and values are approximated; verify: the first layers draft and "
+        "full depth judges, so answers are full depth's; defer: the same, but drafts above the "
+        "threshold are final",
     )
     parser.add_argument(
         "--num-drafts",
         type=int,
         metavar="N",
-        help="most tokens that a request drafts at a time. On a CPU: with mode verify (default "
-        f"{NUM_DRAFTS}), or with confidence or defer, where several tokens then come in one "
-        "step. On a GPU: with verify or defer",
+        help=f"modes verify and defer: most tokens drafted at a time (default {NUM_DRAFTS})",
     )
     parser.add_argument("--exit-layer", type=int, metavar="N", help="default layer of mode fixed")
 

@@ -128,7 +128,7 @@ CHECKS_PASSED = WorkerMetric(
 )
 CHECKS_SCREENED = WorkerMetric(
     name="exitserve_checks_screened_total",
-    help="Tokens that went on unchecked, because a screen found a check hardly worth its price.",
+    help="Tokens that were not checked, because a screen predicted that they would hardly pass.",
     promql="sum by (exit_layer) (rate(exitserve_checks_screened_total[5m]))",
     by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["screened"]),
@@ -152,7 +152,7 @@ DEFERRED_LAYERS = WorkerMetric(
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
-    help="Layers above the depth at which tokens stopped (mode defer runs them all the same).",
+    help="Layers above the depth at which tokens stopped (mode defer still runs them).",
     promql="sum(rate(exitserve_depth_saved_layers_total[5m]))",
     read=lambda snapshot: {"": _saved_layers(snapshot)},
 )
