@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import batch_sizes_of, modes_of, numbers, verify_options
+from exitserve.arguments import any_mode, batch_sizes_of, modes_of, numbers
 from exitserve.bench.command import run_job
 from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import BenchJob, make_settings
@@ -74,9 +74,8 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     """The job that the arguments ask for."""
     layers = sorted(numbers(args.exit_layers, int, "--exit-layers"))
     modes = modes_of(args.modes)
-    options: dict[str, Any] = {"exit_checks": "all", "exit_layers": layers}
-    options |= verify_options(args.num_drafts) if "verify" in modes else {}
-    rules = check_rules(model_dir, options)
+    options = {"exit_checks": "all", "exit_layers": layers, "mode": "off"}
+    rules = any_mode(check_rules(model_dir, options))
     batch_sizes = batch_sizes_of(args.batch_sizes)
     by_lot = args.confidence is not None
     threshold = 0.5 if by_lot else NEVER_PASSED

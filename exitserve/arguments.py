@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from exitserve.calibration_record import SCREENED
 from exitserve.checkpoint import BLOCK, context_length_of, parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.hub import BLOCK_FILE
-from exitserve.policy import AUTO, BY_CONFIDENCE, ExitRules, Mode, check_threshold
+from exitserve.policy import (
+    AUTO,
+    BY_CONFIDENCE,
+    MODES,
+    ExitPolicy,
+    ExitRules,
+    Mode,
+    check_threshold,
+)
 
 Number = TypeVar("Number", int, float)
 
@@ -188,15 +197,6 @@ def modes_of(text: str) -> list[Mode]:
     return [known[part] for part in parts]
 
 
-def verify_options(num_drafts: int | None = None) -> dict[str, Any]:
-    """Exit options that let an engine serve requests of mode "verify".
-
-    The threshold is the engine's default, which applies to no request that names its own.
-    """
-    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
-    return options if num_drafts is None else options | {"num_drafts": num_drafts}
-
-
 def batch_sizes_of(text: str) -> list[int]:
     """Reads `1,8` as batch sizes.
 
@@ -214,6 +214,17 @@ def check_dtype(dtype: str, allowed: Sequence[str] = ENGINE_DTYPES) -> str:
     if dtype not in allowed:
         raise ExitServeError(f"--dtype {dtype!r} is unknown; allowed: {', '.join(allowed)}.")
     return dtype
+
+
+def drafting_options(num_drafts: int | None = None) -> dict[str, Any]:
+    """Exit options of an engine that drafts; every request names its own mode and threshold."""
+    options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}
+    return options if num_drafts is None else options | {"num_drafts": num_drafts}
+
+
+def any_mode(rules: ExitRules) -> ExitRules:
+    """Rules by which settings of every mode can be compared, each on a server of its own."""
+    return replace(rules, default=ExitPolicy.off(), modes=MODES)
 
 
 def calibrated_checks(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.arguments import exit_fields, threshold_label
-from exitserve.checkpoint import num_layers_of, parse_multi_exit, read_config
+from exitserve.checkpoint import parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO
 
@@ -123,7 +123,7 @@ def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> i
     )
     exits = f" --exit-threshold {THRESHOLDS[0]}"
     if _promises(args.model):
-        exits = " --mode defer --num-drafts 8"
+        exits = ""  # the calibrated thresholds are its default
     serve = f"exitserve serve {args.model}{exits} --playground"
     console.print(f"Serve it yourself:  {serve}", soft_wrap=True)
     return 0
@@ -151,16 +151,11 @@ def shown(model: Path) -> dict[str, dict[str, Any]]:
 
 
 def compared(model: Path) -> list[str]:
-    """Options of `exitserve bench`: the same, and for calibrated checkpoints drafts and a cut."""
+    """Options of `exitserve bench`: the same, and for calibrated checkpoints lossless drafts."""
     promises = _promises(model)
     if not promises:
         return ["--thresholds", ",".join(map(str, THRESHOLDS))]
-    config = read_config(model)
-    block = parse_multi_exit(config)
-    half = num_layers_of(config) // 2
-    cut = ["--rivals", f"cut:{half}"] if block and half in block.exit_layers else []
-    thresholds = ",".join([*promises, str(DRAFTS_ABOVE)])
-    return ["--thresholds", thresholds, "--modes", "verify", *cut]
+    return ["--thresholds", ",".join([*promises, str(DRAFTS_ABOVE)]), "--modes", "verify"]
 
 
 def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -212,7 +207,9 @@ def _show_completions(console: Any, model: Path) -> None:
     for prompt in PROMPTS:
         prompt_ids = tokenizer.encode(prompt)
         for title, fields in shown(model).items():
-            answer = oracle.decode(prompt_ids, MAX_TOKENS, rules.policy_for(fields))
+            answer = oracle.decode(
+                prompt_ids, MAX_TOKENS, rules.policy_for(fields).drafting(rules.exit_layers)
+            )
             mean = sum(answer.exit_layers) / len(answer.exit_layers)
             speedup = rules.num_layers / mean
             console.rule(

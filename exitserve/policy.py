@@ -6,7 +6,7 @@ Needs neither vLLM nor tensors, so the oracle, the engine and the server share i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -135,6 +135,17 @@ class ExitPolicy:
         if self.mode == "fixed" and layer == self.exit_layer:
             return ALWAYS, ALWAYS
         return NEVER, NEVER
+
+    def first_exit(self, exit_layers: Sequence[int]) -> int | None:
+        """The first of some layers at which its tokens may exit; None if none may."""
+        return next((one for one in exit_layers if self.thresholds_at(one)[0] < NEVER), None)
+
+    def drafting(self, exit_layers: Sequence[int]) -> ExitPolicy:
+        """This policy on a server that drafts, by the layers up to the first exit alone."""
+        layer = self.first_exit(exit_layers)
+        if self.mode not in EXACT or layer is None:
+            return self
+        return replace(self, by_layer=((layer, *self.thresholds_at(layer)),))
 
     def cache_salt(self) -> str | None:
         """A salt for prefix-cache hashes; None where keys and values are exact.

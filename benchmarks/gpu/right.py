@@ -25,7 +25,7 @@ from sessions import PASS_SECONDS, START_SECONDS
 from shapes import Work
 from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 
-from exitserve.arguments import verify_options
+from exitserve.arguments import drafting_options
 from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import PLAIN, Fields, Setting, policy_of
 from exitserve.checkpoint import MultiExit, write_multi_exit
@@ -111,7 +111,7 @@ class Answering:
 
 _EXITS = {"exit_layers": list(EXIT_LAYERS), "exit_checks": "all"}
 _DRAFTS = {"exit_layers": [EXIT_LAYERS[0]], "exit_checks": "all"}
-_VERIFY = {**verify_options(), **_DRAFTS}
+_VERIFY = {**drafting_options(), **_DRAFTS}
 _DEFER = {"mode": "defer", "exit_threshold": DEFER.exit_threshold, **_DRAFTS}
 _IN_TORCH = {"EXITSERVE_KERNELS": "torch"}
 _EAGER = {"enforce_eager": True}

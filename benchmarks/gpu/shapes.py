@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import verify_options
+from exitserve.arguments import drafting_options
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.checkpoint import MultiExit, write_multi_exit
 from exitserve.draft_tokens import save_draft_tokens
@@ -99,7 +99,7 @@ class Shape:
             return None
         options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
         if engine == "verify" or engine in DRAFTERS:
-            return options | verify_options(DRAFTS)
+            return options | drafting_options(DRAFTS)
         if both and engine != "forced":
             options["exit_layers"] = list(self.exit_layers)
         return options

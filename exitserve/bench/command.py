@@ -15,19 +15,20 @@ from exitserve.arguments import (
     add_out_flags,
     add_revision,
     add_threshold_flags,
+    any_mode,
     at_least,
     batch_sizes_of,
     calibrated_checks,
     check_dtype,
+    drafting_options,
     modes_of,
     numbers,
     thresholds_of,
-    verify_options,
     with_adapter,
 )
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
-from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, make_settings
+from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, draft_layers, make_settings
 from exitserve.checkpoint import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
@@ -155,16 +156,17 @@ def job_of(args: argparse.Namespace) -> BenchJob:
     model_dir = local_checkpoint(args.model, args.revision)
     modes = modes_of(args.modes)
     exit_checks = calibrated_checks(read_config(model_dir))
-    options: dict[str, Any] = {"exit_checks": exit_checks}
+    options: dict[str, Any] = {"exit_checks": exit_checks, "mode": "off"}
     if args.exit_layers:
         options["exit_layers"] = numbers(args.exit_layers, int, "--exit-layers")
-    if "verify" in modes or (args.num_drafts is not None and not args.rivals):
-        options |= verify_options(args.num_drafts)
-    rules = check_rules(model_dir, options)
+    rules = any_mode(check_rules(model_dir, options))
+    if args.num_drafts is not None:
+        check_rules(model_dir, options | drafting_options(args.num_drafts))
     thresholds = thresholds_of(args.thresholds or _default_thresholds(rules))
     batch_sizes = batch_sizes_of(args.batch_sizes)
     rivals = check_rivals(args.rivals, model_dir)
     settings = make_settings(rules, thresholds, modes)
+    draft_layers(rules, settings)
     settings += tuple(Setting(mode="rival", rival=name) for name in rivals)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts = first_prompts(encode_prompts(load_prompts(args.prompts), model_dir), count)

@@ -1,9 +1,9 @@
 """The engines of a comparison, and timed batches of requests through each of them.
 
 All run the same checkpoint with the same arguments and environment; ours add exit options. Of ours
-there are up to two: one that drafts, for modes by confidence (on GPUs "verify" and "defer"), and
-one for the others. All are loaded at the same time, in separate processes, so that their passes can
-be interleaved within seconds.
+there are up to two: one that drafts, for modes "verify" and "defer", and one for the others. All
+are loaded at the same time, in separate processes, so that their passes can be interleaved within
+seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from exitserve.engine.launch import (
     stop_engine,
     take_traces,
 )
-from exitserve.policy import BY_CONFIDENCE, Mode
+from exitserve.policy import EXACT
 
 SETTLE_SECONDS = 1.2
 """On a CPU vLLM's worker polls its queue without sleeping for one second after its last message, so
@@ -249,9 +249,7 @@ class Engines:
             return self._rivals[setting.rival or ""]
         if setting == PLAIN:
             return self._plain
-        # In all modes a server that drafts is the faster one.
-        drafts = setting.mode in drafting_modes() and self._drafting is not None
-        return self._drafting if drafts or self._exits is None else self._exits
+        return self._drafting if setting.mode in EXACT or self._exits is None else self._exits
 
     def _switch_to(self, setting: Setting) -> Any:
         llm = self._engine(setting)
@@ -261,16 +259,11 @@ class Engines:
         return llm.llm_engine
 
 
-def drafting_modes() -> tuple[Mode, ...]:
-    """Modes whose tokens an engine may draft."""
-    return ("defer", "verify") if runs_on_v2() else BY_CONFIDENCE
-
-
 def engine_names(job: BenchJob) -> tuple[str, ...]:
     """The engines of a job: "plain", the rivals, ours ("exits", "drafting"). The rules of the last
     one check requests."""
-    drafts = job.drafts or (runs_on_v2() and job.has_mode("defer"))
-    others = {one.mode for one in job.settings if one.exits} - {*drafting_modes()}
+    drafts = job.has_mode(*EXACT)
+    others = {one.mode for one in job.settings if one.exits} - set(EXACT)
     exits = [] if drafts and not others else ["exits"]
     return ("plain", *job.rivals, *exits, *(["drafting"] if drafts else []))
 

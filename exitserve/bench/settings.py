@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitserve import policy
-from exitserve.arguments import exit_fields, in_modes, threshold_label, verify_options
+from exitserve.arguments import drafting_options, exit_fields, in_modes, threshold_label
 from exitserve.calibration_record import SCREENED
 from exitserve.errors import ExitServeError
-from exitserve.policy import BY_CONFIDENCE, ExitPolicy, ExitRules
+from exitserve.policy import BY_CONFIDENCE, EXACT, ExitPolicy, ExitRules
 
 Mode = Literal["plain", "off", "confidence", "defer", "verify", "fixed", "rival"]
 
@@ -104,7 +104,7 @@ class BenchJob:
     exit_checks: str = SCREENED
     """As in `exitserve serve`."""
     num_drafts: int | None = None
-    """Tokens that requests may draft at a time; None: those of mode "verify", by the default."""
+    """Tokens that requests may draft at a time; None: as many as pay, by the size of the batch."""
     rivals: tuple[str, ...] = ()
     """Other kinds of drafts on plain vLLM, see `exitserve.bench.rivals`."""
     synthetic: bool = False
@@ -112,23 +112,15 @@ class BenchJob:
     forced: Mapping[str, float] | None = None
     """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
 
-    @property
-    def drafts(self) -> bool:
-        """Whether an engine that drafts is asked for."""
-        asked = self.num_drafts is not None and not self.rivals  # else it is theirs
-        return asked or self.has_mode("verify")
-
     def has_mode(self, *modes: Mode) -> bool:
         """Whether any setting is of one of these modes."""
         return any(setting.mode in modes for setting in self.settings)
 
     def engine_options(self, *, drafting: bool) -> dict[str, Any]:
         """Exit options of an engine, one that drafts or one that does not."""
-        options: dict[str, Any] = {
-            "exit_layers": list(self.rules.exit_layers),
-            "exit_checks": self.exit_checks,
-        }
-        return options | verify_options(self.num_drafts) if drafting else options
+        own = draft_layers(self.rules, self.settings) if drafting else self.rules.exit_layers
+        options: dict[str, Any] = {"exit_layers": list(own), "exit_checks": self.exit_checks}
+        return options | (drafting_options(self.num_drafts) if drafting else {"mode": "off"})
 
     def requests_in_pass(self, batch_size: int) -> int:
         """How many requests a pass sends at a batch size: full batches, at least one."""
@@ -174,6 +166,22 @@ def make_settings(
     if len(set(settings)) != len(settings):
         raise ExitServeError("a threshold or a layer is given twice; give each once.")
     return tuple(settings)
+
+
+def draft_layers(rules: ExitRules, settings: Sequence[Setting]) -> tuple[int, ...]:
+    """The exit layer at which an engine drafts for all settings of modes that draft.
+
+    Raises:
+        ExitServeError: they draft at different ones.
+    """
+    policies = [policy_of(one.fields(1)[0], rules) for one in settings if one.mode in EXACT]
+    found = {policy.first_exit(rules.exit_layers) for policy in policies} - {None}
+    if len(found) > 1:
+        raise ExitServeError(
+            f"these thresholds draft at different exit layers, {', '.join(map(str, found))}, and a "
+            "server drafts at one: compare them in several runs."
+        )
+    return tuple(one for one in found if one is not None)
 
 
 def rotated(settings: Sequence[Setting], repeat: int) -> list[Setting]:

@@ -15,12 +15,12 @@ from exitserve.arguments import (
     add_out_flags,
     add_revision,
     add_threshold_flags,
+    any_mode,
     at_least,
     calibrated_checks,
     check_context,
     modes_of,
     thresholds_of,
-    verify_options,
     with_adapter,
 )
 from exitserve.checkpoint import read_config
@@ -145,9 +145,8 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     config = read_config(args.model, args.revision)
     modes = modes_of(args.modes)
     exit_checks = calibrated_checks(config)
-    options: dict[str, Any] = {"exit_checks": exit_checks}
-    options |= verify_options() if "verify" in modes else {}
-    rules = check_rules(args.model, options, args.revision)
+    options = {"exit_checks": exit_checks, "mode": "off"}
+    rules = any_mode(check_rules(args.model, options, args.revision))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     # At least one token is decoded, and one more is there to be predicted.
     window = at_least(args.prompt_tokens + 2, args.window, "--window")

@@ -60,6 +60,7 @@ def evaluate(
     found = measure_quality(
         reference,
         windows,
+        job.prompt_tokens,
         job.settings,
         lambda: passed("held-out text, every setting"),
     )

@@ -82,7 +82,7 @@ def make_settings(
     settings = [EvalSetting(fields={"exit_threshold": 1.0}, policy=ExitPolicy.off())]
     for mode, value in in_modes(rules, thresholds, modes):
         fields = exit_fields(value) | {"exit_mode": mode}
-        policy = rules.policy_for(fields)
+        policy = rules.policy_for(fields).drafting(rules.exit_layers)
         if policy.mode == "off":
             raise ExitServeError(
                 f"threshold {value} never exits for this checkpoint; full depth is always "

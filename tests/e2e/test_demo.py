@@ -37,7 +37,7 @@ def test_the_demo_shows_depths_and_a_comparison(shipped: Path, tmp_path: Path) -
     for words in ("full depth: mean depth 24.00", promise, "plain vLLM", "report.md"):
         assert words in printed
     report = json.loads((tmp_path / "bench" / "report.json").read_text())
-    modes = ["plain", "off", "defer", "verify", "rival"]
+    modes = ["plain", "off", "defer", "verify"]
     assert {case["mode"] for case in report["cases"]} == set(modes)
     early = [case for case in report["cases"] if case["mode"] == "defer"]
     # On a busy machine the clock may find, in so few passes, that exits do not pay.

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.arguments import thresholds_of, verify_options
+from exitserve.arguments import any_mode, thresholds_of
 from exitserve.calibration_record import Calibration, OperatingPoint
 from exitserve.checkpoint import read_multi_exit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.settings import make_settings
+from exitserve.policy import NEVER
 
 POINT = OperatingPoint(
     agreement=0.98, thresholds={6: 0.8, 18: 0.6}, eos_thresholds={6: 0.9, 18: 0.9}
@@ -41,7 +42,7 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
 
 
 def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
-    rules = check_rules(calibrated, verify_options(None))
+    rules = any_mode(check_rules(calibrated, {"mode": "off"}))
     settings = make_settings(rules, thresholds_of("0.5, auto,0.7"), ("confidence", "verify"))
     assert [setting.label for setting in settings] == [
         "full depth",
@@ -54,7 +55,8 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
     full, *_, auto = settings
     assert full.fields == {"exit_threshold": 1.0} and full.policy.mode == "off"
     assert auto.fields == {"exit_threshold": "auto", "exit_mode": "defer"}
-    assert [auto.policy.thresholds_at(layer)[0] for layer in (6, 18)] == [0.8, 0.6]
+    thresholds = [auto.policy.thresholds_at(layer)[0] for layer in (6, 18)]
+    assert thresholds == [0.8, NEVER], "a server drafts at its first exit"
 
 
 def test_auto_needs_a_calibration(bundled: Path) -> None:
