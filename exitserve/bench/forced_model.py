@@ -138,7 +138,8 @@ class ForcedDeviceRequests(DeviceRequests):
             return
         found = [0] * len(batch.slots)
         for row, slot in enumerate(batch.slots):
-            if (request := self.running.get(slot, batch.names[row])) is not None:
+            request = self.by_slot.get(slot)
+            if request is not None and request.name == batch.names[row]:
                 last = batch.computed[row] + batch.scheduled[row] - 1
                 number = _prompt_number(request)
                 lots = [(number, last, layer) for layer in self._rules.exit_layers]

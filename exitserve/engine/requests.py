@@ -1,10 +1,7 @@
-"""The record of a request, and which request sits in which row of vLLM's batch.
+"""The record of a request, and which request sits in which row of runner V1's batch.
 
 `Request` is all that the engine knows of one request: what it asked for, and what it did so far.
 It outlives a preemption, since recomputed tokens must freeze where they did.
-
-`Batch` follows runner V1's persistent batch, which names requests by row; `RequestSlots` follows
-runner V2, which names them by slot.
 """
 
 from __future__ import annotations
@@ -141,48 +138,14 @@ class PreemptedRequests:
         for name in names:
             self._by_name.pop(name, None)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the requests whose records are kept."""
+        return list(self._by_name)
+
     def _forget_ended(self) -> None:
         """Drops those that were aborted meanwhile: they are in no batch that would tell."""
-        self.forget([name for name in self._by_name if not self.may_return(name)])
-
-
-class RequestSlots:
-    """Runner V2's requests, by slot."""
-
-    def __init__(self) -> None:
-        self._by_slot: dict[int, Request] = {}
-        self.preempted = PreemptedRequests()
-
-    def add(self, slot: int, request: Request) -> tuple[Request, bool]:
-        """Takes a request into a slot.
-
-        Returns:
-            Its record, the earlier one if it was preempted, and whether it was.
-        """
-        earlier = self.preempted.take(request.name)
-        self._by_slot[slot] = request if earlier is None else earlier
-        return self._by_slot[slot], earlier is not None
-
-    def remove(self, name: str) -> tuple[int, Request] | None:
-        """Lets a request go, which has ended or is preempted; returns where it was, and it."""
-        for slot, request in self._by_slot.items():
-            if request.name == name:
-                del self._by_slot[slot]
-                self.preempted.keep(request)
-                return slot, request
-        return None
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Drops what is kept of requests that have ended, also while they were preempted."""
-        self.preempted.forget(names)
-
-    def __len__(self) -> int:
-        return len(self._by_slot)
-
-    def get(self, slot: int, name: str) -> Request | None:
-        """The request in a slot; None where it has another name, as in warm-ups."""
-        request = self._by_slot.get(slot)
-        return request if request is not None and request.name == name else None
+        self.forget([name for name in self.names if not self.may_return(name)])
 
 
 class Batch:

@@ -35,12 +35,12 @@ COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 COLUMNS = 12
 
 
-CPU_ALONE = "exitserve.engine.hooks.cpu_worker"
+CPU_ALONE = ("exitserve.engine.hooks.cpu_worker", "exitserve.engine.drafting.cpu")
 IMPORTS = f"""
 import importlib, pkgutil, sys
 import exitserve.engine
 for one in pkgutil.walk_packages(exitserve.engine.__path__, "exitserve.engine."):
-    if one.name != {CPU_ALONE!r}:
+    if one.name not in {CPU_ALONE!r}:
         importlib.import_module(one.name)
 found = [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
 sys.exit(f"imported: {{found}}" if found else 0)

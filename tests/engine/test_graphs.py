@@ -231,8 +231,8 @@ def test_who_may_not_exit_is_told_once() -> None:
                 Parts().run(every.rows)
             every.end()
     every.drain(wait=True)
-    assert every._running.get(0, "0").depths == [LAYERS] * 3 + [2]
-    assert every._running.get(1, "1").depths == [LAYERS] * 4
+    assert every.by_slot[0].depths == [LAYERS] * 3 + [2]
+    assert every.by_slot[1].depths == [LAYERS] * 4
 
 
 def test_a_model_without_exits_takes_no_logits_from_them() -> None:

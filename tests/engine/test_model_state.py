@@ -93,8 +93,8 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
             Parts().run(rows, padded)
         state.postprocess_state(torch.arange(2), torch.ones(2))
     every.drain(wait=True)
-    assert every._running.get(0, "a").depths == [LAYERS, 2, 2]
-    assert every._running.get(1, "b").depths == [LAYERS, LAYERS]
+    assert every.by_slot[0].depths == [LAYERS, 2, 2]
+    assert every.by_slot[1].depths == [LAYERS, LAYERS]
     assert every._recorder.take_traces("t") == {"a": {0: LAYERS, 1: 2, 2: 2}}
 
     # Preempted, it comes back to another slot, and freezes its tokens where it did before.
@@ -146,7 +146,7 @@ def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitM
         runner.finish_requests(
             SimpleNamespace(finished_req_ids=finished, preempted_req_ids=preempted)
         )
-        return {one.name for one in state._requests._running.preempted.requests()}
+        return set(state._requests.preempted.names)
 
     for slot, name in enumerate("abc"):
         state.add_request(slot, request(name))

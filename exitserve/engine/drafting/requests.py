@@ -114,6 +114,7 @@ class DraftingRequests:
                 return  # the pass went on past the end
             depth = self.layer if is_final else full
             self._recorder.count_token(depth)
+            self._recorder.count_deferred_layers(full - depth)
             if request.trace_keys:
                 self._recorder.trace(request.trace_keys, request.name, number, depth)
             if token in request.stop_ids:

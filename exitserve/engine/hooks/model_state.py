@@ -33,7 +33,7 @@ class ExitModelState(DefaultModelState):
         """A request came, or came back after a preemption."""
         super().add_request(req_index, new_req_data)
         prompt, params = new_req_data.prompt_token_ids, new_req_data.sampling_params
-        running = len(self._requests.running) + 1
+        running = len(self._requests.by_slot) + 1
         request = read_request(
             params, prompt, self._rules, name=new_req_data.req_id, running=running
         )

@@ -22,7 +22,7 @@ from exitserve.engine.early_exit.device.rows import (
     Slots,
     every_check,
 )
-from exitserve.engine.requests import Request, RequestSlots
+from exitserve.engine.requests import PreemptedRequests, Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
@@ -70,7 +70,9 @@ class DeviceRequests:
         self._rules, self._recorder = state.rules, state.recorder
         self._slots = Slots(state.rules, most_rows, device, least_score)
         self.rows = self.make_rows(self._slots, most_rows, logits)
-        self.running = RequestSlots()
+        self.by_slot: dict[int, Request] = {}
+        """Those that run."""
+        self.preempted = PreemptedRequests()
         self._due: list[tuple[Request, int, int]] = []
         self._arrivals = Arrivals()
         self._plain_passes = 0
@@ -83,9 +85,11 @@ class DeviceRequests:
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""
-        request, is_back = self.running.add(slot, request)
-        if is_back:
+        earlier = self.preempted.take(request.name)
+        if earlier is not None:
+            request = earlier
             self.drain(wait=True)  # its tokens are computed again, each to its own depth
+        self.by_slot[slot] = request
         if request.policy.mode in EXACT:  # refused at the front door
             request.policy = ExitPolicy.off()
         if self._may_exit(request):
@@ -93,11 +97,13 @@ class DeviceRequests:
 
     def remove(self, name: str) -> None:
         """Lets a request go: it has ended, or is preempted."""
-        self.running.remove(name)
+        slot = next((slot for slot, one in self.by_slot.items() if one.name == name), None)
+        if slot is not None:
+            self.preempted.keep(self.by_slot.pop(slot))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops what is kept of requests that have ended, also while they were preempted."""
-        self.running.forget(names)
+        self.preempted.forget(names)
 
     def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""
@@ -118,8 +124,8 @@ class DeviceRequests:
         for row, slot in enumerate(batch.slots):
             first, length = batch.computed[row], batch.scheduled[row]
             begins, start = start, start + length  # of the row's tokens in the pass
-            request = self.running.get(slot, batch.names[row])
-            if request is None:
+            request = self.by_slot.get(slot)
+            if request is None or request.name != batch.names[row]:
                 continue
             generated = first + length - request.prompt_length
             samples = first + length >= batch.known[row]
