@@ -1,4 +1,4 @@
-"""Makes the plan of a model, as report data; see docs/plan.md for the keys."""
+"""Makes the plan of a model, as report data; see docs/will-it-pay.md for the keys."""
 
 from __future__ import annotations
 
