@@ -50,9 +50,8 @@ UNSTEADY = 1.25
 """From this ratio of median to least time, the machine was too busy to trust the result."""
 
 EXITS_SECONDS = 0.25e-3, 0.05e-3
-"""As `ENGINE_SECONDS`: what exits add (calls, norms, small copies, recording). From "Where a step
-goes" in
-benchmarks/2026-11-21-cpu.md and -epyc.md, and from benchmarks/2026-11-25-direct-calls.md."""
+"""As `ENGINE_SECONDS`: what exits add (calls, norms, small copies, recording), from profiles of the
+engine (`benchmarks/profile_step.py`)."""
 
 Work = Callable[[], object]
 
