@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,10 +10,8 @@ import liger
 import torch
 from timing import FUSED, TimedCase, Work
 from torch import Tensor
-from torch.nn import functional
 
-from exitserve_kernels import dispersion, simreg
-from exitserve_kernels.dispatch import VARIABLE, Asked, Form, can_run_triton
+from exitserve_kernels.dispatch import Asked, can_run_triton
 from exitserve_kernels.exit_check import (
     Criterion,
     ExitCheck,
@@ -25,7 +22,6 @@ from exitserve_kernels.exit_check import (
 )
 from exitserve_kernels.logit_losses import logit_losses
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
-from exitserve_training import losses
 
 BATCHES = (1, 8, 32, 128, 512)
 
@@ -34,9 +30,6 @@ def all_cases(device: torch.device, small: bool) -> Iterator[TimedCase]:
     """One after the other, so that few tensors exist at a time; `small`: sizes for a CPU."""
     yield from _exit_checks(device, small)
     yield from _fills(device, small)
-    for dtype in (torch.float32, torch.bfloat16):
-        yield from _sums_over_pairs(device, dtype, small)
-    yield from _training_losses(device, small)
     for vocabulary in (4096,) if small else (49_152, 128_256):
         yield from _logit_losses(device, vocabulary, 16 if small else 2048)
 
@@ -110,58 +103,6 @@ def _fills(device: torch.device, small: bool) -> Iterator[TimedCase]:
         if _has_liger(device):
             forms["Liger"] = partial(liger.fill, *given, key_norm, rotary)
         yield TimedCase("propagate_kv", _rows(rows), forms)
-
-
-def _states(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[str, Tensor, Tensor]:
-    """Size in words, unit vectors [B, T, D] with gradient, labels [B, T]."""
-    shape = (2, 96, 32) if small else (4, 2048, 2048)
-    # A common part, as trained models' states have: without it SimReg's loss is 0.
-    states = torch.randn(shape, device=device) + 3.0 * torch.randn(shape[2], device=device)
-    vectors = functional.normalize(states, dim=-1).to(dtype)
-    labels = torch.randint(0, shape[1] // 4, shape[:2], device=device)
-    size = " x ".join(map(str, shape)) + f", {str(dtype).removeprefix('torch.')}"
-    return size, vectors.requires_grad_(), labels
-
-
-def _sums_over_pairs(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[TimedCase]:
-    """The kernels by themselves, against all pairs at once in PyTorch."""
-    size, vectors, labels = _states(device, dtype, small)
-    yield TimedCase("simreg", size, _forms(partial(_simreg, vectors, labels), device))
-    mask = torch.ones_like(labels, dtype=torch.bool)
-    yield TimedCase("dispersion", size, _forms(partial(_dispersion, vectors, mask), device))
-
-
-def _simreg(vectors: Tensor, labels: Tensor, *, implementation: Form) -> Any:
-    """Forward and backward; the vectors [B, T, D], labels [B, T]."""
-    negatives, positives = simreg.log_sums(vectors, labels, 0.01, implementation)
-    return torch.autograd.grad(functional.softplus(negatives - positives).mean(), vectors)
-
-
-def _dispersion(vectors: Tensor, mask: Tensor, *, implementation: Form) -> Any:
-    """Forward and backward; the vectors [B, T, D], mask [B, T]."""
-    return torch.autograd.grad(
-        dispersion.log_sum(vectors, mask, 1.0, implementation).mean(), vectors
-    )
-
-
-def _training_losses(device: torch.device, small: bool) -> Iterator[TimedCase]:
-    """What a training step runs, unit vectors and averages included.
-
-    Both forms compute in float32 whatever the states' type. Without kernels some rows of pairs
-    exist at a time, and backward computes them again.
-    """
-    size, states, labels = _states(device, torch.bfloat16, small)
-    for name, loss in (
-        ("simreg, training's", partial(losses.simreg, states, labels)),
-        ("dispersion, training's", partial(losses.dispersion, states)),
-    ):
-        yield TimedCase(name, size, _forms(partial(_training_loss, loss, states), device))
-
-
-def _training_loss(loss: Callable[[], Tensor], states: Tensor, *, implementation: Form) -> Any:
-    """Forward and backward. The losses go by the environment; all other cases by the argument."""
-    os.environ[VARIABLE] = implementation
-    return torch.autograd.grad(loss(), states)
 
 
 def _logit_losses(device: torch.device, vocabulary: int, rows: int) -> Iterator[TimedCase]:

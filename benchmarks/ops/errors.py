@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from exitserve.report import machine, machine_line, markdown_table, versions, write_json
-from exitserve_kernels.testing import error
 
 if TYPE_CHECKING:
     from results import OperationRun
@@ -54,6 +53,13 @@ class ErrorLine(NamedTuple):
         telling = max(self.fused, self.torch) > torch.finfo(torch.float32).eps
         ratio = f"{self.fused / self.torch:.2g}" if telling else "-"
         return [self.operation, self.result, self.type, *errors, ratio]
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    """Root-mean-square error relative to the root mean square of `truth`, in float64."""
+    result, truth = result.double(), truth.double()
+    scale = truth.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((result - truth).square().mean().sqrt() / scale)
 
 
 def _words(found: float | None) -> str:

@@ -1,6 +1,5 @@
 """What Liger-Kernel has that is nearest to our operations, called at its best.
 
-Nothing in it sums over pairs of tokens as `simreg` and `dispersion` do.
 Nothing here keeps gradients. Liger-Kernel is imported where it is called: it may be missing, and it
 imports Triton.
 """

@@ -13,9 +13,7 @@ import liger
 import torch
 from cases import exit_check
 from torch import Tensor
-from torch.nn import functional
 
-from exitserve_kernels import dispersion, simreg
 from exitserve_kernels.exit_check import CRITERIA, FinalNorm
 from exitserve_kernels.logit_losses import logit_losses
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
@@ -43,8 +41,6 @@ def runs(interpreted: bool) -> Iterator[OperationRun]:
         ("exit_check", _exit_check, True),
         ("exit_check, norm", partial(_exit_check, normed=True), not interpreted),
         ("propagate_kv", _propagate_kv, not interpreted),
-        ("simreg", _simreg, False),
-        ("dispersion", _dispersion, False),
         ("logit_losses", _logit_losses, False),
     ]
     for name, results, in_liger in operations:
@@ -99,32 +95,6 @@ def _propagate_kv(form: Any, cast: Cast, *, kept: torch.dtype | None = None) -> 
         fill(*given, key_norm=key_norm, rotary=rotary, implementation=form)
     keys, values = whole.double().flatten(2, 3)[:, :, slots]
     return {"keys": keys, "values": values}
-
-
-def _simreg(form: Any, cast: Cast) -> dict[str, Tensor]:
-    """2 sequences of 150 unit vectors of 70 with a common part, 5 labels, temperature 0.05.
-
-    The loss of each counted token, and the gradient of their sum.
-    """
-    common = _random(70, seed=1)
-    vectors = cast(functional.normalize(_random(2, 150, 70) + common, dim=-1)).requires_grad_()
-    labels = torch.arange(300, device=vectors.device).reshape(2, 150) % 6 - 1
-    negatives, positives = simreg.log_sums(vectors, labels, 0.05, form)
-    losses = functional.softplus(negatives - positives)[labels >= 0]
-    (gradient,) = torch.autograd.grad(losses.sum(), vectors)
-    return {"loss": losses.detach(), "gradient": gradient}
-
-
-def _dispersion(form: Any, cast: Cast) -> dict[str, Tensor]:
-    """8 sequences of 150 unit vectors of 70 in a cone, one token in ten not counted.
-
-    The loss of each sequence, and the gradient of their sum.
-    """
-    units = cast(functional.normalize(_random(8, 150, 70) + 0.7, dim=-1)).requires_grad_()
-    mask = (torch.arange(150, device=units.device) % 10 != 3).repeat(8, 1)
-    losses = dispersion.log_sum(units, mask, 1.0, form)
-    (gradient,) = torch.autograd.grad(losses.sum(), units)
-    return {"loss": losses.detach(), "gradient": gradient}
 
 
 def _logit_losses(form: Any, cast: Cast) -> dict[str, Tensor]:

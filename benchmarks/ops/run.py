@@ -4,19 +4,17 @@
 
 First the tests of the kernels run; where one fails nothing is timed. Then each operation is timed
 in turn with its rivals, round after round, and its time is divided by the rival's of the same
-round; the memory is the peak of one call beyond what was there before. Forward only, but forward
-and backward of the losses.
+round; the memory is the peak of one call beyond what was there before. Of the losses forward and
+gradient.
 
 - `exit_check`: PyTorch is a library's product with the head, softmax and max, all with the norm
   in front. The share of the bandwidth, that of a copy in the same run, is for the head's weights.
 - `propagate_kv`: the same steps in PyTorch, written layer by layer.
 - `logit_losses`: with and without a teacher. The share of the bandwidth is for reading the logits
   (and the teacher's) and writing the gradient once; two passes read twice.
-- `simreg`, `dispersion`: all pairs of tokens at once. Lines named "training's" are the whole
-  losses of exitserve_training with and without kernels; without, by rows of pairs.
 
-Liger-Kernel, where it is installed (`pip install liger-kernel==0.8.5`), has what is nearest to
-the first three; `liger.py` says what it leaves out.
+Liger-Kernel, where it is installed (`pip install liger-kernel==0.8.5`), has what is nearest;
+`liger.py` says what it leaves out.
 
 Without a GPU the PyTorch forms alone are timed, with `--small`, which shows that the script runs.
 """

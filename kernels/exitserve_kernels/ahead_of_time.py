@@ -22,13 +22,7 @@ from typing import Any, NamedTuple
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-OPERATIONS = (
-    "exit_check",
-    "propagate_kv",
-    "simreg",
-    "dispersion",
-    "logit_losses",
-)
+OPERATIONS = ("exit_check", "propagate_kv", "logit_losses")
 """Folders with a `fused` module, which has `VARIANTS`."""
 
 

@@ -20,7 +20,8 @@ from exitserve_kernels.exit_check import (
     join,
     summarise_slice,
 )
-from exitserve_kernels.testing import assert_no_worse, poisoned_allocations
+
+from .testing import assert_no_worse, poisoned_allocations
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 40, 129), (33, 100, 517), (130, 32, 64)]

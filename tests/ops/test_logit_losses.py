@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from exitserve_kernels.dispatch import Form
-from exitserve_kernels.logit_losses import in_place, logit_losses, reference
-from exitserve_kernels.testing import LargestTensor, poisoned_allocations
+from exitserve_kernels.logit_losses import in_place, logit_losses
+
+from . import reference
+from .testing import LargestTensor, poisoned_allocations
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The kernel takes 2048 logits at a time: one block with a rest, and three.

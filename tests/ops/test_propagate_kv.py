@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
-from exitserve_kernels.testing import assert_no_worse
+
+from .testing import assert_no_worse
 
 BLOCKS, BLOCK_SIZE, LAYERS = 7, 4, 3
 

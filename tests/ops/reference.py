@@ -1,4 +1,4 @@
-"""Losses of logits and their gradient in PyTorch, formula by formula: the reference.
+"""Losses of logits and their gradient in PyTorch, formula by formula.
 
 Shapes: N tokens, V vocabulary.
 """
