@@ -53,9 +53,9 @@ FIELDS = {
     "exit_target": "instead of a threshold: the share of tokens, such as 0.98, that must be those "
     "of full depth; the checkpoint's calibration has the thresholds that keep it",
     "exit_layer": "every decode token exits at this layer, which must be one of the exit layers",
-    "exit_mode": "confidence: exited tokens' deeper keys and values are approximated; defer: they "
-    "are computed exactly, a little later; verify: full depth judges them, several at a time, so "
-    "that the answer is that of full depth; off: full depth",
+    "exit_mode": "confidence: tokens exit early, and their deeper keys and values are "
+    "approximated; verify: the first layers draft and full depth judges, so the answer is full "
+    "depth's; defer: the same, but drafts above the threshold are final; off: full depth",
     "exit_trace": "true: the response tells the depth at which each token stopped",
 }
 
