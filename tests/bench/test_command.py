@@ -45,7 +45,10 @@ def calibrated(model: Path) -> Path:
         exit_checks="all",
         num_layers=6,
         chosen=point,
-        points=(replace(point, agreement=0.9, thresholds={2: 0.3}),),
+        points=(
+            replace(point, agreement=0.9, thresholds={4: 0.3}),
+            replace(point, agreement=0.8, thresholds={2: 0.2}),
+        ),
     )
     block = MultiExit(exit_layers=(2, 4), criterion="margin", calibration=found)
     write_multi_exit(model, block)
@@ -195,7 +198,8 @@ def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated
     assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
     assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
     assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
-    assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(2)[0] == 0.3
+    assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(4)[0] == 0.3
+    assert "at different exit layers, 2, 4" in refused(*arguments[:4], "auto,auto:0.8")
 
 
 def test_without_thresholds_the_calibrated_ones_are_measured(calibrated: Path, ids: Path) -> None:

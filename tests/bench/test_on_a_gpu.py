@@ -66,8 +66,7 @@ def job(model: Path, *arguments: object) -> BenchJob:
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     given = [model, "--prompts", prompts, "--out", "unused", *arguments]
-    with job_of(parser.parse_args(["bench", *map(str, given)])) as found:
-        return found
+    return job_of(parser.parse_args(["bench", *map(str, given)]))
 
 
 def start(total: int, asked: list[float]) -> None:
