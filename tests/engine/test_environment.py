@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -63,3 +65,21 @@ def test_a_process_that_ends_before_it_is_killed_is_no_error() -> None:
 
     core = SimpleNamespace(shutdown=shutdown)
     stop_engine(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
+
+
+CPU_ALONE = ("exitserve.engine.hooks.cpu_worker", "exitserve.engine.drafting.cpu")
+IMPORTS = f"""
+import importlib, pkgutil, sys
+import exitserve.engine
+for one in pkgutil.walk_packages(exitserve.engine.__path__, "exitserve.engine."):
+    if one.name not in {CPU_ALONE!r}:
+        importlib.import_module(one.name)
+found = [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
+sys.exit(f"imported: {{found}}" if found else 0)
+"""
+
+
+def test_a_card_is_served_without_the_cpus_stand_ins() -> None:
+    """vLLM's CPU worker replaces `torch.cuda`'s events and streams by stand-ins that do nothing."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

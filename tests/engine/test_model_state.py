@@ -155,16 +155,3 @@ def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitM
     state.remove_request("a")  # as vLLM does before it adds one
     state.add_request(0, request("a"))
     assert step(preempted=set(), finished={"a"}) == set()
-
-
-def test_graphs_are_captured_with_nobody_in_them(state: ExitModelState) -> None:
-    state.add_request(0, request("a", exit_layer=2))
-    rows = state.prepare_dummy_inputs(3, 3)["exits"]
-    rows.start()
-    assert rows.warms_up
-    assert rows.padding.tolist() == [True] * 3
-    assert not rows.may_differ
-    rows = state.prepare_inputs(batch(["a"], [3], [1], 4), None)["exits"]
-    rows.start()
-    assert not rows.warms_up
-    assert rows.padding.tolist() == [False, True, True, True]

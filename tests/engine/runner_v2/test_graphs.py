@@ -34,8 +34,7 @@ def test_exits_that_the_device_decides(
 ) -> None:
     """Rows come, go and exit; the last are fewer than the graph's."""
     model = make_checkpoint("llama")
-    every = random_jobs(count=8, max_tokens=16)
-    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    jobs = random_jobs(count=8, max_tokens=16)
     expected = [expect(oracle(model), one) for one in jobs]
     harness = start(model, exits=EXITS, compilation_config=COMPILATION, **OPTIONS)
     assert harness.run(jobs) == expected
@@ -49,8 +48,7 @@ def test_requests_that_come_back(
 ) -> None:
     """Tokens of a preempted request are computed again outside of graphs, and go on in them."""
     model = make_checkpoint("llama")
-    every = random_jobs(count=12, longest=60, max_tokens=50)
-    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    jobs = random_jobs(count=12, longest=60, max_tokens=50)
     harness = start(model, exits=EXITS, compilation_config=COMPILATION, **few_blocks)
     assert harness.run(jobs) == [expect(oracle(model), one) for one in jobs]
     assert harness.counter("vllm:num_preemptions") > 0
@@ -61,8 +59,7 @@ def test_two_ranks(start, oracle, expect, make_checkpoint, random_jobs, monkeypa
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.syspath_prepend(str(SITE))  # which processes inherit
     model = make_checkpoint("llama")
-    every = random_jobs(count=6, max_tokens=12)
-    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    jobs = random_jobs(count=6, max_tokens=12)
     ranks = {"tensor_parallel_size": 2, "worker_cls": "graph_worker.GraphWorker"}
     harness = start(model, exits=EXITS, compilation_config=COMPILATION, **OPTIONS, **ranks)
     assert harness.run(jobs) == [expect(oracle(model), one) for one in jobs]
@@ -116,8 +113,7 @@ def test_exits_and_pieces(start, oracle, expect, make_checkpoint, random_jobs, m
     monkeypatch.syspath_prepend(str(SITE))
     capture_pieces(monkeypatch)
     model = make_checkpoint("llama")
-    every = random_jobs(count=6, max_tokens=12)
-    jobs = [one for one in every if one.fields.get("exit_mode") != "defer"]
+    jobs = random_jobs(count=6, max_tokens=12)
     harness = start(
         model, exits=EXITS, worker_cls="graph_worker.GraphWorker", **COMPILED, **OPTIONS
     )
