@@ -10,15 +10,13 @@ import pytest
 from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
-    by_risk,
     mean_risk,
     passing_choices,
     weighted_loss,
-    worth_testing,
 )
 from exitserve.calibration.outcomes import Outcome, Source
 from exitserve.calibration.proposals import Proposal
-from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
+from exitserve.calibration.risks import agreement_target
 
 DELTA, RUNS = 0.1, 300
 TARGET = agreement_target(0.9)
@@ -107,13 +105,6 @@ def test_tokens_count_not_pieces() -> None:
     assert sum(losses) / len(losses) > TARGET.limit
 
 
-@pytest.mark.parametrize("wrong", [0.0, 1.0])
-@pytest.mark.parametrize("tokens", [1, 50, MOST])
-def test_a_piece_counts_from_0_to_1(wrong: float, tokens: int) -> None:
-    for target in (TARGET, perplexity_target(0.05), depth_target(8, 12)):
-        assert 0.0 <= weighted_loss(outcome(wrong, tokens), target, MOST) <= 1.0
-
-
 def trial(pieces: list[Outcome]) -> PromiseTest:
     return PromiseTest(lambda _, piece: pieces[piece], [one.source for one in pieces], DELTA, MOST)
 
@@ -152,24 +143,3 @@ def test_nothing_is_run_where_nothing_could_be_shown() -> None:
     assert passing_choices([candidate(0, [outcome(0.0)] * 5)], TARGET, few, lambda: None) == []
     assert passing_choices([], TARGET, PromiseTest(run, [], DELTA, MOST), lambda: None) == []
     assert measured == []
-
-
-def test_what_costs_more_than_full_depth_is_not_tested() -> None:
-    """Exits that hardly anything passes cost their checks."""
-    dear, cheap = candidate(0, [outcome(0.0)]), candidate(1, [outcome(0.05)])
-    prices = {dear.proposal: 1.01, cheap.proposal: 0.9}
-
-    def cost(one: Choice) -> float:
-        return prices[one.proposal]
-
-    assert worth_testing([dear, cheap], TARGET, cost) == [cheap]
-    assert worth_testing([dear, cheap], depth_target(8, 12), cost) == [dear, cheap]
-
-
-def test_the_safest_comes_first_whatever_the_target() -> None:
-    safe, risky = (
-        candidate(0, [outcome(0.01)] * 5),
-        candidate(1, [outcome(0.2)] * 5),
-    )
-    assert by_risk([risky, safe], TARGET) == [safe, risky]
-    assert by_risk([risky, safe], perplexity_target(0.05)) == [safe, risky]

@@ -15,7 +15,6 @@ from exitserve.calibration.pieces import (
     split_pieces,
 )
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.windows import Window
 
@@ -79,14 +78,3 @@ def test_what_the_model_writes_follows_its_prompts(make_checkpoint) -> None:
     assert found == model_continuations(reference, prompts, 20, 1.0, 0, done.append), (
         "the seed decides"
     )
-
-
-def test_at_temperature_0_it_writes_what_the_oracle_decodes(make_checkpoint) -> None:
-    reference = load_reference(str(make_checkpoint("llama")))
-    prompts = [(5, 6, 7), (9, 8, 7)]
-    found = model_continuations(reference, prompts, 20, 0.0, 0, lambda _: None)
-    assert found and found == model_continuations(reference, prompts, 20, 0.0, 1, lambda _: None)
-    for piece in found:
-        prompt, written = piece.token_ids[:3], list(piece.token_ids[3:])
-        own = reference.decode(prompt, len(written), ExitPolicy.off(), ignore_eos=True)
-        assert written == own.token_ids

@@ -12,7 +12,6 @@ from exitserve.calibration.proposals import (
     FEWEST,
     Proposal,
     end_thresholds,
-    interpolated,
     propose,
 )
 from exitserve.calibration.scores import ExitScores
@@ -84,24 +83,6 @@ def test_no_change_of_one_threshold_is_better(monkeypatch, seed: int, price: flo
         assert own <= total(scores, changed, price) + 1e-6, (layer, value)
 
 
-def test_dearer_errors_mean_fewer_exits() -> None:
-    scores = scores_of((3, 6, 9))
-    found = propose(scores, "max_prob", COSTS, propagates=True)
-    assert [one.price for one in found] == sorted((one.price for one in found), reverse=True)
-    errors = []
-    for one in found:
-        wrong = total(scores, dict(one.thresholds), 1.0) - total(scores, dict(one.thresholds), 0.0)
-        errors.append(round(wrong))
-    assert errors == sorted(errors)
-    assert errors[0] < errors[-1]
-
-
-def test_exits_that_cannot_pay_are_not_proposed() -> None:
-    """A check that costs as much as all layers saved."""
-    dear = TokenCosts(num_layers=12, layer=1.0, fill=0.1, check=20.0, head=0.8)
-    assert propose(scores_of((6, 9)), "max_prob", dear, propagates=True) == []
-
-
 def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
     scores = scores_of((6,))
     own = scores[6]
@@ -117,14 +98,3 @@ def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
     assert known.agrees[early].double().mean() >= 0.99
     assert end_thresholds({6: known}, proposal, 0.99, fewest=300) == {6: 1.0}
     assert end_thresholds({6: own}, proposal, 0.9999, fewest=few) == {6: 1.0}
-
-
-def test_choices_between_two_lead_from_one_to_the_other() -> None:
-    safe = Proposal("max_prob", ((9, 0.8),), 8.0)
-    risky = Proposal("max_prob", ((6, 0.4), (9, 0.2)), 1.0)
-    found = interpolated(safe, risky)
-    assert len({one.price for one in found} | {8.0, 1.0}) == len(found) + 2
-    for layer, first, last in ((6, 1.0, 0.4), (9, 0.8, 0.2)):
-        values = [first, *(dict(one.thresholds)[layer] for one in found), last]
-        assert values == sorted(values, reverse=True)
-        assert len(set(values)) == len(values)

@@ -10,9 +10,9 @@ import torch
 
 from exitserve.agreement import exit_states
 from exitserve.calibration.exact import ExactOutcomes
-from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
+from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
-from exitserve.calibration.screening import fit_screen, fit_screens, screening
+from exitserve.calibration.screening import fit_screen, fit_screens
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 
@@ -65,16 +65,6 @@ def test_a_screen_tells_how_likely_a_check_passes() -> None:
         assert (passes[opened].sum() / passes.sum()) > 0.7
 
 
-def test_a_screen_of_noise_opens_all_or_none() -> None:
-    drawn = torch.Generator().manual_seed(0)
-    states, confidence = torch.randn(6_000, 16, generator=drawn), torch.rand(6_000, generator=drawn)
-    own = fit_screen(states, confidence)
-    opened = [
-        (own.score(states) > own.least_score(0.7, rate)).float().mean() for rate in (0.2, 0.4)
-    ]
-    assert opened[0] > 0.95 and opened[1] < 0.05, "three in ten pass"
-
-
 def test_screens_stay_where_the_model_is(reference, pieces) -> None:
     screens = fit_screens(reference, pieces, lambda: None)
     assert set(screens) == {"max_prob", "margin", "entropy"}
@@ -85,19 +75,6 @@ def test_screens_stay_where_the_model_is(reference, pieces) -> None:
     assert {one.device for one in vars(own).values()} == {reference.device}
     scores = exit_scores(reference, pieces[:1], screens)
     assert torch.equal(scores[2].screen["margin"], own.score(states[2]))
-
-
-def test_what_screens_let_through_is_counted(reference, pieces) -> None:
-    screens = fit_screens(reference, pieces, lambda: None)
-    scores = exit_scores(reference, pieces, screens)
-    rows = screening(scores, screens["max_prob"], "max_prob", {2: 0.0001, 4: 0.9999})
-    assert {(one["exit_layer"], one["opened"]) for one in rows} >= {(2, 1.0), (4, 0.0)}
-    for one in rows:
-        passes = float(
-            (scores[one["exit_layer"]].confidence["max_prob"] > one["threshold"]).double().mean()
-        )
-        assert one["passes"] == pytest.approx(passes, abs=1e-4)
-        assert one["recall"] in (None, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -117,22 +94,6 @@ def test_with_exact_keys_and_values_one_pass_tells_every_outcome(
             seen.add(found.depth)
             assert found.checks < 2.0
     assert len(seen) > 4
-
-
-def test_outcomes_of_full_depth_lose_nothing(reference, pieces) -> None:
-    found = [
-        measure_outcome(reference, piece, run_at_full_depth(reference, piece), ExitPolicy.off())
-        for piece in pieces
-    ]
-    whole = summarise(found)
-    assert (whole.agreement, whole.mean_depth, whole.checks, whole.stays) == (1.0, 6.0, 0.0, 1.0)
-    assert whole.perplexity == whole.full_perplexity
-    fixed = summarise(
-        measure_outcome(reference, piece, run_at_full_depth(reference, piece), ExitPolicy.fixed(2))
-        for piece in pieces
-    )
-    assert (fixed.mean_depth, fixed.stays) == (2.0, 0.0)
-    assert fixed.agreement < 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 
@@ -94,29 +93,3 @@ def test_a_test_begins_where_it_would_among_all_choices(least: float, pieces: in
     finer = ran - set(PROPOSALS)
     assert len(finer) == BETWEEN
     assert len(selection.ran) == len(ran), "none runs twice"
-
-
-def test_choices_that_cost_nothing_are_fine_all_the_way_to_the_target() -> None:
-    """The test may well pass beyond the first that it is expected to pass."""
-    target = agreement_target(0.9)
-    few, many = Counted(), Counted(cheap=True)
-    for one in (few, many):
-        one.refine(target, trial(60))
-    risks = sorted(mean_risk(one.outcomes, target) for one in many.choices)
-    within = [risk for risk in risks if 0.05 < risk < 0.1]
-    assert len(within) > 5 and max(b - a for a, b in pairwise(within)) < 0.01
-    assert len(many.choices) > len(few.choices)
-
-
-def test_where_even_the_safest_is_too_risky() -> None:
-    selection = Counted(PROPOSALS[8:])
-    selection.refine(agreement_target(0.98), trial(2000))
-    safer = [one for one in selection.ran if one.price > PROPOSALS[8].price]
-    assert len(safer) == BETWEEN
-    assert min(dict(one.thresholds)[6] for one in safer) > dict(PROPOSALS[8].thresholds)[6]
-
-
-def test_without_proposals_there_is_nothing_to_measure() -> None:
-    selection = Counted([])
-    selection.refine(agreement_target(0.9), trial(100))
-    assert selection.choices == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve.calibration.unfinished import FILE, UnfinishedWork
+from exitserve.calibration.unfinished import UnfinishedWork
 from exitserve.errors import ExitServeError
 
 VALUE: dict[str, Any] = {"a": torch.arange(3.0), "b": [(1, "c"), (2.5, None)]}
@@ -31,12 +31,6 @@ def test_what_was_found_is_known_until_all_is(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_another_calibration_begins_anew(tmp_path: Path) -> None:
-    UnfinishedWork(tmp_path, {"data": "x"}).recall("one", lambda: 1)
-    other = UnfinishedWork(tmp_path, {"data": "y"})
-    assert len(other) == 0 and other.recall("one", lambda: 2) == 2
-
-
 def test_a_file_that_came_with_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> Any:
@@ -55,9 +49,3 @@ def test_a_disk_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
     work._database.execute("PRAGMA query_only = ON")
     with pytest.raises(ExitServeError, match=r"cannot be used .*readonly"):
         work.recall("one", lambda: 1)
-
-
-def test_a_file_of_something_else(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("no database " * 100)
-    with pytest.raises(ExitServeError, match="remove it, or give another --out"):
-        UnfinishedWork(tmp_path, {})

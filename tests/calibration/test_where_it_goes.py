@@ -147,12 +147,6 @@ def test_into_an_adapter(
     assert_calibrated(merged_checkpoint(str(model), str(out)))
 
 
-def test_a_report_elsewhere(started, model: Path, tmp_path: Path) -> None:
-    assert calibrate(model, "--out", str(tmp_path / "out")) == 0
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
-    assert_calibrated(model)
-
-
 def test_a_model_that_cannot_be_written_to(
     started, read_only, capsys, model: Path, tmp_path: Path
 ) -> None:
@@ -169,12 +163,6 @@ def test_a_model_that_cannot_be_written_to(
     assert (out / "calibration" / "report.json").is_file()
     assert (out / "model.safetensors").is_symlink()
     assert_calibrated(out)
-
-
-def test_screens_that_cannot_be_written(started, read_only, capsys, model: Path) -> None:
-    read_only(model / "exit_screens")
-    assert calibrate(model) == 2 and not started
-    assert "exit_screens' cannot be written to" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written(
@@ -201,20 +189,3 @@ def test_a_disk_that_fails_meanwhile(started, read_only, capsys, model: Path, mo
     kept = str(model / "calibration" / "unfinished.sqlite")
     assert contents(model).keys() - before.keys() == {kept}, "the next run goes on from there"
     assert before.items() <= contents(model).items()
-
-
-def test_a_hub_id(started, capsys, hub, model: Path, bundled: Path, tmp_path: Path) -> None:
-    hub.publish(bundled)
-    hub.publish(model, "gated")
-    assert calibrate(hub.model, "--revision", "gated") == 2 and not started
-    assert "'someone/small' is a hub id" in capsys.readouterr().err
-    out = tmp_path / "out"
-    assert calibrate(hub.model, "--revision", "gated", "--out", str(out)) == 0
-    assert (started[0] / "exit_screens").is_dir(), "that revision's"
-    assert_calibrated(out)
-
-
-def test_a_snapshot_of_a_hub_given_as_a_folder(started, hub, model: Path) -> None:
-    snapshot = hub.publish(model)
-    assert calibrate(snapshot) == 0
-    assert_calibrated(snapshot)

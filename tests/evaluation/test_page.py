@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from exitserve.evaluation.page import (
     LOSSLESS,
     LOSSY,
     SHORT_HEADERS,
     markdown,
-    plot,
     text_rows,
     warning_of,
 )
@@ -36,15 +33,3 @@ def test_the_terminal_table_fits_its_rows_and_eighty_characters(report) -> None:
     console = Console(width=80, record=True, quiet=True)
     table = terminal_table("t", SHORT_HEADERS, text_rows(report["cases"]))
     assert console.measure(table).maximum <= 80
-
-
-def test_the_plot_has_a_panel_for_each_mode(report, tmp_path: Path) -> None:
-    figure = plot(report)
-    assert [panel.get_title() for panel in figure.axes] == ["confidence", "defer"]
-    for panel, agreement in zip(figure.axes, (96.0, 98.0), strict=True):
-        retained, perplexity, _ = panel.get_lines()
-        assert retained.get_label() == "agreement, held-out text"
-        assert perplexity.get_label() == "perplexity, held-out text"
-        assert sorted(retained.get_ydata()) == [agreement, 100.0]
-    figure.savefig(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -83,17 +83,6 @@ def test_counters_never_decrease_and_reconcile(events: list[tuple[Any, ...]]) ->
     assert total(before, "exitserve_checks_total") >= passed
 
 
-def test_the_same_snapshot_twice_counts_once() -> None:
-    registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
-    metrics = ExitMetrics(registry, MODEL)
-    recorder.count_token(2)
-    recorder.count_frozen(3)
-    for _ in range(2):
-        metrics.update(recorder.snapshot())
-    assert samples(registry)["exitserve_tokens_total", "2"] == 1
-    assert samples(registry)["exitserve_frozen_row_tokens_total", ""] == 3
-
-
 def test_a_restarted_worker_is_counted_on_top() -> None:
     registry = CollectorRegistry()
     metrics = ExitMetrics(registry, MODEL)
@@ -112,19 +101,6 @@ def test_every_place_a_token_can_stop_has_a_series_before_any_traffic() -> None:
     assert layers == {"2", "4", "6"}
 
 
-def test_text_layer_keys_are_the_same_series() -> None:
-    registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
-    metrics = ExitMetrics(registry, MODEL)
-    recorder.count_token(4)
-    metrics.update(recorder.snapshot())
-    snapshot = recorder.snapshot()
-    for field in ("tokens_by_depth", "checks", "passed"):
-        snapshot[field] = {str(layer): count for layer, count in snapshot[field].items()}
-    metrics.update(snapshot)
-    assert samples(registry)["exitserve_tokens_total", "4"] == 1
-    assert total(samples(registry), "exitserve_depth_saved_layers_total") == 2
-
-
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     registry = CollectorRegistry()
@@ -139,11 +115,3 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     assert labels, f"no sample of {metric.name}"
     names = {part.split("=")[0] for part in labels[1].split(",")}
     assert names == set(metric.labels)
-
-
-def test_names_are_unique_with_our_prefix() -> None:
-    names = [metric.name for metric in METRICS]
-    assert len(names) == len(set(names))
-    for metric in METRICS:
-        assert re.fullmatch(r"exitserve_[a-z_]+", metric.name)
-        assert metric.name.endswith("_total") != metric.is_gauge

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -15,8 +13,6 @@ from exitserve.server.command import parse_vllm_args
 from exitserve.server.playground.routes import PAGE, PATH
 
 FILES = sorted(file.name for file in PAGE.iterdir())
-READABLE = 4.5
-"""Contrast of text by WCAG 2, level AA."""
 
 
 def client_of(model: Path, *, playground: bool) -> TestClient:
@@ -73,30 +69,3 @@ def test_modules_import_what_is_there() -> None:
         imported |= set(re.findall(r'from "\./([\w-]+\.js)"', (PAGE / name).read_text()))
     assert imported and imported < set(FILES)
     assert {name for name in FILES if name.endswith(".js")} == imported | {"main.js"}
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of a colour like `#aabbcc` (WCAG 2)."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def colours() -> list[Any]:
-    """The custom properties of the light scheme, then those of the dark one."""
-    style = (PAGE / "style.css").read_text()
-    light, dark = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
-    return [dict(re.findall(r"--([\w-]+): (#\w{6});", one)) for one in (light, dark)]
-
-
-@pytest.mark.parametrize("scale", ["depth", "confidence"])
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_scales_are_ordered_and_text_on_them_readable(scheme: int, scale: str) -> None:
-    """By lightness alone, which everybody sees."""
-    found = colours()[scheme]
-    steps = [luminance(found[f"{scale}-{step}"]) for step in range(8)]
-    rises = [later > earlier for earlier, later in pairwise(steps)]
-    assert len(set(rises)) == 1, "lightness goes one way"
-    ink = luminance(found["ink"])
-    contrasts = [(max(ink, one) + 0.05) / (min(ink, one) + 0.05) for one in steps]
-    assert min(contrasts) >= READABLE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -77,17 +76,6 @@ def test_figures_follow_from_the_tokens(
             assert count == depths.count(int(layer))
 
 
-def test_without_samples_or_tokens_depths_are_null() -> None:
-    window = StatsWindow()
-    for _ in range(2):
-        report = window.report(1.0)
-        for part in ("since_start", "last_minute"):
-            assert report[part]["tokens"] == 0
-            assert report[part]["mean_depth"] is None
-            assert report[part]["depth_speedup"] is None
-        window.add(1.0, {0: Recorder(LAYERS, EXITS).snapshot()})
-
-
 def test_traffic_leaves_the_last_minute_without_new_samples() -> None:
     window, now = window_of([(1, [2, 4, 6])])
     assert window.report(now)["last_minute"]["tokens"] == 3
@@ -131,13 +119,6 @@ def test_exits_say_whether_their_checks_pay() -> None:
     assert pays == [None] * len(EXITS), "nothing is known yet"
 
 
-def test_layers_come_in_order_and_as_json() -> None:
-    window, now = window_of([(1, [6, 2])])
-    report = window.report(now)
-    assert list(report["since_start"]["tokens_by_exit_layer"]) == ["2", "4", "6"]
-    assert json.loads(json.dumps(report)) == report
-
-
 @pytest.mark.parametrize("step", [0.001, 1.0])
 def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
     recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
@@ -147,12 +128,3 @@ def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
         window.add(index * step, {0: recorder.snapshot()})
     assert len(window._samples) <= 130
     assert window.report((count - 1) * step)["since_start"]["tokens"] == count
-
-
-def test_merged_samples_still_span_the_whole_minute() -> None:
-    recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
-    for index in range(1200):  # two minutes, ten samples a second, a token each
-        recorder.count_token(4)
-        window.add(index / 10, {0: recorder.snapshot()})
-    # Merging may move the start of the minute by one spacing: 600 tokens, 5 more at most.
-    assert 600 <= window.report(119.9)["last_minute"]["tokens"] <= 606

@@ -100,15 +100,6 @@ def test_an_engine_that_hangs_is_waited_for_so_long_and_no_longer() -> None:
     run(test)
 
 
-def test_a_refusal_is_no_answer() -> None:
-    async def test(engine: Engine) -> None:
-        engine.refusal = Exception("Server shutting down")
-        with pytest.raises(NoAnswerError, match="Server shutting down"):
-            await WorkerClient(engine).take_traces("k")
-
-    run(test)
-
-
 def test_nothing_is_left_waiting() -> None:
     """Not even where who waited has gone away."""
 
@@ -204,67 +195,6 @@ def test_counts_reach_the_metrics_once_and_in_order(events: list[str]) -> None:
         assert counts.report()["since_start"]["tokens"] == tokens(registry) == total
 
     asyncio.run(test())
-
-
-class TwoEngines(Engine):
-    """Data-parallel ranks 2 and 3 of a server that shares them with others."""
-
-    engine_ranks_managed = (2, 3)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorders = [Recorder(6, (2, 4)), Recorder(6, (2, 4))]
-
-    async def call_utility_all_async(self, utility: str, method: str, *rest: Any) -> list[Any]:
-        if method == "exit_take_traces":
-            return [[{"0_r": {0: 6}}], [{"1_r": {0: 4}}]]
-        return [[one.snapshot()] for one in self.recorders]
-
-
-def test_counts_of_several_engines_are_labelled_and_added_up() -> None:
-    """Also when one of them starts again."""
-
-    async def test() -> None:
-        engine = TwoEngines()
-        counts, registry = counts_of(engine)
-        for first, second in ((5, 2), (1, 3)):
-            for recorder, more in zip(engine.recorders, (first, second), strict=True):
-                for _ in range(more):
-                    recorder.count_token(6)
-            await counts.refresh()
-            engine.recorders[0] = Recorder(6, (2, 4))
-        labels = {"model_name": MODEL, "exit_layer": "6"}
-        assert [
-            registry.get_sample_value("exitserve_tokens_total", labels | {"engine": rank})
-            for rank in "23"
-        ] == [6, 5]
-        assert counts.report()["since_start"]["tokens"] == 11
-        assert await WorkerClient(engine).take_traces("k") == {"0_r": {0: 6}, "1_r": {0: 4}}
-
-    asyncio.run(test())
-
-
-def test_one_process_of_several_exports() -> None:
-    async def test(engine: Engine) -> None:
-        counts = LatestCounts(WorkerClient(engine), None, StatsWindow())
-        engine.recorder.count_token(6)
-        await counts.refresh()
-        assert counts.report()["since_start"]["tokens"] == 1
-
-    run(test)
-
-
-def test_a_restarted_worker_is_counted_on_top() -> None:
-    async def test(engine: Engine) -> None:
-        counts, registry = counts_of(engine)
-        for count in (5, 2):
-            engine.recorder = Recorder(6, (2, 4))
-            for _ in range(count):
-                engine.recorder.count_token(6)
-            await counts.refresh()
-        assert tokens(registry) == counts.report()["since_start"]["tokens"] == 7
-
-    run(test)
 
 
 @pytest.fixture
