@@ -1,8 +1,8 @@
 """A model class whose checks and drafts succeed by lot (`exitserve.bench.forced`).
 
-It overrides the few methods in which the engine decides; all work is done as ever.
+The outcomes of checks are replaced; all work is done as ever.
 
-Shapes: S logits that the sampler wants, V vocabulary, B rows.
+Shapes: V vocabulary, B rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from exitserve.engine.early_exit.batch import Candidate, Step
 from exitserve.engine.early_exit.check import Checks
 from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
 from exitserve.engine.early_exit.device.rows import DeviceRows, Slots
-from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.recorder import Recorder
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import upload
@@ -36,34 +36,16 @@ class ForcedOutcomes:
     """Draws outcomes."""
 
     def __init__(self, shares: Mapping[str, Any]) -> None:
-        """Takes `confidence` and `acceptance`, each between 0 and 1.
+        """Takes `confidence`, between 0 and 1.
 
         Raises:
-            ExitServeError: one is missing or out of range.
+            ExitServeError: it is missing or out of range.
         """
-        self.confidence, self.acceptance = (
-            _share(shares, name) for name in ("confidence", "acceptance")
-        )
+        self.confidence = _share(shares, "confidence")
 
     def passes(self, lots: Sequence[Lot]) -> list[bool]:
         """Which checks pass."""
-        return [_draw("check", lot) < self.confidence for lot in lots]
-
-    def accept(self, logits: Tensor, drafts: Sequence[int], lots: Sequence[Lot]) -> None:
-        """Makes drafts the most likely tokens, except those that are not accepted.
-
-        Args:
-            logits: [K, V], those that judge each draft; changed in place.
-            drafts: [K].
-            lots: [K].
-        """
-        for own, token, lot in zip(logits, drafts, lots, strict=True):
-            accepted = _draw("draft", lot) < self.acceptance
-            own[token] = own.max() + 1 if accepted else own.min()
-
-
-def _draw(what: str, lot: Lot) -> float:
-    return random.Random(f"{what}:{lot}").random()
+        return [random.Random(str(lot)).random() < self.confidence for lot in lots]
 
 
 def _share(shares: Mapping[str, Any], name: str) -> float:
@@ -86,25 +68,28 @@ def _prompt_number(request: Request) -> int:
 class _ForcedChecks(Checks):
     """Checks that pass by lot."""
 
-    outcomes: ForcedOutcomes
+    def __init__(self, head: ExitHead, recorder: Recorder, outcomes: ForcedOutcomes) -> None:
+        """See `Checks`."""
+        super().__init__(head, recorder)
+        self._outcomes = outcomes
 
-    def outcome(
-        self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
-    ) -> list[bool]:
-        """See `Checks.outcome`."""
-        return self.outcomes.passes(
-            [(_prompt_number(c.request), step.last_positions[c.row], layer) for c in checked]
-        )
-
-
-class _ForcedHostLoop(HostLoop):
-    """Passes whose checks pass, and whose drafts are accepted, by lot."""
-
-    def make_checks(self, head: ExitHead) -> Checks:
-        """See `HostLoop.make_checks`."""
-        checks = _ForcedChecks(head, self._recorder)
-        checks.outcomes = self._model.outcomes
-        return checks
+    def settle(
+        self,
+        step: Step,
+        layer: int,
+        due: Sequence[Candidate],
+        confident: Sequence[bool],
+        *,
+        head_passes: int = 1,
+    ) -> list[int]:
+        """See `Checks.settle`; whether rows are confident does not matter."""
+        lots = [
+            (_prompt_number(one.request), step.last_positions[one.row], layer)
+            for one in due
+            if not one.exits_unchecked(layer)
+        ]
+        drawn = self._outcomes.passes(lots)
+        return super().settle(step, layer, due, drawn, head_passes=head_passes)
 
 
 class ForcedDeviceRows(DeviceRows):
@@ -116,20 +101,29 @@ class ForcedDeviceRows(DeviceRows):
         self.passes = torch.zeros(most_rows, dtype=torch.int64, device=logits.device)
         """[most_rows] which checks pass, bit by exit number."""
 
-    def outcome(self, index: int, confident: Tensor) -> Tensor:
-        """See `DeviceRows.outcome`."""
-        return (self.passes[: self.num_rows] >> index) & 1 != 0
+    def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
+        """See `DeviceRows.settle`; whether rows have passed does not matter."""
+        drawn = (self.passes[: self.num_rows] >> self._index(layer)) & 1 != 0
+        return super().settle(layer, due, drawn, logits)
 
 
 class ForcedDeviceRequests(DeviceRequests):
     """Requests whose checks pass by lot."""
 
-    outcomes: ForcedOutcomes
     rows: ForcedDeviceRows
 
-    def make_rows(self, slots: Slots, most_rows: int, logits: Tensor) -> DeviceRows:
-        """See `DeviceRequests.make_rows`."""
-        return ForcedDeviceRows(slots, most_rows, self._rules.num_layers, logits)
+    def __init__(
+        self,
+        state: EngineState,
+        most_rows: int,
+        logits: Tensor,
+        device: torch.device,
+        outcomes: ForcedOutcomes,
+    ) -> None:
+        """See `DeviceRequests`; `outcomes` draws which checks pass."""
+        super().__init__(state, most_rows, logits, device)
+        self.rows = ForcedDeviceRows(self._slots, most_rows, state.rules.num_layers, logits)
+        self._outcomes = outcomes
 
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
         """See `DeviceRequests.begin`; one more copy says which checks pass."""
@@ -143,7 +137,7 @@ class ForcedDeviceRequests(DeviceRequests):
                 last = batch.computed[row] + batch.scheduled[row] - 1
                 number = _prompt_number(request)
                 lots = [(number, last, layer) for layer in self._rules.exit_layers]
-                passes = self.outcomes.passes(lots)
+                passes = self._outcomes.passes(lots)
                 found[row] = sum(passed << index for index, passed in enumerate(passes))
         upload(found, self.rows.passes[: len(found)])
 
@@ -152,29 +146,14 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
     """A Llama shape of random weights whose exits are drawn by lot."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
-        """Reads the shares from `additional_config`, before the loop is made."""
-        self.outcomes = ForcedOutcomes(vllm_config.additional_config[KEY])
+        """Reads the shares from `additional_config`."""
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
-
-    def make_host_loop(self, *parts: Any) -> HostLoop:
-        """See `MultiExitMixin.make_host_loop`."""
-        return _ForcedHostLoop(*parts)
+        self.outcomes = ForcedOutcomes(vllm_config.additional_config[KEY])
+        if self.host is not None:
+            recorder = self.exit_state.recorder
+            self.host._checks = _ForcedChecks(self._head, recorder, self.outcomes)
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """See `MultiExitMixin.make_device_requests`."""
-        return forced_device_requests(
-            self.exit_state, most_rows, self.logits_room(most_rows, device), device, self.outcomes
-        )
-
-
-def forced_device_requests(
-    state: EngineState,
-    most_rows: int,
-    logits: Tensor,
-    device: torch.device,
-    outcomes: ForcedOutcomes,
-) -> ForcedDeviceRequests:
-    """See `DeviceRequests`; `outcomes` draws which checks pass."""
-    found = ForcedDeviceRequests(state, most_rows, logits, device)
-    found.outcomes = outcomes
-    return found
+        room = self.logits_room(most_rows, device)
+        return ForcedDeviceRequests(self.exit_state, most_rows, room, device, self.outcomes)

@@ -66,7 +66,7 @@ class MultiExitMixin:
         if not on_device:
             self._head.compile_parts(vllm_config)
             self.propagation.compile_parts(vllm_config)
-            self.host = self.make_host_loop(self._state, *parts)
+            self.host = HostLoop(self._state, *parts)
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.device = DeviceLoop(*parts, captured)
@@ -166,15 +166,8 @@ class MultiExitMixin:
 
         return ExitModelState if self.drafting is None else DraftingModelState
 
-    def make_host_loop(self, *parts: Any) -> HostLoop:
-        """The loop on the host; benchmarks of random weights override it."""
-        return HostLoop(*parts)
-
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
-        """Room on the device for an engine's requests, of which `most_rows` run together.
-
-        Benchmarks of random weights override it.
-        """
+        """Room on the device for an engine's requests, of which `most_rows` run together."""
         room = self.logits_room(most_rows, device)
         return DeviceRequests(self._state, most_rows, room, device, self._head.least_score)
 

@@ -28,7 +28,7 @@ def test_beside_plain_vllm_as_often_as_asked_for(
     prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
     params = greedy_params(60)
     plain = start_plain_engine(model, **options)
-    exits = {"mode": "verify", "exit_threshold": 0.5, "exit_layers": [2], "exit_checks": "all"}
+    exits = {"mode": "confidence", "exit_threshold": 0.5, "exit_layers": [2], "exit_checks": "all"}
     forced = start_forced_engine(
         model, {"confidence": 0.8, "acceptance": 0.9}, exits=exits, **options
     )
@@ -38,7 +38,5 @@ def test_beside_plain_vllm_as_often_as_asked_for(
     stats = forced.collective_rpc("exit_stats")[0]
     # Eight requests of sixty tokens: a few hundred draws, so two in a hundred are one deviation.
     assert stats["passed"][2] / stats["checks"][2] == pytest.approx(0.8, abs=0.08)
-    # A rejection ends a step, and the drafts behind it count as drafted.
-    assert 0.7 < stats["accepted_tokens"] / stats["drafted_tokens"] < 0.95
     for engine in (forced, plain):
         engine.llm_engine.engine_core.shutdown()

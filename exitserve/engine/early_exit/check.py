@@ -87,23 +87,12 @@ class Checks:
             Indices within `due` of those that exit.
         """
         asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
-        checked = [due[index] for index in asked]
-        exits = self.outcome(checked, layer, step, list(confident))
-        stays = {index for index, leaves in zip(asked, exits, strict=True) if not leaves}
+        stays = {index for index, leaves in zip(asked, confident, strict=True) if not leaves}
         passed = [index for index in range(len(due)) if index not in stays]
         step.depth.update((due[index].row, layer) for index in passed)
         self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
         self._recorder.count_frozen(len(passed))
         return passed
-
-    def outcome(
-        self, checked: Sequence[Candidate], layer: int, step: Step, confident: list[bool]
-    ) -> list[bool]:
-        """Which of the rows that were checked exit: the confident ones.
-
-        Benchmarks of random weights, which are never confident, override this.
-        """
-        return confident
 
 
 class HostMaskedRows:

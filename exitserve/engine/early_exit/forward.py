@@ -59,12 +59,8 @@ class HostLoop:
         self._requests = HostRequests(state)
         self._rules, self._recorder = state.rules, state.recorder
         self._model, self._segments, self._propagation = model, segments, propagation
-        self._checks = self.make_checks(head)
+        self._checks = Checks(head, self._recorder)
         self._step: Step | None = None
-
-    def make_checks(self, head: ExitHead) -> Checks:
-        """What checks rows; benchmarks of random weights override it."""
-        return Checks(head, self._recorder)
 
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]

@@ -69,7 +69,7 @@ class DeviceRequests:
         """
         self._rules, self._recorder = state.rules, state.recorder
         self._slots = Slots(state.rules, most_rows, device, least_score)
-        self.rows = self.make_rows(self._slots, most_rows, logits)
+        self.rows = DeviceRows(self._slots, most_rows, state.rules.num_layers, logits)
         self.by_slot: dict[int, Request] = {}
         """Those that run."""
         self.preempted = PreemptedRequests()
@@ -78,10 +78,6 @@ class DeviceRequests:
         self._plain_passes = 0
         """Passes that were vLLM's own."""
         state.requests = self
-
-    def make_rows(self, slots: Slots, most_rows: int, logits: Tensor) -> DeviceRows:
-        """The rows of a pass; benchmarks of random weights override it."""
-        return DeviceRows(slots, most_rows, self._rules.num_layers, logits)
 
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot; one that was here before goes on where it stopped."""

@@ -229,7 +229,7 @@ class DeviceRows:
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """See `MaskedRows`; keeps the logits of the rows that exit."""
         index = self._index(layer)
-        exits = due & (self.outcome(index, passed) | self._unchecked[:, index])
+        exits = due & (passed | self._unchecked[:, index])
         self._take_logits(exits, logits)
         self.depth.masked_fill_(exits, layer)
         self.checks[index, :2].add_(torch.stack([due, exits]).sum(dim=1))
@@ -239,13 +239,6 @@ class DeviceRows:
     def _index(self, layer: int) -> int:
         """Of an exit layer among all."""
         return self._requests.exit_layers.index(layer)
-
-    def outcome(self, index: int, confident: Tensor) -> Tensor:
-        """Which rows pass the check at exit number `index`: the confident ones [B] bool.
-
-        Benchmarks of random weights, which are never confident, override this.
-        """
-        return confident
 
     def count_layers(self, layers: int) -> None:
         """See `MaskedRows`. A pass that only warms up counts nothing."""
