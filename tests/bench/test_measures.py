@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exitserve.bench.measures import (
     Measurements,
     Reads,
     Timing,
     case_of,
-    joined_timing,
-    label_of,
     notes_on,
-    percentile,
-    spread,
     steps_of,
     timing_of,
 )
@@ -92,29 +84,6 @@ def test_a_batch_that_was_never_full_cannot_be_timed(times: list[list[float]]) -
         timing_of(times)
 
 
-def test_batches_one_after_the_other_add_up() -> None:
-    parts = [Timing(2, 1.0, (0.5, 0.5), arrivals=2), Timing(4, 1.0, (0.25,) * 4, arrivals=1)]
-    timing = joined_timing(parts)
-    assert timing.rate == 3.0
-    assert timing.arrivals == 3
-    assert len(timing.gaps) == 6
-
-
-def test_percentiles_by_hand() -> None:
-    assert percentile([3.0], 99) == 3.0
-    assert percentile([float(value) for value in range(101)], 99) == pytest.approx(99.0)
-    assert percentile([0.0, 1.0], 50) == pytest.approx(0.5)
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=200))
-def test_a_percentile_lies_within_the_data(values: list[float]) -> None:
-    assert min(values) - 1e-9 <= percentile(values, 99) <= max(values) + 1e-9
-
-
-def test_spread_is_ordered() -> None:
-    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
-
-
 def test_steps_line_up_the_rows_of_a_batch() -> None:
     assert steps_of([(2, 4), (2, 2)], prompt_lengths=[7, 9]) == [
         DecodeStep(depths=(2, 2), contexts=(8, 10)),
@@ -150,16 +119,6 @@ def test_a_case_has_the_documented_keys_and_adds_up() -> None:
     assert case["agreement"] is None
 
 
-def test_under_load_repeats_are_compared_too() -> None:
-    plain = observed(PLAIN, [100.0] * 3, [4, 4], checks=0)
-    some = observed(OFF, [100.0] * 3, [4, 4], checks=0)
-    for seen, rates in ((plain, (40.0, 50.0, 100.0)), (some, (20.0, 50.0, 200.0))):
-        seen.loads = [Timing(10, 10 / rate, ()) for rate in rates]
-    found = case_of(some, plain, SHAPE, (1, 2))
-    assert found["load_wall_speedup"] == {"median": 1.0, "min": 0.5, "max": 2.0}
-    assert found["wall_speedup"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-
-
 def test_drafts_that_are_rejected_count_as_layers_run() -> None:
     verify = Setting(mode="verify", exit_threshold=0.5)
     seen = observed(verify, [100.0], [4, 4], checks=0)
@@ -180,13 +139,6 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     assert limits[0] > limits[1] == 1.0 > limits[2]
 
 
-def test_plain_is_its_own_yardstick() -> None:
-    plain = observed(PLAIN, [100.0, 50.0], [4, 4], checks=0)
-    case = case_of(plain, plain, SHAPE, (1, 2))
-    assert case["wall_speedup"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-    assert case["limit_speedup"] == case["efficiency"] == case["depth_speedup"] == 1.0
-
-
 def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -> None:
     plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
     cases = [
@@ -199,18 +151,6 @@ def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -
     several = notes_on([case | {"tokens_at_once": 5.0} for case in cases])
     assert len(several) == 1
     assert "several tokens, which share" in several[0]
-
-
-def test_what_exits_off_gains_is_not_above_the_limit() -> None:
-    plain = observed(PLAIN, [100.0], [4, 4], checks=0)
-    off, exits = (
-        case_of(observed(setting, [115.0], [4, 4], checks=0), plain, SHAPE, (1, 2))
-        for setting in (OFF, Setting(mode="confidence", exit_threshold=0.5))
-    )
-    assert len(notes_on([exits])) == 1
-    assert notes_on([exits | {"batch_size": 8}, off])[0].startswith("threshold 0.5 at batch 8")
-    (own,) = notes_on([off, exits])
-    assert own.startswith("exits off"), "which nothing else explains"
 
 
 def test_repeats_that_differ_widely_are_flagged_together() -> None:
@@ -229,24 +169,3 @@ def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
     ]
     assert notes_on(cases[:1]) == []
     assert "for the same work" in notes_on(cases)[0]
-
-
-@pytest.mark.parametrize(
-    ("setting", "label"),
-    [
-        (PLAIN, "plain vLLM"),
-        (OFF, "exits off"),
-        (Setting(mode="confidence", exit_threshold=0.5), "threshold 0.5"),
-        (Setting(mode="defer", exit_threshold=0.5), "defer 0.5"),
-        (Setting(mode="verify", exit_threshold=0.5), "verify 0.5"),
-        (Setting(mode="fixed", exit_layer=6), "exit at 6"),
-    ],
-)
-def test_labels(setting: Setting, label: str) -> None:
-    assert setting.label == label
-    plain = observed(PLAIN, [1.0], [4], checks=0)
-    assert label_of(case_of(observed(setting, [1.0], [4], 0), plain, SHAPE, ())) == label
-
-
-def test_rates_are_finite() -> None:
-    assert math.isfinite(timing_of([[0.0, 1e-9]]).rate)

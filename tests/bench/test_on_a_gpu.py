@@ -14,7 +14,7 @@ from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import request_memory
 
-from exitserve.bench import engines, run, schedule
+from exitserve.bench import engines, run
 from exitserve.bench.command import add_command, job_of
 from exitserve.bench.engines import _arguments, engine_names
 from exitserve.bench.settings import GPU_SHARE, BenchJob
@@ -102,16 +102,6 @@ def test_too_little_memory_is_told_before_anything_starts(
         job(model, "--gpu-memory-utilization", 1.5)
 
 
-def test_what_will_happen_is_told(model: Path, gpu: None) -> None:
-    work = job(model)
-    parts = schedule.estimate(work, 2)
-    told = schedule.announcement(work, parts, 2, 0.458)
-    for words in ("About ", "starting 2 engines 75 s", "warm-up", "timed passes", "agreement"):
-        assert words in told
-    assert "share 0.92 of the GPU's memory, 0.458 each" in told
-    assert -2 not in schedule.rounds_of(work), "no exits are switched there"
-
-
 def test_engines_start_at_the_same_time(
     model: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,16 +139,6 @@ def test_interrupted_a_comparison_keeps_the_batch_sizes_that_are_complete(
     missing = {1}
     with pytest.raises(KeyboardInterrupt):
         run._measure(work, None, lambda *_: None)  # type: ignore[arg-type]
-
-
-def test_the_default_run_takes_less_than_five_minutes_on_two_cores(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where 45 s of compilation come to each start, and memory is slow for two cores."""
-    monkeypatch.setattr(schedule, "_bandwidth", lambda: 10e9)
-    work = job(model)
-    parts = schedule.estimate(work, len(engine_names(work)))
-    assert sum(parts.values()) + 2 * 45 < 300, parts
 
 
 def test_drafts_are_planned_by_the_name_of_the_gpu(model: Path, gpu: None) -> None:

@@ -44,20 +44,6 @@ def test_trace_and_totals_fit_together(complete) -> None:
     }
 
 
-def test_several_prompts_and_samples_get_their_own_traces(complete) -> None:
-    alone = [complete(p, exit_layer=layer) for p, layer in ((PROMPT, 12), ("import os\n", 12))]
-    both = complete([PROMPT, "import os\n"], exit_layer=12)
-    for index, one in enumerate(alone):
-        assert both["choices"][index]["exit_layers"] == one["choices"][0]["exit_layers"]
-    samples = complete(
-        [PROMPT, "x"], exit_threshold=0.4, options={"n": 3, "temperature": 0.9, "seed": 1}
-    )
-    assert [choice["index"] for choice in samples["choices"]] == list(range(6))
-    assert len({tuple(choice["exit_layers"]) for choice in samples["choices"]}) > 1
-    total = sum(len(choice["exit_layers"]) for choice in samples["choices"])
-    assert total == samples["usage"]["completion_tokens"] == samples["exit_metrics"]["tokens"]
-
-
 def test_a_stream_ends_with_the_trace(client, complete) -> None:
     whole = complete(PROMPT, exit_threshold=0.4)
     stream = client.completions.create(
@@ -132,17 +118,6 @@ def test_neighbours_change_nothing(complete) -> None:
         together = [job.result()["choices"][0] for job in jobs]
     for one, other in zip(alone, together, strict=True):
         assert (one["text"], one["exit_layers"]) == (other["text"], other["exit_layers"])
-
-
-def test_a_full_depth_turn_after_an_early_exit_conversation(complete, plain_client) -> None:
-    """Longer than a cache block, so that the conversation's blocks could be reused."""
-    opening = "def f(x):\n    return x\n\n\n" * 10
-    early = complete(opening, max_tokens=150, exit_layer=6)["choices"][0]["text"]
-    request = {"model": NAME, "prompt": opening + early, "max_tokens": 16, "temperature": 0}
-    answer = complete(opening + early, max_tokens=16, exit_threshold=1)
-    assert (
-        answer["choices"][0]["text"] == plain_client.completions.create(**request).choices[0].text
-    )
 
 
 def test_stats_and_metrics_count_what_was_served(server, complete) -> None:

@@ -231,13 +231,6 @@ def test_a_client_that_hangs_up_leaves_an_answer_to_judge(judging, early_client)
     assert 0 < watch.tokens(1).total() < 450
 
 
-@pytest.mark.parametrize("fields", [{}, {"exit_threshold": "auto"}, {"exit_target": 0.7}])
-def test_requests_get_what_was_calibrated(early_client, fields: dict[str, Any]) -> None:
-    told = depths(completion(early_client, fields={"exit_threshold": THRESHOLD}))
-    assert min(told) < LAYERS
-    assert depths(completion(early_client, fields=fields)) == told
-
-
 def test_the_promise_is_exported(judging, point, server) -> None:
     assert read(judging, "exitserve_calibrated_agreement") == {(): point.agreement}
     for name in ("exitserve_calibrated_agreement", "exitserve_shadow_tokens_total"):

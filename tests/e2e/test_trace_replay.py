@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from exitserve.errors import ExitServeError
-from exitserve.server.local_server import LocalServer
-
-from .conftest import NAME
 
 pytestmark = pytest.mark.nightly
 
@@ -66,40 +61,3 @@ def test_mooncakes_format_shares_text_by_blocks(script: Any, tmp_path: Path) -> 
 def test_another_file_is_said_to_be_none(script: Any, tmp_path: Path) -> None:
     with pytest.raises(ExitServeError, match="is no trace: its first line is 'a,b'"):
         list(script.read_trace(written(tmp_path, "a,b\n1,2\n")))
-
-
-def test_a_replay(
-    script: Any,
-    server: LocalServer,
-    client: OpenAI,
-    bundled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The command: full depth twice gives the same, also over two addresses; the first layers do
-    not."""
-    report, both = tmp_path / "report.json", f"{server.url},http://localhost:{server.port}"
-    fields = {"again": '{"exit_mode": "off"}', "early": '{"exit_layer": 6}'}
-    words = ["trace_replay.py", written(tmp_path, AZURE), "--model", bundled, "--texts", SCRIPT]
-    words += ["--minutes", 0.1, "--lengths", 0.25, "--context", 64, "--speeds", "2,4"]
-    words += ["--goal", "ttft:30000,tpot:30000", "--out", report, "--served-model-name", NAME]
-    words += ["--server", f"full={server.url}", "--server", f"again={both}"]
-    words += ["--server", f"early={server.url}"]
-    words += [word for pair in fields.items() for word in ("--fields", "=".join(pair))]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-    assert script.main() == 0
-    found = json.loads(report.read_text())["servers"]
-    assert list(found) == [f"{name} x{speed}" for speed in (2, 4) for name in ("full", *fields)]
-    assert all(one["completed"] == 2 and not one["failed"] for one in found.values())
-    assert all(one["within_goal"] == 1.0 for one in found.values())
-    same = {label: one["same_answers"] for label, one in found.items()}
-    assert all((share == 1.0) == ("early" not in label) for label, share in same.items())
-    assert min(found["again x2"]["sent"].values()) > 1
-    printed = capsys.readouterr().out.splitlines()
-    heading, *rows = (line for line in printed if line.startswith("| ") and "---" not in line)
-    assert all(row.count("|") == heading.count("|") and "|  |" not in row for row in rows)
-    assert [line.split(",")[0] for line in printed if "within the goal:" in line] == [
-        "full",
-        *fields,
-    ]

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import BadRequestError
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -85,16 +84,6 @@ def test_a_seed_fixes_tokens_and_depths_whatever_shares_the_batch(complete) -> N
     assert len({tuple(tokens(answer)) for answer in alone}) == 4
 
 
-def test_several_samples_of_one_request(complete) -> None:
-    options = {"n": 3, "temperature": 1.0, "seed": 11}
-    first, second = (complete(PROMPT, exit_threshold=0.4, options=options) for _ in range(2))
-    for index in range(3):
-        assert tokens(first, index) == tokens(second, index)
-        assert layers(first, index) == layers(second, index)
-        assert len(layers(first, index)) == len(tokens(first, index))
-    assert len({tuple(tokens(first, index)) for index in range(3)}) == 3
-
-
 @pytest.mark.parametrize("include", [True, False])
 def test_stop_strings(complete, include: bool) -> None:
     free = complete(PROMPT, exit_threshold=0.4)
@@ -119,19 +108,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(complete) -> None:
     assert length() == (1, "stop")
     assert length(min_tokens=5) == (6, "stop")
     assert length(ignore_eos=True) == (9, "length")
-
-
-def test_echo(client) -> None:
-    request: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    fields = {"exit_layer": 12}
-    text = client.completions.create(**request, extra_body={"vllm_xargs": fields}).choices[0].text
-    request["echo"] = True
-    echoed = client.completions.create(**request, extra_body={"vllm_xargs": fields})
-    assert echoed.choices[0].text == PROMPT + text
-    with pytest.raises(BadRequestError, match="exit_trace cannot be combined with echo"):
-        client.completions.create(
-            **request, extra_body={"vllm_xargs": fields | {"exit_trace": True}}
-        )
 
 
 def test_beam_search_runs_at_full_depth_and_says_so(server, plain_complete) -> None:

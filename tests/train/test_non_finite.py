@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from exitserve import cli
 from exitserve.errors import ExitServeError
 from exitserve_training import pipeline
 from exitserve_training.objectives import weighted_sum
@@ -121,27 +120,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_batch(
     expected = load_file(tmp_path / "clean" / "model.safetensors")
     found = load_file(out / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_the_command_line_says_it_in_one_line(
-    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that is resumed with a ruinous learning rate, and then with a sound one."""
-    recipe = str(make_recipe(**RUN))
-    out = tmp_path / "out"
-    assert cli.main(["train", recipe, "training.max_steps=3"]) == 0
-    capsys.readouterr()
-    assert cli.main(["train", recipe, "resume=true", "training.learning_rate=1e30"]) == 2
-    errors = capsys.readouterr().err
-    (line,) = [line for line in errors.splitlines() if line.startswith("exitserve: ")]
-    assert "Traceback" not in errors
-    # The step from 3 to 4 was made with it; nothing of step 4 can be used.
-    assert "at step 4" in line
-    assert f"the last good checkpoint is '{out / 'checkpoint-3'}'" in line
-    assert line.endswith("lower training.learning_rate and give resume=true.")
-    assert (out / "bad-checkpoint-4").is_dir()
-    assert cli.main(["train", recipe, "resume=true"]) == 0
-    assert json.loads((out / "report.json").read_text())["steps"] == 6
 
 
 @pytest.mark.parametrize(

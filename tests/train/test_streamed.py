@@ -68,16 +68,6 @@ def test_rows_are_packed_in_their_order(
         assert len(tokenizer(whole[len(found) :], add_special_tokens=False)["input_ids"]) < 16
 
 
-def test_without_a_split_the_end_is_held_out(
-    tmp_path: Path, hub: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    sides = packed(tmp_path, tokenizer, dataset=str(hub), validation_fraction=0.1)
-    whole = text_of(sides["train"], tokenizer) + text_of(sides["validation"], tokenizer)
-    assert "".join(line + str(tokenizer.eos_token) for line in LINES).startswith(whole)
-    rows = [len(sides[side]) for side in ("train", "validation")]
-    assert rows[1] == round(sum(rows) * 0.1)
-
-
 def test_a_text_file_has_the_tokens_of_the_whole(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.server.response_fields import ExitFields, RequestTrace, choice_index, exit_metrics
+from exitserve.server.response_fields import ExitFields, RequestTrace, choice_index
 
 BASE = "cmpl-abc"
 
@@ -29,17 +29,6 @@ BASE = "cmpl-abc"
 )
 def test_choices(request_id: str, samples: int, chat: bool, index: int) -> None:
     assert choice_index(request_id, samples, chat=chat) == index
-
-
-def test_totals() -> None:
-    assert exit_metrics([[4, 2], [2]], num_layers=4) == {
-        "tokens": 3,
-        "mean_depth": pytest.approx(8 / 3),
-        "depth_speedup": pytest.approx(1.5),
-    }
-    empty = exit_metrics([[]], num_layers=4)
-    assert empty is not None and empty["depth_speedup"] is None
-    assert exit_metrics([[4, 2], None], num_layers=4) is None
 
 
 def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> ExitFields:

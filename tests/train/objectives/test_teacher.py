@@ -49,21 +49,6 @@ def test_every_exit_and_the_last_layer_learn_what_the_teacher_says(
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
-def test_the_initial_model_is_its_own_teacher_at_first(
-    load: Callable[[str], Any], make_checkpoint: Callable[..., Path], random_ids: Any, wrap: Any
-) -> None:
-    """Its last layer has nothing to learn, until a step moves it."""
-    model, ids = load("llama"), random_ids(2, 10)
-    options = KLToLastOptions(teacher=str(make_checkpoint("llama")), layers="last")
-    wrap(model, options)
-    loss, _ = model(input_ids=ids, exit_pass=ExitPass(0))
-    assert loss.item() == pytest.approx(0.0, abs=1e-6)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.5)
-    moved, _ = model(input_ids=ids, exit_pass=ExitPass(0))
-    assert moved.item() > 1e-3
-
-
 def test_a_run_keeps_to_its_teacher_and_resumes(
     make_recipe: Callable[..., Path],
     make_checkpoint: Callable[..., Path],

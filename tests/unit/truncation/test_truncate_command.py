@@ -176,22 +176,6 @@ def test_to_fit_takes_the_deepest_exit_that_fits(bundled: Path, tmp_path: Path, 
     assert read_config(tmp_path / "all")["num_hidden_layers"] == 24
 
 
-def test_without_exits_every_depth_is_tried_and_doubted(
-    bundled: Path, tmp_path: Path, capsys
-) -> None:
-    model_dir = tmp_path / "plain"
-    shutil.copytree(bundled, model_dir)
-    config = read_config(model_dir)
-    del config["multi_exit"]
-    (model_dir / "config.json").write_text(json.dumps(config))
-    assert _truncate(model_dir, tmp_path / "fit", "--to-fit", "16MiB") == 0
-    assert read_config(tmp_path / "fit")["num_hidden_layers"] == 7
-    printed = capsys.readouterr().out
-    assert "Warning: this checkpoint names no exits" in printed
-    assert "exitserve_training.inspect" in printed
-    assert "never trained to follow this depth" in (tmp_path / "fit/README.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
