@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 HEAD = "# requirements/cpu.txt for the image. Made by requirements/with_hashes.py.\n"
 LEFT_OUT = (
     *("torch", "playwright", "greenlet", "pyee", "axe-playwright-python"),
-    *("kubernetes-validate", "importlib_resources", "bitsandbytes"),
+    *("kubernetes-validate", "importlib_resources"),
     *("langchain-openai", "langchain-core", "langchain-protocol", "langsmith", "jsonpatch"),
     *("jsonpointer", "orjson", "requests-toolbelt", "uuid_utils", "zstandard"),
 )

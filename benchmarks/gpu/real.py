@@ -43,7 +43,6 @@ NEVER = 1_000_000
 TINY = {
     "exit_layers": "[1, 2, 3]",
     "bf16": "false",
-    "weights": "float32",
     "compile_layers": "false",
     "attn_implementation": "null",
     "data.sequence_length": "128",

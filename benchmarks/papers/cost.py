@@ -200,7 +200,9 @@ class Bench:
                 initial_model=self.folder.name,
             ),
         )
-        skipping = SkipSampler(recipe.exit_aware, None, case.exit_layers, self.size.layers, 0)
+        skipping = None
+        if recipe.exit_aware is not None:
+            skipping = SkipSampler(recipe.exit_aware, case.exit_layers, self.size.layers, 0)
         return MultiExitForward(self.model, parts, objectives, (self.size.layers,), skipping)
 
     def _timed(self, loss: Callable[[], torch.Tensor]) -> float:

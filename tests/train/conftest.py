@@ -22,7 +22,7 @@ from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.registry import AnyObjective
 from exitserve_training.objectives.weighted_sum import Objectives, build_objectives
 from exitserve_training.parts import model_parts
-from exitserve_training.recipe import ExitAware, LayerDropout
+from exitserve_training.recipe import ExitAware
 from exitserve_training.skipping import SkippedPositions, SkipSampler
 
 MakeCheckpoint = Callable[..., Path]
@@ -275,12 +275,11 @@ def wrap() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def all_skipping() -> Callable[..., SkipSampler]:
-    """Freezing and layer dropout, so often that every row has some."""
+    """Freezing, so often that every row has some."""
 
-    def make(select: Any = "confidence") -> SkipSampler:
-        extra = {"thresholds": (0.05, 0.3)} if select == "confidence" else {"fraction": 0.5}
-        aware = ExitAware(share=1.0, select=select, **extra)
-        return SkipSampler(aware, LayerDropout(rate=0.6), EXITS, NUM_LAYERS, seed=0)
+    def make() -> SkipSampler:
+        aware = ExitAware(share=1.0, thresholds=(0.05, 0.3))
+        return SkipSampler(aware, EXITS, NUM_LAYERS, seed=0)
 
     return make
 
@@ -303,12 +302,13 @@ def fixed_skips() -> type[FixedSkips]:
 
 @pytest.fixture(scope="session")
 def at_depths() -> Callable[..., FixedSkips]:
-    """Positions frozen at given depths [B, T], sequences that skip given layers [B, L]."""
+    """Positions frozen at given depths [B, T]."""
 
-    def freeze(depth: Tensor, dropped: Tensor | None = None) -> FixedSkips:
+    def freeze(depth: Tensor) -> FixedSkips:
         def make(mask: Tensor) -> SkippedPositions:
-            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
-            skipped.depth, skipped.dropped = depth.clone(), dropped
+            none, thresholds = torch.zeros_like(mask), torch.ones(len(mask))
+            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask, none, thresholds)
+            skipped.depth = depth.clone()
             return skipped
 
         return FixedSkips(make)

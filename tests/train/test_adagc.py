@@ -76,13 +76,11 @@ def test_any_history_equals_the_plain_method(history: list[dict[str, float]], wa
 def test_gradients_that_are_none_or_zero_are_passed_over() -> None:
     clipper = AdaGC(warmup_steps=2)
     silent = nn.Parameter(torch.zeros(3))
-    nothing = {"grad_norm": 0.0, "clipped_grad_norm": 0.0, "clipped_fraction": 0.0}
-    assert clipper.clip([]) == {**nothing, "least_scale": 1.0}
-    zero = parameter(0.0, 0.0)
-    assert clipper.clip([("silent", silent), ("zero", zero)]) == {**nothing, "least_scale": 1.0}
+    clipper.clip([])
+    clipper.clip([("silent", silent), ("zero", parameter(0.0, 0.0))])
     assert clipper.state_dict() == {"steps": 2, "averages": {}}
     assert silent.grad is None
-    # Neither tensor is frozen: the first real gradient passes, bounded by max_norm.
+    # Neither tensor is frozen: the first real gradient passes, bounded by 1.
     assert clip_norms(clipper, zero=0.25, silent=50.0) == pytest.approx(
         {"zero": 0.25, "silent": 1.0}, rel=1e-6
     )
@@ -96,11 +94,11 @@ def test_gradients_that_are_none_or_zero_are_passed_over() -> None:
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(
     bad: float, warmup_steps: int
 ) -> None:
-    clipper = AdaGC(warmup_steps=warmup_steps, max_norm=1e-3)
+    clipper = AdaGC(warmup_steps=warmup_steps)
     clip_norms(clipper, good=2.0)
     before = clipper.state_dict()
     good = parameter(50.0, 1.0)
-    with pytest.raises(ExitServeError, match=r"gradient of 'layers.3.bad' .* at step 1"):
+    with pytest.raises(ExitServeError, match=r"gradient of 'layers\.3\.bad' has the norm"):
         clipper.clip([("good", good), ("layers.3.bad", parameter(1.0, bad))])
     assert clipper.state_dict() == before
     assert good.grad is not None
@@ -122,19 +120,3 @@ def test_resumed_is_as_if_never_stopped() -> None:
         found += [clip_norms(second, **norms) for norms in history[stop:]]
         assert found == expected
         assert second.state_dict() == through.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ratio": 0.9}, "ratio 0.9 must be at least 1"),
-        ({"ratio": math.nan}, "ratio nan"),
-        ({"beta": 1.0}, r"beta 1.0 must be in \[0, 1\)"),
-        ({"beta": -0.1}, "beta -0.1"),
-        ({"warmup_steps": -1}, "warmup_steps -1 must be 0 or more"),
-        ({"max_norm": 0.0}, "max_norm 0.0 must be positive"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ExitServeError, match=message):
-        AdaGC(**arguments)  # type: ignore[arg-type]

@@ -159,7 +159,6 @@ def test_a_run_leaves_an_ordinary_checkpoint(
     chat_recipe: MakeRecipe, tmp_path: Path, train: Train, bundled: Path
 ) -> None:
     recipe = chat_recipe(
-        sample_texts=["Write function number 3.\n"],
         training={"max_steps": 6, "save_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True},
     )
     assert train(recipe) == 0

@@ -39,19 +39,17 @@ TRAINING = {
 FREEZING: dict[str, Any] = {
     "objectives": [{"name": "aligned", "sample": 1}],
     "exit_layers": [1, 2, 3],
-    "exit_aware": {"select": "random", "fraction": 0.5},
-    "layer_dropout": {"rate": 0.3},
+    "exit_aware": {"thresholds": [0.01, 0.1]},
     "training": TRAINING,
 }
 PROJECTOR: dict[str, Any] = {
     "objectives": [{"name": "aligned", "sample": 1}, {"name": "nitp", "weight": 0.5}],
     "exit_layers": [1, 2, 3],
-    "layer_dropout": {"rate": 0.3},
     "adagc": {"warmup_steps": 2},
     "training": TRAINING,
 }
 TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
@@ -154,20 +152,17 @@ def test_torchrun_trains_what_one_process_trains(
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert_close_weights(out, whole, 1e-4)
     assert_only_the_first_wrote(out)
-    assert "gemm_4bit" not in done.stderr, "bitsandbytes' warning about a kernel of no use here"
     # One table, one line of each log: the second process is silent.
     assert done.stdout.count("Checkpoint and report") == 1
     assert done.stdout.count(" tokens/s") == 7
     frozen = [entry["frozen_share"] for entry in history(out) if "loss" in entry]
-    dropped = [entry["dropped_share"] for entry in history(out) if "loss" in entry]
     assert min(frozen) > 0.1
-    assert max(dropped) > 0.1
 
 
 def test_two_processes_overwrite_resume_and_stop_together(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
-    """Sampled exits, NITP's projector, layer dropout, AdaGC; against a batch of 4 in one process.
+    """Sampled exits, NITP's projector, AdaGC; against a batch of 4 in one process.
 
     Every sequence has as many positions there, so a mean over 4 is the mean of two means over 2.
     Losses differ by rounding alone: sums of 124 or 62 tokens, 1e-7 each, grown by 7 steps of Adam.
@@ -220,7 +215,7 @@ def test_sharded_training_is_that_of_one_process(
     assert train(with_accumulation(make_recipe, one, **keys)) == 0
     shards = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     training = {**TRAINING, "fsdp": True, "fsdp_config": shards}
-    recipe = str(make_recipe(**{**keys, "training": training, "sample_texts": ["alpha beta"]}))
+    recipe = str(make_recipe(**{**keys, "training": training}))
     sharded = json.dumps({**shards, "state_dict_type": "SHARDED_STATE_DICT"})
     elsewhere = [f"output_dir={tmp_path / 'shards'}", f"training.fsdp_config={sharded}"]
     given = [
@@ -235,8 +230,6 @@ def test_sharded_training_is_that_of_one_process(
     assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 2]
     for folder in (out, tmp_path / "shards"):
         assert_same_run(folder, one, 1e-4)
-        report = json.loads((folder / "report.json").read_text())
-        assert report["samples"][0]["completion"]
     assert (out / "checkpoint-7" / "pytorch_model_fsdp.bin").is_file()
     assert (tmp_path / "shards" / "checkpoint-7" / "pytorch_model_fsdp_0").is_dir()
     assert "adagc needs each gradient whole" in first[4]["errors"]

@@ -37,12 +37,9 @@ def by_confidence(fixed_skips: Callable[..., Any]) -> MakeSkips:
 
     def freeze(prompts: Sequence[int], thresholds: Sequence[float]) -> Any:
         def make(mask: Tensor) -> SkippedPositions:
-            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask)
-            skipped.may_exit = mask & (
-                torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None]
-            )
-            skipped.thresholds = torch.tensor(thresholds)
-            return skipped
+            said = torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None]
+            drawn = mask & said, torch.tensor(thresholds)
+            return SkippedPositions(EXITS, NUM_LAYERS, mask, *drawn)
 
         return fixed_skips(make)
 

@@ -189,38 +189,6 @@ def test_the_result_is_an_ordinary_checkpoint(
         torch.testing.assert_close(tensor, stored[name], rtol=3e-7, atol=1e-8)
 
 
-def test_four_bit_maps_come_out_whole(
-    lora_recipe: MakeRecipe,
-    bases: dict[str, Path],
-    seen: list[dict[str, Tensor]],
-    tmp_path: Path,
-    train: Train,
-    merged_cache: Path,
-) -> None:
-    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes, the extra `qlora`")
-    lora = {"rank": 4, "quantization": "nf4"}
-    tokenizer = {"path": str(bases["untied llama"])}
-    steps = {"max_steps": 10}
-    assert train(lora_recipe("wide llama", lora=lora, tokenizer=tokenizer, training=steps)) == 0
-    maps = {name for name in seen[0] if name.endswith(".base_layer.weight")}
-    assert len(maps) == 4 * 7
-    assert all(seen[0][name].dtype == torch.uint8 for name in maps)
-    out = tmp_path / "out"
-    folders = (out, bases["wide llama"])
-    stored, theirs = (load_file(folder / "model.safetensors") for folder in folders)
-    assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
-    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
-    assert "quantization_config" not in read(out, "config.json")
-    # The adapter goes with the whole base, and has the tokenizer that the recipe gave.
-    merged = load_file(merged_checkpoint(str(folders[1]), f"{out}/adapter") / "model.safetensors")
-    assert merged.keys() == stored.keys()
-    assert (out / "adapter" / "tokenizer.json").is_file()
-    report = read(out, "report.json")
-    for depth, loss in plain_losses(out, [1, 2, 4]).items():
-        assert report["layers"][str(depth)]["loss"] == pytest.approx(loss, rel=1e-4)
-        assert loss < report["initial_layers"][str(depth)]["loss"]
-
-
 @pytest.mark.parametrize("base", ["tied llama", "gpt2"])
 def test_resuming_continues_the_same_run(
     lora_recipe: MakeRecipe, tmp_path: Path, train: Train, base: str

@@ -58,8 +58,6 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("exit_aware={shar: 1}", "'exit_aware.shar' is unknown. Did you mean 'share'"),
         ("exit_aware={thresholds: [0.5, 0.3]}", "ascending"),
         ("exit_aware={fraction: 0.5}", "no effect with select=confidence"),
-        ("exit_aware={select: random, thresholds: [0, 0.5]}", "no effect with select=random"),
-        ("layer_dropout={rate: 1.5}", "'layer_dropout.rate'"),
         ("lora={rank: 4}", "lora adapts a model"),
         ("data.loss_on=all", "data.loss_on has no effect with data.format=text, only with chat"),
         ("mask_share=0", "'mask_share'"),

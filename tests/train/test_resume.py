@@ -19,7 +19,7 @@ from exitserve.errors import ExitServeError
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
 TRAINING = {
     "max_steps": 9,
     "save_steps": 5,
@@ -42,7 +42,6 @@ EVERYTHING: dict[str, Any] = {
         {"name": "nitp", "weight": 0.2},
     ],
     "exit_aware": {"share": 0.75, "thresholds": [0.01, 0.1]},
-    "layer_dropout": {"rate": 0.3, "curriculum": True},
     "bf16": True,
 }
 LLAMA = {
@@ -67,13 +66,13 @@ BERT = {
 RUNS: dict[str, dict[str, Any]] = {
     # Two steps of AdaGC's warm-up, so that its averages clip on both sides of the stop.
     "everything, AdaGC": {**EVERYTHING, "adagc": {"warmup_steps": 2}},
-    "everything, random freezing": {
+    "everything, checkpointed": {
         **EVERYTHING,
-        "exit_aware": {"select": "random", "fraction": 0.5, "start": 0.3},
+        "exit_aware": {"thresholds": [0.01, 0.1], "start": 0.3},
         "bf16": False,
         "training": {**TRAINING, "gradient_checkpointing": True},
     },
-    "classifiers": {"objectives": [{"name": "separate_classifiers", "kl": 1.0}]},
+    "classifiers": {"objectives": ["separate_classifiers"]},
     "headless": {"objectives": ["headless"], "config": {**LLAMA, "tie_word_embeddings": False}},
     "bert": {"config": BERT, "objectives": ["aligned"], "exit_layers": [1, 2]},
     "headless bert": {"config": BERT, "objectives": ["headless"], "exit_layers": []},

@@ -1,4 +1,4 @@
-"""Frozen positions and dropped layers, once drawn: token-by-token decoding, finite differences.
+"""Frozen positions, once drawn: token-by-token decoding, finite differences.
 
 Shapes: B rows, T tokens, L layers, D hidden.
 """
@@ -81,30 +81,6 @@ def test_frozen_at_given_depths_is_decoding_token_by_token(
         torch.testing.assert_close(last, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_position_is_seen_by_later_ones_only(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    at_depths: MakeSkips,
-    skipped_pass: Pass,
-) -> None:
-    model, ids = load(family), random_ids(2, 12)
-    full = torch.full((2, 12), NUM_LAYERS)
-    frozen = full.clone()
-    frozen[0, 5] = EXITS[0]
-    with torch.no_grad():
-        before = skipped_pass(model, at_depths(full), ids)[1].hidden[NUM_LAYERS]
-        after = skipped_pass(model, at_depths(frozen), ids)[1].hidden
-    # The same shapes, so the same sums in the same order: where nothing may change, bit by bit.
-    torch.testing.assert_close(after[NUM_LAYERS][0, :5], before[0, :5], rtol=0, atol=0)
-    torch.testing.assert_close(after[NUM_LAYERS][1], before[1], rtol=0, atol=0)
-    torch.testing.assert_close(after[NUM_LAYERS][0, 5], after[EXITS[0]][0, 5], rtol=0, atol=0)
-    # Keys and values of layers 3 to 6 come from another state: no rounding error is that large.
-    changes = (after[NUM_LAYERS][0, 6:] - before[0, 6:]).abs().amax(dim=-1)
-    assert changes.min() > 1e-3
-
-
 # --- gradients -----------------------------------------------------------------------------------
 
 
@@ -114,9 +90,7 @@ def test_gradients_are_those_of_finite_differences(
     # GPT-2, because the norms of the others compute in float32 whatever the model's dtype.
     model = load("gpt2").double()
     ids = random_ids(2, 10)
-    dropped = torch.zeros(2, NUM_LAYERS, dtype=torch.bool)
-    dropped[1, 2] = True
-    skipping = at_depths(random_depths(2, 10), dropped)
+    skipping = at_depths(random_depths(2, 10))
     parameters = list(model.transformer.parameters())
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
@@ -140,37 +114,3 @@ def test_gradients_are_those_of_finite_differences(
     # Central differences in float64: roundings of 1e-16 * |loss| / 1e-6, and the third
     # derivative times 1e-12.
     torch.testing.assert_close(slope, measured, rtol=1e-5, atol=1e-6)
-
-
-# --- layer dropout -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_dropped_layer_might_as_well_not_be_there(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    at_depths: MakeSkips,
-    skipped_pass: Pass,
-) -> None:
-    model, ids = load(family), random_ids(3, 12)
-    dropped = torch.zeros(3, NUM_LAYERS, dtype=torch.bool)
-    dropped[0, 2] = dropped[1, 2] = dropped[1, 5] = True
-    full = torch.full((3, 12), NUM_LAYERS)
-    with torch.no_grad():
-        _, batch = skipped_pass(model, at_depths(full, dropped), ids)
-    torch.testing.assert_close(batch.hidden[3][:2], batch.hidden[2][:2], rtol=0, atol=0)
-    torch.testing.assert_close(batch.hidden[6][1], batch.hidden[5][1], rtol=0, atol=0)
-    assert (batch.hidden[3][2] - batch.hidden[2][2]).abs().max() > 0.01
-    layers = decoder_parts(model).layers
-    for row, without in ((0, [2]), (1, [5, 2]), (2, [])):
-        fewer = load(family)
-        own = decoder_parts(fewer).layers
-        for place in without:
-            del own[place]
-        fewer.config.num_hidden_layers = len(own)
-        with torch.no_grad():
-            logits = fewer(input_ids=ids[row : row + 1], use_cache=False).logits[0]
-        said = batch.classifier(batch.hidden[NUM_LAYERS][row])
-        torch.testing.assert_close(said, logits, **CLOSE)
-    assert len(layers) == NUM_LAYERS

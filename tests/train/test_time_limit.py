@@ -46,7 +46,7 @@ def test_a_run_ends_in_time_with_its_rate_at_zero(
         "logging_steps": 1,
         "lr_scheduler_type": "cosine",
     }
-    freezing = {"select": "random", "start": 0.5}
+    freezing = {"thresholds": [0.0, 0.01], "start": 0.5}
     recipe = make_recipe(max_minutes=SECONDS / 60, training=training, exit_aware=freezing)
     assert train(recipe) == 0
     out = tmp_path / "out"

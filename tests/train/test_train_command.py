@@ -47,7 +47,6 @@ def test_tiny_recipe_learns_at_every_depth(trained: Path) -> None:
         assert quality["perplexity"] == pytest.approx(math.exp(quality["loss"]))
         # From ~1000 (uniform over the vocabulary) to a fifth of that or less.
         assert quality["perplexity"] < report["initial_layers"][depth]["perplexity"] / 5
-    assert report["samples"][0]["prompt"].startswith("import os")
     page = (trained / "report.md").read_text(encoding="utf-8")
     assert "| 1 of 4 |" in page
 

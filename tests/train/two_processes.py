@@ -94,7 +94,6 @@ def tiny(tied: bool) -> tuple[Any, MultiExitForward]:
             "model": "unused",
             "objectives": ["aligned", {"name": "nitp", "weight": 0.5}],
             "exit_aware": {"share": 1.0, "thresholds": [0.1, 0.3]},
-            "layer_dropout": {"rate": 0.2},
         }
     )
     torch.manual_seed(0)
@@ -123,7 +122,8 @@ def tiny(tied: bool) -> tuple[Any, MultiExitForward]:
             seed=0,
         ),
     )
-    skipping = SkipSampler(recipe.exit_aware, recipe.layer_dropout, exits, 4, 0)
+    assert recipe.exit_aware is not None
+    skipping = SkipSampler(recipe.exit_aware, exits, 4, 0)
     forward = MultiExitForward(model, parts, objectives, (*exits, 4), skipping)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

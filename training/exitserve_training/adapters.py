@@ -1,20 +1,13 @@
-"""Low-rank adapters (LoRA): put on by PEFT, kept, and merged into the checkpoint at the end.
-
-With 4-bit maps under them (QLoRA, arXiv 2305.14314) they are merged into what those 4 bits stand
-for, not into the weights that the run began from: the adapters were trained beside the former, and
-so the checkpoint is the model that the report measured.
-"""
+"""Low-rank adapters (LoRA): put on by PEFT, kept, and merged into the checkpoint at the end."""
 
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from exitserve.checkpoint import MultiExit, write_multi_exit
@@ -66,40 +59,6 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
     return module
 
 
-def check_four_bits() -> None:
-    """Raises `ExitServeError` where bitsandbytes is missing."""
-    if find_spec("bitsandbytes") is None:
-        raise ExitServeError(
-            "lora.quantization=nf4 needs the package 'bitsandbytes'; install the extra: "
-            "pip install 'exitserve[qlora]'."
-        )
-
-
-def four_bits(compute: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA's quantization: NF4 in blocks, their scales quantized too; products in `compute`."""
-    config: Any = BitsAndBytesConfig  # untyped in transformers
-    quantization: BitsAndBytesConfig = config(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
-    return quantization
-
-
-def keep_for_training(model: PreTrainedModel) -> PreTrainedModel:
-    """The 4-bit model as backward can read it, on a CPU too.
-
-    There bitsandbytes 0.50 packs maps anew in their first pass without gradients, which evaluation
-    makes, and rounds their scales to bfloat16.
-    """
-    modules: Any = model.modules()
-    for module in modules:
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model
-
-
 def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer: Any) -> None:
     """Writes the adapter and its exits into the run's folder, for `--adapter` and for PEFT.
 
@@ -118,14 +77,8 @@ def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer
         tokenizer.save_pretrained(folder)
 
 
-def merged(adapted: nn.Module, lora: Lora) -> PreTrainedModel:
-    """The model with its adapters added to its weights, in place; 4-bit ones become whole first."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
+def merged(adapted: nn.Module) -> PreTrainedModel:
+    """The model with its adapters added to its weights, in place."""
     model: Any = adapted
-    if lora.quantization is not None:
-        trained = get_peft_model_state_dict(model)
-        model = with_adapters(model.unload().dequantize(), lora)
-        set_peft_model_state_dict(model, trained)
     whole: PreTrainedModel = model.merge_and_unload()
     return whole

@@ -100,7 +100,7 @@ class Gradients(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        averages = None if self._clipper is None else dict(self._clipper.state_dict())
+        averages = None if self._clipper is None else self._clipper.state_dict()
         return {"args": {"clipping": self._options, "adagc": averages}, "attributes": {}}
 
 

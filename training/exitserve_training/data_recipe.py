@@ -35,16 +35,6 @@ class TokenizerRecipe(Strict):
         return self
 
 
-class OwnText(Strict):
-    """Train on continuations that the model writes itself, as vLLM serves it."""
-
-    sequences: int = Field(ge=1)
-    """The most to write, each of `data.sequence_length` tokens."""
-    prompt_tokens: int = Field(default=64, ge=1)
-    """Of each sequence: its beginning, which is the data's."""
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-
-
 class OwnChats(Strict):
     """Train on chats that the model writes itself, questions too, as vLLM serves it."""
 
@@ -65,7 +55,6 @@ _ONLY_FOR = {
     "order": ("text",),
     "document_end": ("text",),
     "from_run": ("text",),
-    "own_text": ("text",),
     "exclude": ("text",),
     "max_file_bytes": ("text",),
     "max_package_bytes": ("text",),
@@ -82,7 +71,7 @@ _ONLY_FOR = {
 }
 """Keys of `data` that some formats only can use."""
 
-_WITH_FROM_RUN = {"from_run", "format", "sequence_length", "own_text"}
+_WITH_FROM_RUN = {"from_run", "format", "sequence_length"}
 """Keys of `data` that may stand beside `from_run`."""
 
 
@@ -146,8 +135,6 @@ class DataRecipe(Strict):
     """The most sequences to evaluate on."""
     sequence_length: int = Field(default=512, ge=2)
     """Tokens per packed sequence."""
-    own_text: OwnText | None = None
-    """Train on what `model` writes itself, in place of what it continues."""
     own_chats: OwnChats | None = None
     """Chats that `model` writes, beside those of `files` and `dataset`, or alone."""
 
@@ -161,11 +148,6 @@ class DataRecipe(Strict):
                 "data.own_chats"
             )
         self._check_held_out()
-        if self.own_text is not None and self.own_text.prompt_tokens >= self.sequence_length:
-            raise ValueError(
-                f"data.own_text.prompt_tokens {self.own_text.prompt_tokens} leaves nothing to "
-                f"write of data.sequence_length={self.sequence_length}; give fewer"
-            )
         for key in sorted(self.model_fields_set):
             formats = _ONLY_FOR.get(key, ())
             if formats and self.format not in formats and getattr(self, key):

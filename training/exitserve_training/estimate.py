@@ -1,10 +1,9 @@
 """What a run will take, before it reads data or weights: memory from shapes, time from a probe.
 
-The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments, or 2, 2 and
-6 with `weights: bfloat16`; half a byte a weight in 4 bits. What layers keep for backward is a
-formula over their sizes, right within a factor of two for Llama-like ones. Time is that of the
-products and of the optimizer's memory traffic (`throughput`); whatever else a step does comes on
-top.
+The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments. What layers
+keep for backward is a formula over their sizes, right within a factor of two for Llama-like ones.
+Time is that of the products and of the optimizer's memory traffic (`throughput`); whatever else a
+step does comes on top.
 
 Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
 """
@@ -35,8 +34,6 @@ from exitserve_training.tokenization import load_tokenizer
 GIB = 2**30
 _ADAMW_TRAFFIC = 28
 """Bytes a weight: reads of weight, gradient and two moments, writes of three of them."""
-_NF4_BYTES = 4.127 / 8
-"""A weight: 4 bits, and its part of the blocks' scales (QLoRA, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,6 @@ def estimate(recipe: Recipe) -> Estimate:
         own = _objective_parameters(recipe, setup, model, parts)
     arguments = training_arguments(recipe)
     trained = _trained(recipe, model, parts) + own
-    # PEFT keeps adapters in float32.
-    small = recipe.weights == "bfloat16" and recipe.lora is None
     rows, length = arguments.per_device_train_batch_size, recipe.data.sequence_length
     checkpointed = bool(arguments.gradient_checkpointing)
     micro_tokens = rows * length
@@ -118,10 +113,10 @@ def estimate(recipe: Recipe) -> Estimate:
         parameters=parameters,
         trained=trained,
         bytes_of={
-            "weights": _weight_bytes(recipe, parts, parameters) + 4 * own,
+            "weights": 4 * (parameters + own),
             "a frozen teacher's": (2 if recipe.bf16 else 4) * frozen,
-            "gradients": (2 if small else 4) * trained,
-            "optimizer states": (4 if recipe.optimizer == "muon" else 6 if small else 8) * trained,
+            "gradients": 4 * trained,
+            "optimizer states": (4 if recipe.optimizer == "muon" else 8) * trained,
             "states kept for backward": micro_tokens
             * _kept_per_token(config, parts, checkpointed)
             * (2 if recipe.bf16 else 4),
@@ -137,16 +132,6 @@ def estimate(recipe: Recipe) -> Estimate:
         max_minutes=recipe.max_minutes,
         steps=arguments.max_steps if arguments.max_steps > 0 else None,
     )
-
-
-def _weight_bytes(recipe: Recipe, parts: ModelParts, parameters: int) -> int:
-    """What the model's weights take."""
-    whole = 2 if recipe.weights == "bfloat16" else 4
-    if recipe.lora is None or recipe.lora.quantization is None:
-        return whole * parameters
-    linear = (one for one in parts.layers.modules() if isinstance(one, (nn.Linear, Conv1D)))
-    maps = sum(one.weight.numel() for one in linear)
-    return whole * (parameters - maps) + int(_NF4_BYTES * maps)
 
 
 def _sized(recipe: Recipe, setup: TrainingSetup) -> PreTrainedConfig:

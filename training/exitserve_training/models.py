@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -100,7 +99,6 @@ def load_model(
     classes: Sequence[str] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Loads a model, in float32 (`bf16: true` computes in bfloat16 all the same).
 
@@ -110,12 +108,9 @@ def load_model(
         classes: names of the classes to predict; where the model has another number of
             classes, its head is initialised anew. None: those of the model.
         dtype: of the weights.
-        quantization: of the linear maps; None: none.
     """
     config = check_model(path, task)
     options: dict[str, Any] = {}
-    if quantization is not None:
-        options["quantization_config"] = quantization
     if classes is not None:
         options = {**_names(classes), "ignore_mismatched_sizes": True}
     try:
@@ -214,11 +209,9 @@ def build_config(
     return config
 
 
-def build_model(
-    config: PreTrainedConfig, task: Task | None = None, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, task: Task | None = None) -> PreTrainedModel:
     """A freshly initialised model; the caller seeds the generator."""
-    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=dtype)
+    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=torch.float32)
     return model
 
 

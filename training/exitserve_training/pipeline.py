@@ -35,17 +35,12 @@ from exitserve_training.folder import (
     newest_checkpoint,
     set_aside,
 )
-from exitserve_training.models import (
-    load_model,
-)
 from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
-from exitserve_training.report import LayerQuality, Sample, TrainingReport
+from exitserve_training.report import LayerQuality, TrainingReport
 from exitserve_training.time_limit import TimeLimit
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
 from exitserve_training.watching import ProgressLines, RunStoppedError, StopOnTerm
-
-_SAMPLE_TOKENS = 48
 
 _AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
 
@@ -193,12 +188,6 @@ def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
             "FSDP version 1 is not supported; use 2: `accelerate launch --use_fsdp "
             "--fsdp_version 2 ...`, or training.fsdp_config={version: 2} with training.fsdp=true."
         )
-    if recipe.weights == "bfloat16":
-        # Accelerate makes what it shards float32 where `bf16` computes.
-        raise ExitServeError(
-            "weights=bfloat16 would become float32 in FSDP's shards; leave weights out (a shard is "
-            "its part of 16 bytes a weight), or use several processes without FSDP."
-        )
     if recipe.adagc is not None:
         raise ExitServeError(
             "adagc needs each gradient whole, and FSDP cuts them; use training.max_grad_norm, or "
@@ -245,32 +234,6 @@ def _check_learned(after: dict[str, LayerQuality], folder: Path, step: int, is_f
         raise ExitServeError(message)
 
 
-def _samples(recipe: Recipe, trainer: MultiExitTraining, prepared: TrainerInputs) -> list[Sample]:
-    """Greedy completions, at full depth, in float32."""
-    prompts = recipe.sample_texts
-    if not prompts:
-        return []
-    # Of a sharded model this process has a part only.
-    sharded = trainer.is_fsdp_enabled
-    model = load_model(recipe.output_dir) if sharded else prepared.model
-    tokenizer = prepared.processor
-    model.train(False)
-    generate: Any = model.generate  # loosely typed in transformers
-    samples = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        tokens = generate(
-            inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=_SAMPLE_TOKENS,
-            do_sample=False,
-        )
-        new = tokens[0, inputs["input_ids"].shape[1] :]
-        completion = str(tokenizer.decode(new, skip_special_tokens=True))
-        samples.append(Sample(prompt=prompt, completion=completion))
-    return samples
-
-
 def _report(
     recipe: Recipe,
     trainer: MultiExitTraining,
@@ -296,5 +259,4 @@ def _report(
         validation_tokens=trainer.labelled_tokens(trainer.eval_dataset),
         says=trainer.parts.task,
         metrics=trainer.measured,
-        samples=_samples(recipe, trainer, prepared),
     )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedConfig,
@@ -26,7 +25,6 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.adapters import check_four_bits, four_bits, keep_for_training
 from exitserve_training.augmentation import Augmentation
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
@@ -45,7 +43,6 @@ from exitserve_training.models import (
 )
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.registry import check_layers
-from exitserve_training.optimizers import check_kahan
 from exitserve_training.packing import (
     TRAIN_FILE,
     fingerprint,
@@ -103,10 +100,6 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
         assert recipe.config is not None
         config = build_config(recipe.config)
         task = task_for(config.model_type, recipe.data.format)
-    if recipe.lora is not None and recipe.lora.quantization is not None:
-        check_four_bits()
-    if recipe.weights == "bfloat16":
-        check_kahan()
     num_layers: int = config.num_hidden_layers
     chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
     layers = counted_layers(num_layers, chosen)[:-1]
@@ -115,11 +108,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     router_balance(config, recipe.router_aux_loss_coef)
     _check_teacher(recipe, config, task)
     if task == "hidden token":
-        for key in ("exit_aware", "sample_texts"):
-            if getattr(recipe, key):
-                raise ExitServeError(f"recipe key {key!r} is for causal models; leave it out.")
-        if recipe.data.own_text is not None:
-            raise ExitServeError("recipe key 'data.own_text' is for causal models; leave it out.")
+        if recipe.exit_aware is not None:
+            raise ExitServeError("recipe key 'exit_aware' is for causal models; leave it out.")
     elif "mask_share" in recipe.model_fields_set:
         raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
     return TrainingSetup(config, task, exits)
@@ -180,7 +170,7 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
                 processor.save_pretrained(folder)
                 if recipe.data.format == "chat":
                     _write_held_out(folder, data, processor)
-                if (Path(scratch) / TRAIN_FILE).is_file() and recipe.data.own_text is None:
+                if (Path(scratch) / TRAIN_FILE).is_file():
                     keep_in_order(folder, key, data, Path(scratch))
                     data = load_packed(folder, key)
                 else:
@@ -234,19 +224,13 @@ def _known_processor(recipe: Recipe, folder: str) -> Any:
 def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> PreTrainedModel:
     names = _label_names(data) if setup.task == "class" else None
     tokenizer = processor if recipe.data.format != "images" else None
-    dtype = torch.bfloat16 if recipe.weights == "bfloat16" else torch.float32
     if recipe.model is not None:
-        quantization = None
-        if recipe.lora is not None and recipe.lora.quantization is not None:
-            quantization = four_bits(torch.bfloat16 if recipe.bf16 else torch.float32)
-        model = load_model(recipe.model, setup.task, names, dtype=dtype, quantization=quantization)
-        if quantization is not None:
-            model = keep_for_training(model)
+        model = load_model(recipe.model, setup.task, names)
         if recipe.grow_to_layers is not None:
             model = grow(model, recipe.grow_to_layers)
     else:
         assert recipe.config is not None
-        model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
+        model = build_model(build_config(recipe.config, tokenizer, names), setup.task)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:

@@ -20,7 +20,6 @@ from exitserve_training.classification.labelled import (
     load_split_examples,
 )
 from exitserve_training.folder import OWN_CHATS
-from exitserve_training.models import check_fits
 from exitserve_training.packing import pack_split, packed_by_run
 from exitserve_training.parts import Task
 from exitserve_training.recipe import Recipe
@@ -57,10 +56,8 @@ def read_data(
                 "data.from_run needs a model with its tokenizer, or tokenizer.path."
             )
         length = recipe.data.sequence_length
-        packed = packed_by_run(recipe.data.from_run, tokenizer, length)
-        return _written(recipe, setup, tokenizer, packed), tokenizer
-    packed, tokenizer = _packed(recipe, setup, tokenizer, scratch)
-    return _written(recipe, setup, tokenizer, packed), tokenizer
+        return packed_by_run(recipe.data.from_run, tokenizer, length), tokenizer
+    return _packed(recipe, setup, tokenizer, scratch)
 
 
 def _read_chats(recipe: Recipe) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
@@ -113,23 +110,6 @@ def _check_mask(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
             "this tokenizer has no mask token, which a masked language model needs; set "
             "tokenizer.path to that of a masked model."
         )
-
-
-def _written(
-    recipe: Recipe,
-    setup: TrainingSetup,
-    tokenizer: PreTrainedTokenizerBase,
-    packed: datasets.DatasetDict,
-) -> datasets.DatasetDict:
-    """The data, or what the model writes after their beginnings."""
-    if recipe.data.own_text is None:
-        return packed
-    check_fits(setup.config, tokenizer, recipe.data.sequence_length)
-    # Only here, because it loads vLLM.
-    from exitserve_training.own_text import with_own_text
-
-    assert recipe.model is not None
-    return with_own_text(packed, recipe.model, recipe.data.own_text, recipe.seed)
 
 
 def _trained_tokenizer(recipe: Recipe, texts: Iterable[str], task: Task) -> PreTrainedTokenizerBase:

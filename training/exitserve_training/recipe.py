@@ -30,12 +30,8 @@ class ExitAware(Strict):
 
     share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of sequences with frozen positions. (docs/training.md compares.)"""
-    select: Literal["confidence", "random"] = "confidence"
-    """Freeze where an exit is confident enough, or anywhere at random exits."""
     thresholds: tuple[float, float] = (0.3, 0.95)
-    """With `confidence`: each sequence draws its threshold between these."""
-    fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """With `random`: share of positions that are frozen."""
+    """Freeze where an exit is more confident than a threshold, drawn by each sequence from here."""
     longest_prompt: float = Field(default=0.25, ge=0.0, le=1.0)
     """A random part of each sequence, up to this share, is prompt and runs at full depth."""
     start: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -49,19 +45,7 @@ class ExitAware(Strict):
                 f"exit_aware.thresholds {list(self.thresholds)} must be two numbers in "
                 f"0..1, ascending, the second below 1"
             )
-        other = "fraction" if self.select == "confidence" else "thresholds"
-        if other in self.model_fields_set:
-            raise ValueError(f"exit_aware.{other} has no effect with select={self.select}")
         return self
-
-
-class LayerDropout(Strict):
-    """Sequences skip layers at random, deep ones more often (LayerSkip)."""
-
-    rate: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Of the last layer; the first is never skipped."""
-    curriculum: bool = False
-    """Grow from 0 over the run, as LayerSkip does in pretraining."""
 
 
 class Lora(Strict):
@@ -72,8 +56,6 @@ class Lora(Strict):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     target_modules: str | list[str] = "all-linear"
     """As PEFT takes them; `all-linear` is every linear map but the head."""
-    quantization: Literal["nf4"] | None = None
-    """QLoRA: keep the frozen linear maps in 4 bits (bitsandbytes)."""
 
 
 class AdaGCClipping(Strict):
@@ -104,7 +86,6 @@ class Recipe(Strict):
     exit_layers: Literal["all"] | list[int] = "all"
     """Where the model may stop: written into the checkpoint, and evaluated."""
     exit_aware: ExitAware | None = None
-    layer_dropout: LayerDropout | None = None
     lora: Lora | None = None
     adagc: AdaGCClipping | None = None
     router_aux_loss_coef: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
@@ -124,8 +105,6 @@ class Recipe(Strict):
     seed: int = Field(default=0, ge=0)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16`: weights and AdamW's states too, with Kahan sums (torch-optimi); needs `bf16`."""
     attn_implementation: (
         Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
     ) = None
@@ -136,8 +115,6 @@ class Recipe(Strict):
     """Continue from the newest checkpoint in `output_dir`."""
     overwrite: bool = False
     """Empty `output_dir` first if it exists."""
-    sample_texts: list[str] = Field(default_factory=list)
-    """Prompts to complete greedily after training; they go into the report."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -168,15 +145,10 @@ class Recipe(Strict):
 
     def _check_model_only(self) -> None:
         """Raises `ValueError` for what is done to a trained model, where there is none."""
-        for key in ("own_text", "own_chats"):
-            if getattr(self.data, key) is not None and self.model is None:
-                raise ValueError(f"data.{key} is what a trained model writes; give model")
+        if self.data.own_chats is not None and self.model is None:
+            raise ValueError("data.own_chats is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
             raise ValueError("lora adapts a model; give model instead of config, or leave lora out")
-        if self.lora is not None and self.lora.quantization and self.grow_to_layers is not None:
-            raise ValueError(
-                "grow_to_layers copies whole weights, and lora.quantization has none; leave one out"
-            )
         if self.grow_to_layers is not None and self.config is not None:
             raise ValueError(
                 "grow_to_layers makes a trained model deeper; give model, or say "
@@ -198,27 +170,15 @@ class Recipe(Strict):
                 "adagc compares gradients with those of earlier steps, and training.fp16 scales "
                 "them; use bf16: true, or leave adagc out"
             )
-        if self.weights == "bfloat16":
-            self._check_small_weights()
         if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
             raise ValueError(
                 "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "
                 "leave one of them out"
             )
 
-    def _check_small_weights(self) -> None:
-        """Raises `ValueError` for what cannot update weights of 8 bits' precision."""
-        if not self.bf16:
-            raise ValueError("weights=bfloat16 computes in bfloat16 too; set bf16: true")
-        if self.optimizer != "adamw" or {"optim", "optim_args"} & self.training.keys():
-            raise ValueError(
-                "weights=bfloat16 is updated by AdamW with Kahan sums, because others lose small "
-                "steps; leave optimizer and training.optim out, or weights"
-            )
-
     def _check_classifier(self) -> None:
         """Raises `ValueError` for keys that a classifier cannot have."""
-        for key in ("exit_aware", "layer_dropout", "lora", "head_from_embeddings", "sample_texts"):
+        for key in ("exit_aware", "lora", "head_from_embeddings"):
             if getattr(self, key):
                 raise ValueError(f"{key} is for language models, not for classifiers; leave it out")
 

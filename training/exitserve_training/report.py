@@ -25,14 +25,6 @@ class LayerQuality:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A greedy completion at full depth."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingReport:
     """What a training run achieved; the keys of `report.json` are these fields."""
 
@@ -59,7 +51,6 @@ class TrainingReport:
     says: Task = "next token"
     metrics: dict[str, float] = field(default_factory=dict)
     """What the objectives measured on the held-out text, by name."""
-    samples: list[Sample] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
     kind: str = "training"
 
@@ -86,9 +77,6 @@ class TrainingReport:
         if self.metrics:
             lines += ["", "| measured on the held-out text | |", "|---|---|"]
             lines += [f"| {name} | {value:.4g} |" for name, value in self.metrics.items()]
-        for sample in self.samples:
-            lines += ["", "Greedy completion at full depth, between ⟦ and ⟧:", "", "````text"]
-            lines += [sample.prompt + "⟦" + sample.completion + "⟧", "````"]
         return "\n".join(lines) + "\n"
 
     def table(self) -> Table:

@@ -28,13 +28,12 @@ from exitserve_training.objectives.weighted_sum import (
     Objectives,
     build_objectives,
 )
-from exitserve_training.optimizers import kahan_adamw, muon_with_adamw
+from exitserve_training.optimizers import muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
-from exitserve_training.throughput import Throughput
 from exitserve_training.time_limit import TimeLimit
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
@@ -94,9 +93,9 @@ class MultiExitTraining(MultiExitCheckpoints):
         objectives.to(self.args.device)
         if not any(options.trains_head for options in recipe.objectives if options.weight):
             freeze_head(model, self.parts.head)
-        skipping = SkipSampler(
-            recipe.exit_aware, recipe.layer_dropout, exits.exit_layers, num_layers, recipe.seed
-        )
+        skipping = None
+        if recipe.exit_aware is not None:
+            skipping = SkipSampler(recipe.exit_aware, exits.exit_layers, num_layers, recipe.seed)
         self.language_model: PreTrainedModel = model
         balance = router_balance(model.config, recipe.router_aux_loss_coef)
         self.multi_exit = MultiExitForward(
@@ -107,7 +106,6 @@ class MultiExitTraining(MultiExitCheckpoints):
         self.time_limit: TimeLimit | None = None
         self._sums: dict[str, Tensor] = {}
         self._shares: dict[str, Tensor] = {}
-        self._throughput: Throughput | None = None
         if recipe.compile_layers:
             # Layer by layer: the hooks that read hidden states must stay outside.
             for layer in self.parts.layers:
@@ -136,10 +134,10 @@ class MultiExitTraining(MultiExitCheckpoints):
             # Checkpoints of the run may be shards; the result is one that anything can read.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self._has_adapters:
-            assert self._recipe.lora is not None and self.model is not None
+            assert self.model is not None
             if self.args.should_save:
                 save_adapter(self.model, self._recipe, self.exits, self.processing_class)
-            self.model = merged(self.model, self._recipe.lora)
+            self.model = merged(self.model)
         self.save_model(output_dir)
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
@@ -147,15 +145,11 @@ class MultiExitTraining(MultiExitCheckpoints):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer over all that is trained."""
-        muon, kahan = self._recipe.optimizer == "muon", self._recipe.weights == "bfloat16"
-        if not (muon or kahan) or self.optimizer is not None:
+        if self._recipe.optimizer != "muon" or self.optimizer is not None:
             return super().create_optimizer(model)
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
-        if muon:
-            self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
-        else:
-            self.optimizer = kahan_adamw(trained, decayed, self.args)
+        self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
         return self.optimizer
 
     def create_scheduler(
@@ -261,23 +255,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             logs |= {name: round(mean, 4) for name, mean in zip(self._sums, means, strict=True)}
             self._sums.clear()
             self._shares.clear()
-            logs |= self._reached()
         super().log(logs, start_time)
-
-    def _reached(self) -> dict[str, float]:
-        """`mfu`, the share of the machine's products that was reached since the last log."""
-        if self.parts.task == "class":
-            return {}
-        if self._throughput is None:
-            config = self.language_model.config
-            self._throughput = Throughput(self._recipe, self.args, self.parts, config)
-        share = self._throughput.share(int(self.state.num_input_tokens_seen))
-        if share is None:
-            return {}
-        warning = self._throughput.warning(share)
-        if warning is not None and self.args.should_log:
-            print(warning, flush=True)
-        return {"mfu": round(share, 4)}
 
     def evaluate(
         self,

@@ -32,16 +32,19 @@ def histograms(count: int) -> torch.Tensor:
     return torch.eye(count, 20, dtype=torch.float64)
 
 
+MEANS = {1: 0.1, 2: 0.1, 3: 0.2, 6: 0.2}
+
+
 @pytest.mark.parametrize(
     ("draw", "labels"),
     [
         (lambda: by_depth(CURVES, "similarity (no unit)"), [(DEPTH, "similarity (no unit)")]),
         (
-            lambda: by_depth({"NC1": {3: 1.5}}, "NC1 (no unit)", exit_layers=(2, 4), limits=(0, 2)),
+            lambda: by_depth({"NC1": {3: 1.5}}, "NC1 (no unit)", exit_layers=(2, 4)),
             [(DEPTH, "NC1 (no unit)")],
         ),
         (
-            lambda: heat_map({"COS": torch.eye(3), "CKA": -torch.eye(3)}, [1, 2, 6], title="tiny"),
+            lambda: heat_map({"COS": torch.eye(3), "CKA": -torch.eye(3)}, [1, 2, 6]),
             [(DEPTH, DEPTH), (DEPTH, ""), ("", "similarity (no unit)")],
         ),
         (
@@ -49,11 +52,11 @@ def histograms(count: int) -> torch.Tensor:
             [(DEPTH, DEPTH), ("", "similarity (no unit)")],
         ),
         (
-            lambda: box_plot({1: [0.1, 0.2, 0.9], 2: torch.rand(50)}, "cosine (no unit)"),
+            lambda: box_plot({1: torch.rand(3), 2: torch.rand(50)}, "cosine (no unit)"),
             [(DEPTH, "cosine (no unit)")],
         ),
         (
-            lambda: stacked_histograms(histograms(4), [1, 2, 3, 6], means={1: 0.1, 6: 0.2}),
+            lambda: stacked_histograms(histograms(4), [1, 2, 3, 6], means=MEANS),
             [
                 (DEPTH, "cosine of two tokens' states (no unit)"),
                 ("", "share of pairs per bin of 0.1"),
@@ -61,7 +64,7 @@ def histograms(count: int) -> torch.Tensor:
         ),
         # Nothing was counted.
         (
-            lambda: stacked_histograms(histograms(4) * 0, [1, 2, 3, 6]),
+            lambda: stacked_histograms(histograms(4) * 0, [1, 2, 3, 6], means=MEANS),
             [
                 (DEPTH, "cosine of two tokens' states (no unit)"),
                 ("", "share of pairs per bin of 0.1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 from exitserve.arguments import add_adapter, with_adapter
 from exitserve.checkpoint import read_config
@@ -28,14 +27,10 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class _Amount:
-    rows: int
-    samples: int
-
-
-QUICK, THOROUGH = _Amount(50, 1500), _Amount(200, 4000)
+ROWS, SAMPLES = 50, 1500
 """How much is measured; nearly all of the time is in proportion to it."""
+CLASSIFIED_ROWS = 200
+"""Of a classifier each row is one position only, of which probes need many."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,19 +48,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_data_arguments(parser)
     sizes = parser.add_argument_group("how much")
     sizes.add_argument(
-        "--thorough",
-        action="store_true",
-        help=f"{THOROUGH.rows} rows and {THOROUGH.samples} samples, minutes instead of seconds",
-    )
-    sizes.add_argument(
         "--rows",
         type=int,
-        help=f"sequences, or inputs to classify (default {QUICK.rows}, or {THOROUGH.rows})",
+        help=f"sequences, or inputs to classify (default {ROWS}, or {CLASSIFIED_ROWS})",
     )
     sizes.add_argument(
         "--samples",
         type=int,
-        help=f"positions that compare layers (default {QUICK.samples})",
+        default=SAMPLES,
+        help=f"positions that compare layers (default {SAMPLES})",
     )
     sizes.add_argument(
         "--sequence-length", type=int, help="tokens of a sequence of text (default 256)"
@@ -85,10 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _inspect(args: argparse.Namespace) -> int:
     args = with_adapter(args)
-    amount = THOROUGH if args.thorough else QUICK
     if args.rows is None:
-        args.rows = THOROUGH.rows if _is_classifier(args.model) else amount.rows
-    args.samples = amount.samples if args.samples is None else args.samples
+        args.rows = CLASSIFIED_ROWS if _is_classifier(args.model) else ROWS
     _check(args)
     from rich.console import Console
 
@@ -117,18 +106,12 @@ def _inspect(args: argparse.Namespace) -> int:
     console = Console()
     console.print(terminal_table(f"{found.report['model']}", HEADERS, rows(found.report)))
     console.print(summary(found.report), soft_wrap=True)
-    if args.rows < THOROUGH.rows or args.samples < THOROUGH.samples:
-        console.print(
-            f"A quick look: at most {args.rows:,} rows, and {args.samples:,} positions for probes, "
-            f"similarity and NC1. --thorough takes {THOROUGH.rows:,} and {THOROUGH.samples:,}.",
-            soft_wrap=True,
-        )
     console.print(f"Report and plots: {out}", soft_wrap=True)
     return 0
 
 
 def _is_classifier(model: str) -> bool:
-    """Whether each row is one position only, of which probes need many."""
+    """Whether a checkpoint is one of a classifier."""
     names = read_config(model).get("architectures") or []
     return any(str(name).endswith("Classification") for name in names)
 

@@ -14,8 +14,6 @@ B rows (sequences), T tokens, D hidden, L layers.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,7 +24,7 @@ from exitserve.errors import ExitServeError
 from exitserve_training.losses.tokens import counted_states, unit_vectors
 
 BINS = 100
-"""Bins of a histogram by default, each 0.02 wide."""
+"""Equal bins of a histogram over [-1, 1], each 0.02 wide; the last one holds 1 too."""
 
 _BLOCK_ELEMENTS = 2**22
 """Cosines of a sequence held at once (16 MB in float32, and twice that to be counted)."""
@@ -35,25 +33,10 @@ _BLOCK_ELEMENTS = 2**22
 class Condensation:
     """Collects, layer by layer, the histogram and the mean of the cosines of token pairs."""
 
-    def __init__(self, depths: Sequence[int], bins: int = BINS) -> None:
-        """Starts empty.
-
-        Args:
-            depths: the L depths that will be measured, ascending.
-            bins: equal bins over [-1, 1]; the last one holds 1 too.
-
-        Raises:
-            ExitServeError: there is no depth, they do not ascend, or there is no bin.
-        """
-        if not depths or any(a >= b for a, b in itertools.pairwise(depths)):
-            raise ExitServeError(
-                f"depths {list(depths)} cannot be measured; expected at least one, ascending."
-            )
-        if bins < 1:
-            raise ExitServeError(f"{bins} bins cannot hold cosines; expected 1 or more.")
+    def __init__(self, depths: Sequence[int]) -> None:
+        """Starts empty, with the L depths that will be measured."""
         self.depths = tuple(depths)
-        self.bins = bins
-        self._histograms = {depth: torch.zeros(bins, dtype=torch.float64) for depth in self.depths}
+        self._histograms = {depth: torch.zeros(BINS, dtype=torch.float64) for depth in self.depths}
         self._sums = dict.fromkeys(self.depths, 0.0)
         self._sequences = dict.fromkeys(self.depths, 0)
 
@@ -66,13 +49,8 @@ class Condensation:
             mask: bool [B, T] of real tokens; None for all. States of others may be anything.
 
         Raises:
-            ExitServeError: the depth is not one of `depths`, shapes disagree, or a real token's
-                state holds NaN or infinity.
+            ExitServeError: a real token's state holds NaN or infinity.
         """
-        if depth not in self._sums:
-            raise ExitServeError(
-                f"depth {depth} is not measured; expected one of {list(self.depths)}."
-            )
         clean, real = counted_states(states, mask)
         bad = int((~clean.isfinite()).any(-1).sum())
         if bad:
@@ -83,20 +61,13 @@ class Condensation:
             )
         for row, counted in zip(clean, real, strict=True):
             if counted.any():
-                histogram, mean = pair_cosines(row[counted], self.bins)
+                histogram, mean = pair_cosines(row[counted])
                 self._histograms[depth] += histogram.cpu()
                 self._sums[depth] += mean
                 self._sequences[depth] += 1
 
-    def sequences(self) -> dict[int, int]:
-        """Returns how many sequences counted at each depth."""
-        return dict(self._sequences)
-
     def histograms(self) -> Tensor:
-        """Returns [L, bins] in float64: the share of pairs in each bin; a row sums to 1.
-
-        The row of a depth at which no sequence counted is 0.
-        """
+        """Returns [L, BINS] in float64: the share of pairs in each bin; a row sums to 1."""
         return torch.stack(
             [self._histograms[depth] / max(1, self._sequences[depth]) for depth in self.depths]
         )
@@ -106,25 +77,21 @@ class Condensation:
         return {depth: self._sums[depth] / max(1, self._sequences[depth]) for depth in self.depths}
 
 
-def pair_cosines(states: Tensor, bins: int = BINS) -> tuple[Tensor, float]:
-    """Returns the histogram and the mean of the cosines of all N^2 ordered pairs of states.
+def pair_cosines(states: Tensor) -> tuple[Tensor, float]:
+    """Returns the share of pairs in each bin, [BINS] in float64, and the mean of their cosines.
 
     Args:
         states: finite [N, D] of one sequence, at least one and at least float32.
-        bins: equal bins over [-1, 1]; the last one holds 1 too.
-
-    Returns:
-        the share of pairs in each bin, [bins] in float64, and the mean.
     """
     count = len(states)
     # Only zero vectors (and denormal ones) have no direction.
     units = unit_vectors(states, torch.finfo(states.dtype).tiny)
-    histogram = torch.zeros(bins, dtype=torch.float64, device=states.device)
+    histogram = torch.zeros(BINS, dtype=torch.float64, device=states.device)
     total = 0.0
     for block in torch.split(units, max(1, _BLOCK_ELEMENTS // count)):
         # In float64, for histc counts in the type of what it counts, and 2^24 pairs are few.
         cosines = (block @ units.T).clamp(-1.0, 1.0).double()
-        histogram += torch.histc(cosines, bins=bins, min=-1.0, max=1.0)
+        histogram += torch.histc(cosines, bins=BINS, min=-1.0, max=1.0)
         total += float(cosines.sum())
     return histogram / count**2, total / count**2
 
@@ -137,18 +104,9 @@ def trend(means: Mapping[int, float]) -> tuple[float, float]:
 
     Args:
         means: depth to mu; the paper takes the depths 1..L.
-
-    Raises:
-        ExitServeError: there are fewer than 2 depths, or a mean is NaN or infinite.
     """
-    if len(means) < 2:
-        raise ExitServeError(
-            f"a trend needs the means of at least 2 depths; got {len(means)}. Measure more depths."
-        )
     depths = sorted(means)
     values = [means[depth] for depth in depths]
-    if not all(map(math.isfinite, values)):
-        raise ExitServeError(f"the means {values} hold NaN or infinity; expected finite ones.")
     if len(set(values)) == 1:
         return 0.0, 0.0
     rho = stats.spearmanr(depths, values).statistic

@@ -15,8 +15,7 @@ what a recipe can say and the facts that others need (does it train the head, is
 classifiers, which layers does it read). `objective.py` holds the `torch.nn.Module`.
 
 The losses themselves stay in `exitserve_training.losses`: functions of tensors that know neither
-recipe nor model, each with a slow reference, of use without this trainer. Several serve more
-than one objective.
+recipe nor model, of use without this trainer. Several serve more than one objective.
 
 To add an objective:
 
