@@ -95,22 +95,25 @@ class DraftingLoop:
             normed: [S, D].
             compute: the model's own head, of normed states.
         """
-        logits = compute(normed)
         judged, self._judged = self._judged, None  # prompt logprobs call again, for other states
         if judged is None:
-            return logits
+            return compute(normed)
         assert self._room is not None
-        states = self._room.states[judged.places]
+        states, head = self._room.states[judged.places], self._head
         threshold, end_threshold, least_score = judged.limits.unbind(dim=1)
-        found, own = self._head.check(states, threshold, end_threshold)
+        logits: Tensor | None
+        if head.is_whole(normed.device):  # one read of the head for both
+            found, both = head.check(torch.cat([states, normed]), threshold, end_threshold)
+            own, logits = both.split(len(states))
+        else:
+            logits = compute(normed)
+            found, own = head.check(states, threshold, end_threshold)
+            own = head.logits_of(own, range(len(own)))
         is_final = found.exits
-        if self._head.screens:
+        if head.screens:
             is_final = is_final & (self._room.scores[judged.places] > least_score)
         judged.is_final.copy_(is_final)
-        if logits is None:  # another rank samples
-            return None
-        every = self._head.logits_of(own, range(len(own)))
-        return torch.where(is_final[:, None], every, logits)
+        return None if logits is None else torch.where(is_final[:, None], own, logits)
 
 
 class _Room:

@@ -150,7 +150,7 @@ class ExitHead:
 
     def warm_up(self, normed: Tensor) -> None:
         """Compiles that, for some states [N, D]."""
-        if self._is_whole(normed.device):
+        if self.is_whole(normed.device):
             self._reading(normed)
 
     def _least_score(self, layer: int, threshold: float) -> float:
@@ -173,7 +173,7 @@ class ExitHead:
         """
         device = normed.device
         thresholds, end_thresholds = thresholds.to(device), end_thresholds.to(device)
-        if self._is_whole(device):
+        if self.is_whole(device):
             logits = self.own_logits(normed)
             return check_logits(
                 logits[: len(thresholds)],
@@ -187,7 +187,7 @@ class ExitHead:
 
     def decide(self, normed: Tensor, limits: Sequence[Limits]) -> tuple[HostDecision, Tensor]:
         """As `check`, for a host that decides: on a CPU it needs fewer calls."""
-        if self._is_whole(normed.device):
+        if self.is_whole(normed.device):
             logits, columns = self._reading(normed)
             tokens, confidence = Reading.of(columns[:, : len(limits)])
             exits = [
@@ -214,8 +214,8 @@ class ExitHead:
         ties: list[bool] = (some[:, self._ends].amax(dim=-1) == some.amax(dim=-1)).tolist()
         return ties
 
-    def _is_whole(self, device: torch.device) -> bool:
-        """Whether checks take whole logits of vLLM's own."""
+    def is_whole(self, device: torch.device) -> bool:
+        """Whether a check takes whole logits of vLLM's own, as on a CPU."""
         if not self._prepared:  # weights are there once the first check is made
             self._prepared = True
             self._ends = self._ends.to(device)
