@@ -125,11 +125,8 @@ def drafting_options(
     }
     if revision is not None:
         speculation["revision"] = revision
-    config = read_config(model_dir, revision)
-    by_batch = paying_drafts(config, rules) if given is None else None
-    # Without a table runner V1 fills up steps of new requests with drafts that are no tokens.
-    by_batch = by_batch or [(1, MOST_ROWS, rules.num_drafts)]
-    speculation["num_speculative_tokens_per_batch_size"] = by_batch
+    table = draft_table(read_config(model_dir, revision), rules, given)
+    speculation["num_speculative_tokens_per_batch_size"] = table
     worker = "cpu_worker" if current_platform.is_cpu() else "gpu_worker"
     return {
         "worker_cls": f"exitserve.engine.hooks.{worker}.ExitWorker",
@@ -160,14 +157,22 @@ def gpu() -> Gpu | None:
     return Gpu(current_platform.get_device_name(), current_platform.get_device_total_memory())
 
 
-def paying_drafts(config: Mapping[str, Any], rules: ExitRules) -> list[tuple[int, int, int]] | None:
-    """How many drafts pay here, by batch size; None where costs are not known."""
-    try:
-        costs = _costs_here(config)
-    except ExitServeError:  # of a shape that is not planned, such as a mixture of experts
-        return None
+def draft_table(
+    config: Mapping[str, Any], rules: ExitRules, given: int | None
+) -> list[tuple[int, int, int]]:
+    """How many tokens are drafted, as (first batch size, last, drafts).
+
+    Args:
+        config: the checkpoint's `config.json`.
+        rules: the server's.
+        given: drafts a step, if the user said so; else as many as pay, where costs are known.
+    """
+    costs = None
+    if given is None:
+        with suppress(ExitServeError):  # of a shape that is not planned, as a mixture of experts
+            costs = _costs_here(config)
     if costs is None:
-        return None
+        return [(1, MOST_ROWS, rules.num_drafts)]
     (layer,) = rules.exit_layers
     known = {} if rules.calibration is None else rules.calibration.agreement_at
     acceptance = known.get(layer, ASSUMED_ACCEPTANCE)

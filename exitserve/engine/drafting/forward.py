@@ -104,7 +104,7 @@ class DraftingLoop:
         logits: Tensor | None
         if head.is_whole(normed.device):  # one read of the head for both
             found, both = head.check(torch.cat([states, normed]), threshold, end_threshold)
-            own, logits = both.split(len(states))
+            own, logits = both[: len(states)], both[len(states) :]
         else:
             logits = compute(normed)
             found, own = head.check(states, threshold, end_threshold)

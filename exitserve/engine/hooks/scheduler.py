@@ -11,9 +11,11 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from exitserve.engine.compat.parents import end_core_with_parent
-from exitserve.engine.options import rules_from
+from exitserve.engine.launch import draft_table
+from exitserve.engine.options import options_of, rules_from
 from exitserve.engine.requests import policy_of
 from exitserve.policy import ExitPolicy
 
@@ -52,7 +54,23 @@ class _Salted:
 
 
 class ExitScheduler(_Salted, Scheduler):
-    """vLLM's scheduler with exit policies in block hashes."""
+    """vLLM's scheduler with exit policies in block hashes.
+
+    Under data parallelism vLLM drops the table of drafts by the size of the batch, since ranks of a
+    mixture of experts must draft alike; and without one it fills up steps of new requests with
+    drafts that are no tokens. Ranks of other models are engines of their own, and keep it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            config = self.vllm_config.model_config.hf_config.to_dict()
+            given = options_of(self.vllm_config).get("num_drafts")
+            self.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+                draft_table(config, self._exit_rules, given),
+                self.vllm_config.scheduler_config.max_num_seqs,
+                self.num_spec_tokens,
+            )
 
 
 class AsyncExitScheduler(_Salted, AsyncScheduler):
