@@ -159,18 +159,3 @@ def test_the_command_is_one_that_exitserve_takes():
     assert args.model == "/models/exit-py-19m"
     assert 0 < args.exit_threshold < 1
     assert rest == ["--host=0.0.0.0", "--port=8000", "--shutdown-timeout=60"]
-
-
-def test_prometheus_reads_rules_and_scrapes_the_server():
-    folder = DEPLOY / "prometheus"
-    config = yaml.safe_load((folder / "prometheus.yml").read_text())
-    assert [name for name in config["rule_files"] if not (folder / name).is_file()] == []
-    targets = [
-        target
-        for job in config["scrape_configs"]
-        for static in job["static_configs"]
-        for target in static["targets"]
-    ]
-    assert targets == ["exitserve:8000"]
-    for job in config["scrape_configs"]:
-        assert job.get("metrics_path", "/metrics") == "/metrics"

@@ -76,7 +76,7 @@ def test_fields_in_the_wrong_place(post) -> None:
 
 @pytest.mark.parametrize("value", ["yes", 1])
 def test_traces(post, value: object) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true, false or")
+    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true or false")
 
 
 def test_other_routes_of_vllm_are_checked_too(post) -> None:
@@ -95,7 +95,7 @@ def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
     ):
         answer = httpx.post(f"{server.url}{route}", json=body | own, timeout=60)
         assert answer.status_code == 400, (route, answer.text)
-        assert "exit_trace must be true, false or" in answer.text
+        assert "exit_trace must be true or false" in answer.text
 
 
 def test_json_that_is_nested_deeply_inside_a_text(post) -> None:

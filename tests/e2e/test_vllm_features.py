@@ -20,14 +20,11 @@ LENGTH = 32
 SAMPLED = {"temperature": 1.0, "seed": 7}
 OPTIONS = [
     {"presence_penalty": 1.5},
-    {"frequency_penalty": 1.0},
     {"repetition_penalty": 1.4},
     {"logit_bias": "what is said"},
     {"bad_words": "what is said"},
-    {"temperature": 0.7, "seed": 3},
     SAMPLED | {"top_p": 0.6},
-    SAMPLED | {"top_k": 5},
-    SAMPLED | {"min_p": 0.2},
+    SAMPLED | {"top_k": 5, "min_p": 0.05},
 ]
 
 

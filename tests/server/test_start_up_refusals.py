@@ -190,13 +190,6 @@ def test_a_revision_is_checked_and_served(serve, hub, bundled: Path, checkpoint)
     assert len(error.splitlines()) == 1
 
 
-def test_a_revision_that_only_vllm_would_read(serve, tmp_path: Path) -> None:
-    file = tmp_path / "flags.yaml"
-    file.write_text("revision: shallow\n")
-    code, _, error = serve("--config", str(file))
-    assert code == 2 and "--revision in a file of --config" in error
-
-
 def test_a_model_with_an_adapter_has_the_name_of_its_base(
     serve, make_adapter, merged_cache: Path, bundled: Path
 ) -> None:
@@ -218,12 +211,6 @@ def test_a_quantised_checkpoint(serve, checkpoint) -> None:
     assert code == 2 and "scales that were fixed beforehand" in error and "dynamic" in error
 
 
-def test_four_bits_on_a_cpu_without_the_kernel(serve, checkpoint, monkeypatch) -> None:
-    monkeypatch.setattr("exitserve.engine.compat.config.lacks_kernel", lambda method: True)
-    code, _, error = serve(model=checkpoint(quantization_config={"quant_method": "gptq"}))
-    assert code == 2 and "AVX-512" in error and len(error.splitlines()) == 1
-
-
 def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> None:
     plain = checkpoint(multi_exit=None)
     for flags, feature, _ in FLAGS:
@@ -236,11 +223,3 @@ def test_a_model_without_exit_layers_may_use_more_of_vllm(serve, checkpoint) -> 
     assert code == 2 and "nothing exits" in error
     code, _, error = serve("--enable-elastic-ep", model=plain)
     assert code == 2 and "engines that come and go" in error
-
-
-def test_engines_of_a_mixture_of_experts_wait_for_each_other(serve, checkpoint) -> None:
-    experts = checkpoint(num_experts_per_tok=2)
-    code, _, error = serve("--data-parallel-size", "2", "--api-server-count", "1", model=experts)
-    assert code == 2 and "mixture of experts (--data-parallel-size)" in error.splitlines()[-1]
-    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--exit-layers", "")
-    assert serve(*flags, model=experts)[0] == 0

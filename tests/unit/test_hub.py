@@ -12,7 +12,7 @@ import torch
 
 from exitserve.bench.command import job_of as bench_job
 from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
-from exitserve.cli import build_parser, main
+from exitserve.cli import build_parser
 from exitserve.engine.launch import check_rules, engine_options
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.command import job_of as eval_job
@@ -76,10 +76,3 @@ def test_jobs_of_commands(model: str, tmp_path: Path, revision: str | None) -> N
     job = bench_job(parsed("bench", model))
     assert (job.model_name, job.rules.exit_layers) == (model, layers)
     assert read_multi_exit(job.model_dir).exit_layers == layers
-
-
-def test_a_revision_that_is_not_there_is_named(model: str, capsys) -> None:
-    assert main(["plan", model, "--revision", "nowhere"]) == 2
-    error = capsys.readouterr().err
-    assert "'someone/small' at revision 'nowhere'" in error and len(error.splitlines()) == 1
-    assert main(["truncate", model, "--revision", "nowhere", "--layers", "6", "--out", "x"]) == 2

@@ -10,7 +10,7 @@ import torch
 
 from exitserve.decoder import FAMILIES
 from exitserve.policy import ExitPolicy
-from exitserve.reference import Reference, load_reference
+from exitserve.reference import Reference, load_reference, roomy_device
 
 from ..written import ROOT, blocks
 
@@ -107,3 +107,13 @@ def test_the_example_of_the_documentation(
     exec(example, {})
     depths = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(depths) == 16 and depths[0] == 24 and min(depths) < 24
+
+
+@pytest.mark.parametrize(("free", "chosen"), [(10**9, "cuda"), (10**5, "cpu")])
+def test_a_gpu_is_used_where_it_has_room(
+    monkeypatch: pytest.MonkeyPatch, free: int, chosen: str
+) -> None:
+    """A server on the same GPU may have taken its memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 10**10))
+    assert roomy_device(torch.nn.Linear(1000, 1000)).type == chosen

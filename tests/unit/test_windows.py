@@ -109,27 +109,6 @@ def test_windows_are_pieces_of_their_documents(
         assert text_of(ids) in texts[window.document]
 
 
-@given(
-    texts=st.lists(st.text("abc", min_size=1, max_size=10), min_size=1, max_size=12),
-    length=st.integers(2, 25),
-)
-def test_short_blocks_of_running_text_are_joined(texts: list[str], length: int) -> None:
-    text = "\n\n".join(texts)
-    if len(text) < length:
-        return
-    windows = windows_of(
-        documents(*texts, running=True), OneTokenPerCharacter(), length, len(text), 0
-    )
-    seen = set[int]()
-    for window in windows:
-        assert text_of(window.token_ids) in text
-        if window.document not in seen:  # a passage begins with its first block
-            seen.add(window.document)
-            assert text_of(window.token_ids).startswith(texts[window.document][:length])
-    # Each passage is cut as soon as it is long enough, so at most half of it is left over.
-    assert 2 * length * len(windows) + length > len(text) - 2 * len(texts)
-
-
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ExitServeError, match="has no tokenizer that loads"):
         load_tokenizer(tmp_path)

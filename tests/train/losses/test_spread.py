@@ -11,7 +11,6 @@ from exitserve.errors import ExitServeError
 from exitserve_training.losses import (
     decorrelation,
     dispersion,
-    l2_repel,
     mean_cosine,
     orthogonalization,
 )
@@ -45,16 +44,6 @@ def test_orthogonalization_by_hand() -> None:
     value, gradient = value_and_gradient(orthogonalization(obtuse), obtuse)
     assert value.item() == 0.0
     assert gradient.count_nonzero() == 0
-
-
-def test_l2_repel_by_hand() -> None:
-    z = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])
-    norm = 0.1 * (9 + 16) / 4
-    # Of four ordered pairs two are a token with itself.
-    expected = math.log((2 + 2 * math.exp(-25 / 5)) / 4)
-    assert l2_repel(z, temperature=5.0).item() == pytest.approx(expected + norm)
-    distinct = l2_repel(z, temperature=5.0, self_pairs=False)
-    assert distinct.item() == pytest.approx(-25 / 5 + norm)
 
 
 def test_decorrelation_of_tokens_by_hand() -> None:
