@@ -111,6 +111,7 @@ def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) 
 
 
 @pytest.mark.parametrize("crowded", [1], indirect=True, ids=["one rank"])
+@pytest.mark.nightly
 def test_a_soak(crowded: LocalServer) -> None:
     """Some of what `python -m tests.soak` does for ten minutes."""
     report = soak(crowded.url, seconds=40, variety=4, pid=crowded.pid)

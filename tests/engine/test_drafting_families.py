@@ -20,6 +20,7 @@ def test_every_architecture(
     assert harness.stats()["tokens_by_depth"][2] > 0
 
 
+@pytest.mark.nightly
 def test_tensor_parallel(
     model, start, random_jobs, asking, expected, drafting, monkeypatch
 ) -> None:

@@ -39,6 +39,7 @@ def engine(
     started.llm_engine.engine_core.shutdown()
 
 
+@pytest.mark.nightly
 def test_it_is_the_oracle(
     engine: Any, make_checkpoint: Callable[..., Path], device: torch.device
 ) -> None:

@@ -16,6 +16,8 @@ from .graphs import (
     update_metadata_in_graphs,
 )
 
+pytestmark = pytest.mark.nightly
+
 COMPILATION = {"cudagraph_capture_sizes": SIZES}
 """Engines that are told so capture graphs, and no test without graphs shares them."""
 EXITS = {"exit_checks": "screened"}

@@ -13,6 +13,8 @@ from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
 
+pytestmark = pytest.mark.nightly
+
 PROMPT = "def read_lines(path):\n    with open(path"
 NAME = "drafting"
 
