@@ -83,11 +83,11 @@ def p_value(losses: Sequence[float], limit: float, delta: float) -> float:
     return gambler.p_value
 
 
-def min_pieces(limit: float, delta: float, perfect: float = 0.0) -> int:
-    """The fewest losses with which a test of `limit` at `delta` passes, if all equal `perfect`."""
-    boldest = math.log1p(BOLDNESS / (1.0 - limit) * (limit - perfect))
+def min_pieces(limit: float, delta: float) -> int:
+    """The fewest losses with which a test of `limit` at `delta` passes, if all are 0."""
+    boldest = math.log1p(BOLDNESS / (1.0 - limit) * limit)
     count = max(1, math.floor(math.log(1.0 / delta) / boldest))
     # The first bets are smaller, so a few more are needed; in long tests that hardly matters.
-    while count < LONG and p_value([perfect] * count, limit, delta) > delta:
+    while count < LONG and p_value([0.0] * count, limit, delta) > delta:
         count = math.ceil(1.02 * count + 1)
     return count

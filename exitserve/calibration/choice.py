@@ -109,7 +109,7 @@ class PromiseTest:
 
     def can_show(self, target: Target) -> bool:
         """Whether there are enough pieces to show the target if every one of them is perfect."""
-        least = min_pieces(target.limit, self.delta, target.perfect)
+        least = min_pieces(target.limit, self.delta)
         return min(Counter(self.sources).values(), default=0) >= least
 
     def p_value(self, choice: Choice, target: Target) -> float:
@@ -156,7 +156,7 @@ class PromiseTest:
 
 def end_limit(target: Target) -> float:
     """The share of early ends of sequence that may be wrong."""
-    return 0.01 if target.agreement is None else 1.0 - target.agreement
+    return target.limit
 
 
 def test_order(choices: Sequence[Choice], target: Target, trial: PromiseTest) -> list[Choice]:
@@ -189,11 +189,9 @@ def _expected(choice: Choice, target: Target, trial: PromiseTest) -> float:
     return min(found)
 
 
-def worth_testing(
-    choices: Iterable[Choice], target: Target, cost: Callable[[Choice], float]
-) -> list[Choice]:
-    """The choices that are cheaper than full depth; all of them where depth is the target."""
-    return [one for one in choices if not target.grows or cost(one) < 1.0]
+def worth_testing(choices: Iterable[Choice], cost: Callable[[Choice], float]) -> list[Choice]:
+    """The choices that are cheaper than full depth."""
+    return [one for one in choices if cost(one) < 1.0]
 
 
 def passing_choices(

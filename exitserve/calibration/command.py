@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     _modes(args)
     base, args = args.model, with_adapter(args)
     block, config = _block(args)
-    targets = targets_of(args, config)
+    targets = targets_of(args)
     check_text(args)
     args.exit_checks = args.exit_checks or _own_checks()
     directory = local_checkpoint(args.model, args.revision)
@@ -308,9 +308,8 @@ def calibrate(
         parts = split_pieces([*text, *written])
         sources = _sources(args)
         # With too little text for what was asked for, less is promised.
-        weaker = [one for one in targets if one.is_weaker_than(targets[0])]
-        easiest = max(weaker, key=lambda one: one.limit, default=targets[0])
-        least = min_pieces(easiest.limit, delta, easiest.perfect)
+        easiest = max(targets, key=lambda one: one.limit)
+        least = min_pieces(easiest.limit, delta)
         check_enough(parts, sources, least, documents.name, easiest.name)
         return parts
 

@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import at_least
-from exitserve.checkpoint import num_layers_of
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ DEFAULT_AGREEMENT = 0.99
 
 RESEARCH: dict[str, Any] = {
     "confidence_level": 0.95,  # of the guarantee
-    "target_perplexity_increase": None,  # instead of an agreement: 0.01 for one per cent
-    "target_mean_depth": None,  # instead: most layers a token may run on average
     "prompt_tokens": 32,  # of each window
     "generated_share": 0.5,  # of the windows, whose prompts the model continues
     "costs": "bytes",  # or "measured" on this machine, or the figures of a device such as "h200"
@@ -47,9 +44,9 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]:
+def targets_of(args: argparse.Namespace) -> list[Target]:
     """The target that was asked for, then those of `AGREEMENTS`."""
-    from exitserve.calibration.risks import agreement_target, depth_target, perplexity_target
+    from exitserve.calibration.risks import agreement_target
 
     if not 0.5 <= args.confidence_level < 1.0:
         raise ExitServeError(
@@ -57,10 +54,6 @@ def targets_of(args: argparse.Namespace, config: dict[str, Any]) -> list[Target]
             f"{args.confidence_level:g}."
         )
     others = [agreement_target(one) for one in AGREEMENTS]
-    if args.target_perplexity_increase is not None:
-        return [perplexity_target(args.target_perplexity_increase), *others]
-    if args.target_mean_depth is not None:
-        return [depth_target(args.target_mean_depth, num_layers_of(config)), *others]
     asked = agreement_target(args.target_agreement)
     return [asked, *(one for one in others if one.agreement != asked.agreement)]
 

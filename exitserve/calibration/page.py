@@ -59,7 +59,7 @@ def report(
                 "target": one.target.name,
                 "kept": one.point is not None,
                 "choices_kept": one.kept,
-                "pieces_needed": min_pieces(one.target.limit, job.delta, one.target.perfect),
+                "pieces_needed": min_pieces(one.target.limit, job.delta),
                 **(_NO_POINT if one.point is None else one.point.to_json()),
             }
             for one in found.promised

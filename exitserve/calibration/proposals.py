@@ -24,8 +24,6 @@ PRICES = tuple(1000.0 * 0.5**step for step in range(13))
 """Price of a token that differs from full depth's, in full-depth tokens; the safest first."""
 FINE_PRICES = tuple(1000.0 * 0.8**step for step in range(38))
 """Where a choice costs no pass of the oracle."""
-LOW_PRICES = tuple(0.15 * 0.6**step for step in range(6))
-"""Added for targets of depth, where errors count for little."""
 BETWEEN = 5
 """Proposals interpolated between two neighbours on both sides of a target."""
 SWEEPS = 6

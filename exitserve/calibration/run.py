@@ -30,7 +30,6 @@ from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.proposals import (
     BETWEEN,
     FINE_PRICES,
-    LOW_PRICES,
     PRICES,
     Proposal,
     end_thresholds,
@@ -114,7 +113,7 @@ class CalibrationResult:
         if first.point is not None:
             return first
         kept = [one for one in self.promised if one.point is not None]
-        weaker = [one for one in kept if one.target.is_weaker_than(first.target)]
+        weaker = [one for one in kept if one.target.agreement < first.target.agreement]
         return min(weaker, key=lambda one: one.target.limit, default=None)
 
     def calibration(self, job: CalibrationJob, provenance: Mapping[str, Any]) -> Calibration:
@@ -182,8 +181,6 @@ class Calibrator:
             ]
         few = _first_of_each(parts.select, COMPARED)
         prices = FINE_PRICES if self._job.mode in EXACT else PRICES
-        if not self._job.target.grows:
-            prices = (*prices, *LOW_PRICES)
         compared: dict[str, Selection] = {}
         for criterion in map(str, criteria):
             found = self._proposed(scores, criterion, prices)
@@ -248,7 +245,7 @@ class Calibrator:
         return Selection(found, measure, cheap=self._job.mode in EXACT)
 
     def _ends(self, scores: Mapping[int, ExitScores], proposal: Proposal) -> dict[int, float]:
-        least = self._job.target.agreement or 0.99
+        least = self._job.target.agreement
         return end_thresholds(scores, proposal, least, self._job.fewest_ends)
 
     def _outcome(self, choice: Choice, oracle: Reference, piece: Piece) -> Outcome:
@@ -323,8 +320,6 @@ class Calibrator:
         inside = [i for i, risk in enumerate(risks) if risk <= target.limit]
         if not inside:
             return 1.0
-        if not target.grows:  # at a given depth, the least disagreement counts
-            return min(1.0 - summarise(curve[i].outcomes).agreement for i in inside)
         last = inside[-1]
         cost = self._cost(curve[last])
         if last + 1 < len(curve):
@@ -345,18 +340,13 @@ class Calibrator:
     ) -> tuple[TargetResult, ...]:
         found = []
         for target in self._targets:
-            useful = worth_testing(choices, target, self._cost)
+            useful = worth_testing(choices, self._cost)
             tried = steps.begin(f"testing {target.name}", len(useful))
             keeping = passing_choices(useful, target, trial, tried)
-            best = self._best(keeping, target)
+            best = min(keeping, key=self._cost, default=None)
             point = None if best is None else self._point(best, target, trial)
             found.append(TargetResult(target=target, point=point, kept=len(keeping)))
         return tuple(found)
-
-    def _best(self, keeping: Sequence[Choice], target: Target) -> Choice | None:
-        if not target.grows:
-            return max(keeping, key=lambda one: summarise(one.outcomes).agreement, default=None)
-        return min(keeping, key=self._cost, default=None)
 
     def _point(self, best: Choice, target: Target, trial: PromiseTest) -> OperatingPoint:
         """The choice with its promise, and with its means over the test pieces."""

@@ -46,7 +46,7 @@ class Selection:
         Returns:
             Where the riskiest that keeps it is among proposals by rising risk; -1: none does.
         """
-        ordered = self._by_rising_risk(target)
+        ordered = self._proposals
         inside, outside = -1, len(ordered)
         while outside - inside > 1:
             middle = (inside + outside) // 2
@@ -61,12 +61,12 @@ class Selection:
 
         They lead from one that is expected to pass to the first that does not keep the target.
         """
-        ordered = self._by_rising_risk(target)
+        ordered = self._proposals
         safe = keeps = self.find(target)
         while safe >= 0 and not is_confident(self._choice(ordered[safe]), target, trial):
             safe -= 1
-        path = ordered[max(0, safe) : (keeps if self._cheap else safe) + 2]
-        if safe < 0 and path and target.grows:
+        path = list(ordered[max(0, safe) : (keeps if self._cheap else safe) + 2])
+        if safe < 0 and path:
             path.insert(0, Proposal(path[0].criterion, (), 2.0 * PRICES[0]))  # no exits
         for ends in pairwise(path):
             for proposal in interpolated(*ends):
@@ -76,6 +76,3 @@ class Selection:
         if proposal not in self._measured:
             self._measured[proposal] = self._measure(proposal)
         return self._measured[proposal]
-
-    def _by_rising_risk(self, target: Target) -> list[Proposal]:
-        return list(self._proposals if target.grows else reversed(self._proposals))

@@ -170,25 +170,13 @@ def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpo
     assert check_rules(model, {"mode": "confidence"}).default.by_layer
 
 
-def test_other_targets(quick, model: Path, corpora) -> None:
+def test_a_dry_run_writes_a_report_only(quick, model: Path, corpora) -> None:
     research = {"confidence_level": 0.7, "generated_share": 0.0}
-    layers = ("--exit-layers", "12,18")
+    asked = ("--exit-layers", "12,18", "--target-agreement", "0.8")
     dry = ("--dry-run", "--out", str(model / "report"))
-    rise = {"target_perplexity_increase": 0.2}
-    assert calibrate(model, corpora[0], *layers, *dry, **rise, **research) == 0
-    assert read_multi_exit(model).calibration is None, "a dry run writes a report only"
+    assert calibrate(model, corpora[0], *asked, *dry, **research) == 0
+    assert read_multi_exit(model).calibration is None
     assert (model / "report" / "report.md").is_file()
-    found = json.loads((model / "report" / "report.json").read_text())["calibration"]["found"]
-    assert found["perplexity"] / found["full_depth_perplexity"] <= 1.2
-    assert calibrate(model, corpora[0], *layers, target_mean_depth=21.0, **research) == 0
-    block = read_multi_exit(model)
-    assert block is not None
-    assert block.exit_layers == (12, 18)
-    found = block.calibration
-    assert found is not None
-    assert found.target == "mean_depth<=21"
-    assert found.chosen.found["mean_depth"] <= 21
-    assert set(found.chosen.thresholds) <= {12, 18}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +184,6 @@ def test_other_targets(quick, model: Path, corpora) -> None:
     [
         (["--target-agreement", "1"], "above 0 and below 1, such as 0.99, not 1"),
         (["--target-agreement", "0"], "above 0 and below 1"),
-        ({"target_perplexity_increase": -0.1}, "above 0 and at most 0.5"),
-        ({"target_mean_depth": 24.0}, "below the model's 24 layers"),
         ({"confidence_level": 1.0}, "from 0.5 to below 1"),
         ({"generated_share": 1.5}, "from 0 to 1"),
         (["--temperature", "3"], "--temperature must be from 0 to 2"),
@@ -207,7 +193,6 @@ def test_other_targets(quick, model: Path, corpora) -> None:
         ({"costs": "abacus"}, "abacus"),
         (["--mode", "verify"], "confidence or defer, or both with a comma"),
         (["--mode", "defer,defer"], "not 'defer,defer'"),
-        ({"target_perplexity_increase": 0.7}, "at most 0.5"),
         (["--window", "513"], "longer than the model's context of 512"),
     ],
 )
