@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -27,7 +27,6 @@ from tables import (
     exits_table,
     numbers_table,
     runs_of,
-    seeds,
     spread,
     values,
     variants,
@@ -49,7 +48,6 @@ OF_GPT2: list[Column] = [
     ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
     ("Spearman's rho", at("spearman"), ".2f"),
 ]
-ALONG = ("0", "50", "100", "150", "200")
 GRID = ("simreg-grid", "plain")
 
 
@@ -58,51 +56,8 @@ def _last(run: Measured, step: str) -> dict[str, float]:
     return states[max(states, key=int)]
 
 
-def _family(key: str, form: str) -> str:
-    """A trend, or a mean cosine at the last layer, along training."""
-    columns: list[Column] = []
-    for step in ALONG:
-
-        def of(run: Measured, step: str = step) -> float:
-            return float(run["along"][step][key] if key != "mean_cosine" else _last(run, step)[key])
-
-        columns.append((f"step {step}", of, form))
-    return numbers_table("dispersion-family", columns)
-
-
 def _along_cosine(run: Measured) -> dict[str, float]:
     return {step: _last(run, step)["mean_cosine"] for step in run["along"]}
-
-
-def _minimal_depth(study: str, share: float) -> str:
-    """The depth from which a share of the last layer's accuracy is reached, at every seed."""
-    runs = runs_of(study)
-    lines = []
-    for variant in variants(runs):
-        found = []
-        for run in seeds(runs, variant).values():
-            layers: dict[str, dict[str, float]] = run["layers"]
-            wanted = share * layers[max(layers, key=int)]["accuracy"] - 1e-12
-            found.append(min(int(d) for d, one in layers.items() if one["accuracy"] >= wanted))
-        lines.append([variant, ", ".join(map(str, found))])
-    return markdown_table(["", f"depth for {share:.0%} of the last layer's accuracy"], lines)
-
-
-def _costs() -> str:
-    """Time and memory against transformers' own loss."""
-    runs = runs_of("cost-objectives")
-    lines = []
-    for name in variants(runs):
-        times = values(runs, name, at("time"))
-        median = statistics.median(times)
-        lines.append(
-            [
-                name,
-                f"{median:.2f} ({min(times):.2f}-{max(times):.2f})",
-                f"{values(runs, name, at('memory'))[0]:.2f}",
-            ]
-        )
-    return markdown_table(["objectives", "time (range)", "peak memory"], lines)
 
 
 def _vocabularies() -> str:
@@ -148,60 +103,22 @@ def _heads_taught() -> str:
     return markdown_table(headers, lines)
 
 
-def _by_depths(study: str, depths: int) -> dict[str, Callable[[], str]]:
-    """The four tables by depth of a study of aligned training."""
-    kinds: Sequence[tuple[str, str, str]] = (
-        ("loss", "layers", ".3f"),
-        ("accuracy", "layers", ".3f"),
-        ("cos", "inspected", ".2f"),
-        ("cka", "inspected", ".2f"),
-    )
-    return {
-        f"{study}-{key}": lambda key=key, group=group, form=form: by_depth_table(  # type: ignore[misc]
-            study, group, key, range(1, depths + 1), form
-        )
-        for key, group, form in kinds
-    }
+def _by_depth(study: str, key: str) -> str:
+    """A measure of a study of aligned training, at each of its six depths."""
+    return by_depth_table(study, "layers", key, range(1, 7), ".3f")
 
-
-THRESHOLDS = ("0.8", "0.9")
 
 TABLES: dict[str, Callable[[], str]] = {
-    **_by_depths("aligned-texts", 6),
-    **_by_depths("aligned-sentences", 6),
-    **_by_depths("aligned-images", 6),
-    "aligned-sentences-exits": lambda: exits_table("aligned-sentences", THRESHOLDS),
-    "aligned-images-exits": lambda: exits_table(
-        "aligned-images",
-        ("0.3", "0.4", "0.5", "0.6"),
-        ("plain", "aligned", "separate classifiers", "separate classifiers, alternating"),
-    ),
-    "aligned-sentences-minimal": lambda: _minimal_depth("aligned-sentences", 0.99),
-    "aligned-images-minimal": lambda: _minimal_depth("aligned-images", 0.99),
-    "aligned-images-shifted": lambda: by_depth_table(
-        "aligned-images", "shifted", "accuracy", range(1, 7), ".3f"
-    ),
-    "aligned-writing-coherence": lambda: by_depth_table(
-        "aligned-writing", "written", "coherence", range(1, 7), ".3f"
-    ),
-    "aligned-writing-diversity": lambda: by_depth_table(
-        "aligned-writing", "written", "diversity", range(1, 7), ".3f"
-    ),
-    "aligned-transfer-probed": lambda: by_depth_table(
-        "aligned-transfer", "probed", "accuracy", range(1, 7), ".3f"
-    ),
+    "aligned-texts-loss": lambda: _by_depth("aligned-texts", "loss"),
+    "aligned-sentences-accuracy": lambda: _by_depth("aligned-sentences", "accuracy"),
+    "aligned-images-accuracy": lambda: _by_depth("aligned-images", "accuracy"),
+    "aligned-sentences-exits": lambda: exits_table("aligned-sentences", ("0.8", "0.9")),
     "simreg-grid": lambda: against("simreg-grid", GRID, STATES),
     "simreg-places": lambda: against("simreg-places", GRID, STATES),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), STATES),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
-    "dispersion-middle": lambda: against(
-        "dispersion-middle", ("dispersion-middle", "plain"), OF_GPT2
-    ),
-    "dispersion-family-spearman": lambda: _family("spearman", ".2f"),
-    "dispersion-family-kendall": lambda: _family("kendall", ".2f"),
-    "dispersion-family-cosine": lambda: _family("mean_cosine", ".2f"),
     "headless-decoders": lambda: numbers_table(
         "headless-decoders",
         [
@@ -219,7 +136,6 @@ TABLES: dict[str, Callable[[], str]] = {
             ("seconds of pretraining", at("training_seconds"), ".0f"),
         ],
     ),
-    "cost-objectives": _costs,
     "cost-vocabulary": _vocabularies,
 }
 
