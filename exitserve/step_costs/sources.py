@@ -9,7 +9,7 @@ from typing import Any
 from exitserve.checkpoint import context_length_of
 from exitserve.costs import DecoderShape, TokenCosts, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.devices import FIGURES_NOTE, device_named, roofline
 
 MOST_TOKENS = 9
@@ -36,7 +36,6 @@ def step_costs(
     batch_sizes: Sequence[int] = (1,),
     context: int = 0,
     device: str | None = None,
-    overhead: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> CostSource:
     """What the parts of a decode step cost.
@@ -47,7 +46,6 @@ def step_costs(
         batch_sizes: numbers of rows that decode together.
         context: tokens that each row's attention reads.
         device: a name in `exitserve.step_costs.devices.DEVICES`; None to measure this machine.
-        overhead: seconds of a step outside the model; None for those known of the engine.
         progress: called with the share of the timing that is done, 0..1.
 
     Raises:
@@ -72,9 +70,6 @@ def step_costs(
                 f"the engine: wall speedup measured there will be less.",
             ),
         )
-    if overhead is not None:
-        rest = Curve(tuple((rows, overhead) for rows, _ in source.costs.rest.points))
-        source = replace(source, costs=replace(source.costs, rest=rest))
     return replace(source, notes=(*source.notes, *notes))
 
 
