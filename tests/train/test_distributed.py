@@ -49,7 +49,7 @@ PROJECTOR: dict[str, Any] = {
     "training": TRAINING,
 }
 TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
@@ -190,9 +190,6 @@ def test_two_processes_overwrite_resume_and_stop_together(
     (line,) = [x for x in first[1]["errors"].splitlines() if x.startswith("exitserve: ")]
     assert "loss of objective aligned = nan at step 4" in line
     assert f"the last good checkpoint is '{out / 'checkpoint-3'}'" in line
-    written = json.loads((out / "bad_batch.json").read_text())
-    assert written["process"] == 1
-    assert len(written["input_ids"]) == 2
     for said in second:
         assert "exitserve: " not in said["errors"]
         assert "Traceback" not in said["errors"]

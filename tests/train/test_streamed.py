@@ -11,7 +11,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from exitserve_training import streamed
+from exitserve_training import sources
 from exitserve_training.packing import load_packed
 from exitserve_training.recipe import DataRecipe
 from exitserve_training.streamed import ordered_documents, pack_in_order
@@ -71,7 +71,7 @@ def test_rows_are_packed_in_their_order(
 def test_a_text_file_has_the_tokens_of_the_whole(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "PIECE", 50)
+    monkeypatch.setattr(sources, "PIECE", 50)
     text = "".join(line + "\n\n  indented\n" * (n % 3 == 0) for n, line in enumerate(LINES))
     (tmp_path / "whole.txt").write_text(text + "a" * 200, encoding="utf-8")
     recipe = DataRecipe(order="source", files=[str(tmp_path / "whole.txt")], sequence_length=16)

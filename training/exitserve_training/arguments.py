@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.recipe import Recipe
@@ -92,21 +89,14 @@ def reporters(recipe: Recipe) -> list[str]:
     if "none" in names:
         return []
     available = [str(name) for name in get_available_reporting_integrations()]  # type: ignore[no-untyped-call]
-    if "all" in names:
-        return available
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            allowed = ["none", "all", *sorted(INTEGRATION_TO_CALLBACK)]
+        if name not in (*available, "all"):
             raise ExitServeError(
-                f"recipe key 'training.report_to': {name!r} is unknown.{nearest(name, allowed)} "
-                f"Allowed: {', '.join(allowed)}."
+                f"recipe key 'training.report_to': {name!r} is unknown, or its package is not "
+                f"installed; choose among {', '.join(available)}, all, none."
+                f"{nearest(name, available)}"
             )
-        if name not in available:
-            raise ExitServeError(
-                f"recipe key 'training.report_to': {name!r} needs its package, which is not "
-                f"installed; install it, or choose among {', '.join(available)}, none."
-            )
-    return names
+    return available if "all" in names else names
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

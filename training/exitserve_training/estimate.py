@@ -1,9 +1,9 @@
 """What a run will take, before it reads data or weights: memory from shapes, time from a probe.
 
-The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments. What layers
-keep for backward is a formula over their sizes, right within a factor of two for Llama-like ones.
-Time is that of the products and of the optimizer's memory traffic (`throughput`); whatever else a
-step does comes on top.
+The parts of memory are counted: 4 bytes a weight and a gradient, 8 for AdamW's moments, or 2, 2 and
+6 with `weights: bfloat16`. What layers keep for backward is a formula over their sizes, right
+within a factor of two for Llama-like ones. Time is that of the products and of the optimizer's
+memory traffic (`throughput`); whatever else a step does comes on top.
 
 Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
 """
@@ -101,6 +101,8 @@ def estimate(recipe: Recipe) -> Estimate:
         own = _objective_parameters(recipe, setup, model, parts)
     arguments = training_arguments(recipe)
     trained = _trained(recipe, model, parts) + own
+    # PEFT keeps adapters in float32.
+    small = recipe.weights == "bfloat16" and recipe.lora is None
     rows, length = arguments.per_device_train_batch_size, recipe.data.sequence_length
     checkpointed = bool(arguments.gradient_checkpointing)
     micro_tokens = rows * length
@@ -113,10 +115,10 @@ def estimate(recipe: Recipe) -> Estimate:
         parameters=parameters,
         trained=trained,
         bytes_of={
-            "weights": 4 * (parameters + own),
+            "weights": (2 if recipe.weights == "bfloat16" else 4) * parameters + 4 * own,
             "a frozen teacher's": (2 if recipe.bf16 else 4) * frozen,
-            "gradients": 4 * trained,
-            "optimizer states": (4 if recipe.optimizer == "muon" else 8) * trained,
+            "gradients": (2 if small else 4) * trained,
+            "optimizer states": (4 if recipe.optimizer == "muon" else 6 if small else 8) * trained,
             "states kept for backward": micro_tokens
             * _kept_per_token(config, parts, checkpointed)
             * (2 if recipe.bf16 else 4),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from exitserve.errors import ExitServeError
 from exitserve_training.provenance import FILE as TRAINING_RUN
@@ -41,17 +38,6 @@ OWN_CHATS = Path("data") / "own-chats.jsonl"
 """What the model wrote for its training, in the folder of a run."""
 HELD_OUT = "held-out.jsonl"
 """Chats that were held out, in its data folder."""
-
-BAD_BATCH = "bad_batch.json"
-"""The batch whose loss was not finite."""
-
-
-def write_bad_batch(folder: Path, batch: Mapping[str, Any]) -> Path:
-    """Writes the batch that ends a run to a file, and returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / BAD_BATCH
-    file.write_text(json.dumps(batch), encoding="utf-8")
-    return file
 
 
 def check_output_dir(recipe: Recipe) -> None:
@@ -131,30 +117,11 @@ def empty_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _as_recorded(given: Any, recorded: Any, chosen: Any) -> Any:
-    """Keys of a recipe without those at their default that its record lacks: they came since.
-
-    Args:
-        given: a key's value, or the whole recipe.
-        recorded: the same in the record.
-        chosen: the same without defaults.
-    """
-    if not (isinstance(given, dict) and isinstance(recorded, dict)):
-        return given
-    chosen = chosen if isinstance(chosen, dict) else {}
-    return {
-        key: _as_recorded(value, recorded.get(key), chosen.get(key))
-        for key, value in given.items()
-        if key in recorded or key in chosen
-    }
-
-
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
     """A resumed run keeps its model, data and optimizer; its length and objectives may change."""
     earlier = read_training_run(folder).get("recipe", {})
     given = recipe.model_dump(mode="json")
-    known = _as_recorded(given, earlier, recipe.model_dump(mode="json", exclude_defaults=True))
-    pairs = {key: (earlier.get(key), known[key]) for key in _KEPT if earlier and key in known}
+    pairs = {key: (earlier.get(key), given[key]) for key in _KEPT if earlier}
     was, now = earlier.get("training", {}), given["training"]
     pairs |= {f"training.{key}": (was.get(key), now.get(key)) for key in _KEPT_BY_OPTIMIZERS}
     for key, (old, new) in pairs.items():

@@ -209,9 +209,11 @@ def build_config(
     return config
 
 
-def build_model(config: PreTrainedConfig, task: Task | None = None) -> PreTrainedModel:
+def build_model(
+    config: PreTrainedConfig, task: Task | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A freshly initialised model; the caller seeds the generator."""
-    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=dtype)
     return model
 
 

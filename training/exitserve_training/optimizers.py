@@ -1,17 +1,23 @@
-"""Muon with AdamW, an optimizer that the Trainer does not have.
+"""Optimizers that the Trainer does not have: Muon with AdamW, and AdamW for bfloat16 weights.
 
-Muon for the matrices inside the layers, AdamW for all else, as one optimizer.
+`muon_with_adamw`: Muon for the matrices inside the layers, AdamW for all else, as one optimizer.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) steps along the orthogonalised
 momentum of a matrix. Its update is scaled to the size of AdamW's, 0.2 sqrt(max(rows, columns))
 ("Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4), so one learning rate and one weight
 decay serve both. Embeddings, the head, norms, biases and the objectives' own parameters are
 AdamW's: what Muon assumes of a map between hidden states does not hold for them.
+
+`kahan_adamw`: a bfloat16 weight has 8 bits of precision, so steps smaller than 1/256 of it are lost
+when they are added. Kahan's sum keeps what was lost in one more bfloat16 number a weight
+(torch-optimi, after arXiv 2010.06192): with both of AdamW's states in bfloat16, 10 bytes a weight
+where float32 has 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -91,6 +97,37 @@ def muon_with_adamw(
         Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
         AdamW(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon),
     )
+
+
+def check_kahan() -> None:
+    """Raises `ExitServeError` where torch-optimi is missing."""
+    if find_spec("optimi") is None:
+        raise ExitServeError(
+            "weights=bfloat16 needs the package 'torch-optimi', whose AdamW keeps small steps; "
+            "install the extra: pip install 'exitserve[bf16]'."
+        )
+
+
+def kahan_adamw(
+    model: nn.Module, decayed: Collection[str], arguments: TrainingArguments
+) -> Optimizer:
+    """AdamW whose sums on bfloat16 weights lose nothing; for float32 ones it is plain AdamW.
+
+    Args:
+        model: all that is trained.
+        decayed: names of the parameters that weight decay is for.
+        arguments: learning rate, weight decay, betas and epsilon.
+    """
+    import optimi
+
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer: Optimizer = optimi.AdamW(
+        _groups(trained, decayed, arguments.weight_decay),
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+    )
+    return optimizer
 
 
 def _groups(

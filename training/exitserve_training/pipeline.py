@@ -188,6 +188,12 @@ def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
             "FSDP version 1 is not supported; use 2: `accelerate launch --use_fsdp "
             "--fsdp_version 2 ...`, or training.fsdp_config={version: 2} with training.fsdp=true."
         )
+    if recipe.weights == "bfloat16":
+        # Accelerate makes what it shards float32 where `bf16` computes.
+        raise ExitServeError(
+            "weights=bfloat16 would become float32 in FSDP's shards; leave weights out (a shard is "
+            "its part of 16 bytes a weight), or use several processes without FSDP."
+        )
     if recipe.adagc is not None:
         raise ExitServeError(
             "adagc needs each gradient whole, and FSDP cuts them; use training.max_grad_norm, or "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedConfig,
@@ -43,6 +44,7 @@ from exitserve_training.models import (
 )
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.registry import check_layers
+from exitserve_training.optimizers import check_kahan
 from exitserve_training.packing import (
     TRAIN_FILE,
     fingerprint,
@@ -100,6 +102,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
         assert recipe.config is not None
         config = build_config(recipe.config)
         task = task_for(config.model_type, recipe.data.format)
+    if recipe.weights == "bfloat16":
+        check_kahan()
     num_layers: int = config.num_hidden_layers
     chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
     layers = counted_layers(num_layers, chosen)[:-1]
@@ -224,13 +228,14 @@ def _known_processor(recipe: Recipe, folder: str) -> Any:
 def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> PreTrainedModel:
     names = _label_names(data) if setup.task == "class" else None
     tokenizer = processor if recipe.data.format != "images" else None
+    dtype = torch.bfloat16 if recipe.weights == "bfloat16" else torch.float32
     if recipe.model is not None:
-        model = load_model(recipe.model, setup.task, names)
+        model = load_model(recipe.model, setup.task, names, dtype=dtype)
         if recipe.grow_to_layers is not None:
             model = grow(model, recipe.grow_to_layers)
     else:
         assert recipe.config is not None
-        model = build_model(build_config(recipe.config, tokenizer, names), setup.task)
+        model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:

@@ -105,6 +105,8 @@ class Recipe(Strict):
     seed: int = Field(default=0, ge=0)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: weights and AdamW's states too, with Kahan sums (torch-optimi); needs `bf16`."""
     attn_implementation: (
         Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
     ) = None
@@ -170,10 +172,22 @@ class Recipe(Strict):
                 "adagc compares gradients with those of earlier steps, and training.fp16 scales "
                 "them; use bf16: true, or leave adagc out"
             )
+        if self.weights == "bfloat16":
+            self._check_small_weights()
         if self.optimizer == "muon" and {"optim", "optim_args"} & self.training.keys():
             raise ValueError(
                 "optimizer=muon is Muon with AdamW, and training.optim another optimizer; "
                 "leave one of them out"
+            )
+
+    def _check_small_weights(self) -> None:
+        """Raises `ValueError` for what cannot update weights of 8 bits' precision."""
+        if not self.bf16:
+            raise ValueError("weights=bfloat16 computes in bfloat16 too; set bf16: true")
+        if self.optimizer != "adamw" or {"optim", "optim_args"} & self.training.keys():
+            raise ValueError(
+                "weights=bfloat16 is updated by AdamW with Kahan sums, because others lose small "
+                "steps; leave optimizer and training.optim out, or weights"
             )
 
     def _check_classifier(self) -> None:

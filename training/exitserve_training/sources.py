@@ -7,7 +7,7 @@ import hashlib
 import random
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,6 +20,10 @@ from exitserve_training.data_recipe import DataRecipe
 
 TABLES = (".jsonl", ".json", ".parquet")
 """Files with a document in each row."""
+
+PIECE = 64 * 1024
+"""Characters of a text file that are read at once: a batch of the tokenizer's is 16 of them, each
+of which one core works on."""
 
 _TELLING_LENGTH = 12
 """Shorter lines (`else:`, `return x`) stand in any file."""
@@ -57,17 +61,14 @@ def load_split(recipe: DataRecipe, seed: int) -> Split:
     Raises:
         ExitServeError: a file is missing or empty, a column is missing, or nothing is left.
     """
-    documents = _distinct(read_documents(recipe))
-    if recipe.max_file_bytes is not None:
-        limit = recipe.max_file_bytes
-        documents = [doc for doc in documents if len(doc.text.encode()) <= limit]
+    documents = _distinct(list(read_documents(recipe)))
     random.Random(seed).shuffle(documents)
-    documents = _within_package_limit(documents, recipe.max_package_bytes)
+    documents = list(within_packages(documents, recipe.max_package_bytes))
     documents = _within_limit(documents, recipe.max_bytes)
     if not documents:
         raise ExitServeError("data gives no document; check data.files, exclude and the limits.")
     if recipe.validation_files or recipe.validation_split is not None:
-        held_out = _distinct(list(_read_held_out(recipe)))
+        held_out = _distinct(list(read_held_out(recipe)))
         texts = {doc.text for doc in held_out}
         return _checked(recipe, [doc for doc in documents if doc.text not in texts], held_out)
     if len(documents) == 1:
@@ -97,27 +98,37 @@ def _cut(document: Document, fraction: float) -> Split:
     return Split([Document(document.name, head)], [Document(f"{document.name} (tail)", tail)])
 
 
-def read_documents(recipe: DataRecipe) -> list[Document]:
-    """All documents of a recipe, as they come.
+def read_documents(recipe: DataRecipe, *, in_pieces: bool = False) -> Iterator[Document]:
+    """All documents of a recipe that are not too long, as they come.
+
+    Args:
+        recipe: where they are.
+        in_pieces: whether text files come as parts, and rows as they are read, so that little of
+            them is in memory.
 
     Raises:
         ExitServeError: a file is missing or empty, or a column is missing.
     """
-    documents = list(_read_files(recipe.files, recipe.text_field))
+    limit = recipe.max_file_bytes
+    yield from _read_files(recipe.files, recipe.text_field, limit, in_pieces)
+    others: list[Iterator[Document]] = []
     if recipe.dataset is not None:
-        rows = load_dataset(recipe, recipe.dataset_split)
-        documents += table_documents(rows, recipe.dataset, recipe.text_field)
-    for place in recipe.python_source:
-        documents += python_documents(place, recipe.exclude)
-    return documents
+        others.append(_read_dataset(recipe, recipe.dataset_split, in_pieces))
+    others += [python_documents(place, recipe.exclude) for place in recipe.python_source]
+    for documents in others:
+        yield from _short(documents, limit)
 
 
-def _read_held_out(recipe: DataRecipe) -> Iterator[Document]:
+def read_held_out(recipe: DataRecipe, *, in_pieces: bool = False) -> Iterator[Document]:
     """What the recipe holds out by name."""
-    yield from _read_files(recipe.validation_files, recipe.text_field)
+    yield from _read_files(recipe.validation_files, recipe.text_field, None, in_pieces)
     if recipe.validation_split is not None:
-        rows = load_dataset(recipe, recipe.validation_split)
-        yield from table_documents(rows, str(recipe.dataset), recipe.text_field)
+        yield from _read_dataset(recipe, recipe.validation_split, in_pieces)
+
+
+def _read_dataset(recipe: DataRecipe, split: str, streaming: bool) -> Iterator[Document]:
+    rows = load_dataset(recipe, split, streaming=streaming)
+    return table_documents(rows, str(recipe.dataset), recipe.text_field)
 
 
 def _distinct(documents: Sequence[Document]) -> list[Document]:
@@ -151,16 +162,13 @@ def _telling_lines(text: str) -> list[str]:
     return [line for line in stripped if len(line) >= _TELLING_LENGTH]
 
 
-def _within_package_limit(documents: list[Document], limit: int | None) -> list[Document]:
-    if limit is None:
-        return documents
+def within_packages(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
+    """Leaves out what goes over so many bytes of one package of `python_source`."""
     used: Counter[str] = Counter()
-    kept = []
     for document in documents:
         used[document.package] += len(document.text.encode())
-        if used[document.package] <= limit:
-            kept.append(document)
-    return kept
+        if limit is None or used[document.package] <= limit:
+            yield document
 
 
 def _within_limit(documents: list[Document], limit: int | None) -> list[Document]:
@@ -174,9 +182,72 @@ def _within_limit(documents: list[Document], limit: int | None) -> list[Document
     return kept
 
 
-def _read_files(patterns: Sequence[str], text_field: str) -> Iterator[Document]:
+def _short(documents: Iterator[Document], limit: int | None) -> Iterator[Document]:
+    """Those of at most so many bytes."""
+    return (doc for doc in documents if limit is None or len(doc.text.encode()) <= limit)
+
+
+def _read_files(
+    patterns: Sequence[str], text_field: str, limit: int | None, in_pieces: bool
+) -> Iterator[Document]:
     for path in matching_files(patterns):
-        yield from _read_file(path, text_field)
+        if path.suffix in TABLES:
+            documents = _short(_read_rows(path, text_field), limit)
+        elif limit is not None and path.stat().st_size > limit:
+            continue
+        else:
+            documents = _read_text(path, in_pieces)
+        has_text = False
+        for document in documents:
+            has_text = has_text or bool(document.text.strip())
+            yield document
+        if not has_text and limit is None:
+            raise ExitServeError(
+                f"data file '{path}' has no text in it; remove it or give another."
+            )
+
+
+def _read_rows(path: Path, text_field: str) -> Iterator[Document]:
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    try:
+        # Streamed: a cache keyed by path would hide later changes of the file.
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        yield from table_documents(rows, str(path), text_field)
+    except ExitServeError:
+        raise
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
+
+
+def _read_text(path: Path, in_pieces: bool) -> Iterator[Document]:
+    """A text file, or parts of it of about `PIECE` characters; only the last of them ends it."""
+    left = ""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while more := file.read(PIECE if in_pieces else -1):
+                left += more
+                if in_pieces:
+                    cut = _cut_at(left)
+                    yield Document(str(path), left[:cut], is_continued=True)
+                    left = left[cut:]
+    except UnicodeDecodeError as error:
+        raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
+    yield Document(str(path), left)
+
+
+def _cut_at(text: str) -> int:
+    """Where a text can be cut so that its parts have the tokens of the whole.
+
+    Byte-level BPEs split text into words first, and no word goes over the end of a line that
+    another follows at once. Without such a place the cut is before the last space, or at the end.
+    """
+    at = text.rfind("\n", 0, len(text) - 1)
+    while at >= 0 and text[at + 1].isspace():
+        at = text.rfind("\n", 0, at)
+    if at >= 0:
+        return at + 1
+    space = text.rfind(" ")
+    return space if space > 0 else len(text)
 
 
 def matching_files(patterns: Sequence[str]) -> Iterator[Path]:
@@ -191,20 +262,6 @@ def matching_files(patterns: Sequence[str]) -> Iterator[Path]:
             if path.stat().st_size == 0:
                 raise ExitServeError(f"data file '{path}' is empty; remove it or give another.")
             yield path
-
-
-def _read_file(path: Path, text_field: str) -> list[Document]:
-    if path.suffix not in TABLES:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
-        documents = [Document(str(path), text)]
-    else:
-        documents = list(table_documents(read_table(path), str(path), text_field))
-    if not any(doc.text.strip() for doc in documents):
-        raise ExitServeError(f"data file '{path}' has no text in it; remove it or give another.")
-    return documents
 
 
 def read_table(path: Path) -> datasets.Dataset:

@@ -10,8 +10,7 @@ process until the kernel wants it back.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -20,21 +19,14 @@ from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from exitserve.errors import ExitServeError
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.packing import TRAIN_FILE, check_sides, sequences, spread_over
 from exitserve_training.sources import (
-    TABLES,
     Document,
-    load_dataset,
-    matching_files,
-    python_documents,
-    table_documents,
+    read_documents,
+    read_held_out,
+    within_packages,
 )
-
-PIECE = 64 * 1024
-"""Characters of a text file that are read at once: a batch of the tokenizer's is 16 of them, each
-of which one core works on."""
 
 TOKENIZER_CHARACTERS = 100_000_000
 """A tokenizer is trained on the first so many, in which it counts words."""
@@ -63,7 +55,7 @@ def pack_in_order(
     """
     train = _packed(ordered_documents(recipe), recipe, tokenizer, scratch / TRAIN_FILE)
     if recipe.validation_files or recipe.validation_split is not None:
-        documents = _held_out(recipe)
+        documents = read_held_out(recipe, in_pieces=True)
         held_out = _packed(documents, recipe, tokenizer, scratch / "validation.arrow")
     else:
         count = max(1, round(len(train) * recipe.validation_fraction))
@@ -82,94 +74,11 @@ def ordered_documents(recipe: DataRecipe) -> Iterator[Document]:
         ExitServeError: a file is missing, empty or not readable, or a column is missing.
     """
     used = 0
-    for document in _within_packages(_sources(recipe), recipe.max_package_bytes):
+    documents = read_documents(recipe, in_pieces=True)
+    for document in within_packages(documents, recipe.max_package_bytes):
         used += len(document.text.encode())
         if recipe.max_bytes is not None and used > recipe.max_bytes:
             return
-        yield document
-
-
-def _sources(recipe: DataRecipe) -> Iterator[Document]:
-    limit = recipe.max_file_bytes
-    yield from _files(recipe.files, recipe.text_field, limit)
-    documents: list[Iterator[Document]] = []
-    if recipe.dataset is not None:
-        documents.append(_of_dataset(recipe, recipe.dataset_split))
-    documents += [python_documents(place, recipe.exclude) for place in recipe.python_source]
-    for source in documents:
-        for document in source:
-            if limit is None or len(document.text.encode()) <= limit:
-                yield document
-
-
-def _held_out(recipe: DataRecipe) -> Iterator[Document]:
-    yield from _files(recipe.validation_files, recipe.text_field, None)
-    if recipe.validation_split is not None:
-        yield from _of_dataset(recipe, recipe.validation_split)
-
-
-def _of_dataset(recipe: DataRecipe, split: str) -> Iterator[Document]:
-    rows = load_dataset(recipe, split, streaming=True)
-    return table_documents(rows, str(recipe.dataset), recipe.text_field)
-
-
-def _files(patterns: Sequence[str], text_field: str, limit: int | None) -> Iterator[Document]:
-    for path in matching_files(patterns):
-        if path.suffix in TABLES:
-            yield from _table(path, text_field, limit)
-        elif limit is None or path.stat().st_size <= limit:
-            yield from _text_pieces(path)
-
-
-def _table(path: Path, text_field: str, limit: int | None) -> Iterator[Document]:
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        for document in table_documents(rows, str(path), text_field):
-            if limit is None or len(document.text.encode()) <= limit:
-                yield document
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
-
-
-def _text_pieces(path: Path) -> Iterator[Document]:
-    """A text file as parts of about `PIECE` characters; only the last of them ends it."""
-    left = ""
-    try:
-        with path.open(encoding="utf-8") as file:
-            while more := file.read(PIECE):
-                left += more
-                cut = _cut_at(left)
-                yield Document(str(path), left[:cut], is_continued=True)
-                left = left[cut:]
-    except UnicodeDecodeError as error:
-        raise ExitServeError(f"data file '{path}' is not UTF-8 text: {error}.") from error
-    yield Document(str(path), left)
-
-
-def _cut_at(text: str) -> int:
-    """Where a text can be cut so that its parts have the tokens of the whole.
-
-    Byte-level BPEs split text into words first, and no word goes over the end of a line that
-    another follows at once. Without such a place the cut is before the last space, or at the end.
-    """
-    at = text.rfind("\n", 0, len(text) - 1)
-    while at >= 0 and text[at + 1].isspace():
-        at = text.rfind("\n", 0, at)
-    if at >= 0:
-        return at + 1
-    space = text.rfind(" ")
-    return space if space > 0 else len(text)
-
-
-def _within_packages(documents: Iterator[Document], limit: int | None) -> Iterator[Document]:
-    """Leaves out what goes over so many bytes of one package of `python_source`."""
-    used: Counter[str] = Counter()
-    for document in documents:
-        if limit is not None:
-            used[document.package] += len(document.text.encode())
-            if used[document.package] > limit:
-                continue
         yield document
 
 

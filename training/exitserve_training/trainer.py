@@ -17,7 +17,7 @@ from exitserve.checkpoint import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.adapters import merged, save_adapter, with_adapters
 from exitserve_training.checkpoints import MultiExitCheckpoints
-from exitserve_training.folder import after_failure, set_aside, write_bad_batch
+from exitserve_training.folder import after_failure, set_aside
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.models import freeze_head
@@ -28,12 +28,13 @@ from exitserve_training.objectives.weighted_sum import (
     Objectives,
     build_objectives,
 )
-from exitserve_training.optimizers import muon_with_adamw
+from exitserve_training.optimizers import kahan_adamw, muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
+from exitserve_training.throughput import Throughput
 from exitserve_training.time_limit import TimeLimit
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
@@ -106,6 +107,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         self.time_limit: TimeLimit | None = None
         self._sums: dict[str, Tensor] = {}
         self._shares: dict[str, Tensor] = {}
+        self._throughput: Throughput | None = None
         if recipe.compile_layers:
             # Layer by layer: the hooks that read hidden states must stay outside.
             for layer in self.parts.layers:
@@ -145,11 +147,15 @@ class MultiExitTraining(MultiExitCheckpoints):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer over all that is trained."""
-        if self._recipe.optimizer != "muon" or self.optimizer is not None:
+        muon, kahan = self._recipe.optimizer == "muon", self._recipe.weights == "bfloat16"
+        if not (muon or kahan) or self.optimizer is not None:
             return super().create_optimizer(model)
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
-        self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
+        if muon:
+            self.optimizer = muon_with_adamw(trained, self.parts.layers, decayed, self.args)
+        else:
+            self.optimizer = kahan_adamw(trained, decayed, self.args)
         return self.optimizer
 
     def create_scheduler(
@@ -195,13 +201,13 @@ class MultiExitTraining(MultiExitCheckpoints):
         """The objectives' loss on one micro-batch.
 
         Raises:
-            NonFiniteLossError: with the step, the objective, and where the batch was written.
+            NonFiniteLossError: with the step and the objective.
         """
         request = ExitPass(self.state.global_step, self._total_steps)
         try:
             loss, metrics = model(**self._forward_inputs(inputs), exit_pass=request)
         except NonFiniteLossError as error:
-            raise self._non_finite_error(error, inputs) from error
+            raise self._non_finite_error(error) from error
         share = self._share(inputs, num_items_in_batch)
         for name, value in metrics.items():
             self._sums[name] = value.float() * share + self._sums.get(name, 0.0)
@@ -225,21 +231,11 @@ class MultiExitTraining(MultiExitCheckpoints):
         processes = self.args.world_size if self.args.average_tokens_across_devices else 1
         return labels.ne(IGNORED).sum() * processes / torch.as_tensor(num_items).clamp(min=1)
 
-    def _non_finite_error(
-        self, error: NonFiniteLossError, inputs: dict[str, Tensor]
-    ) -> NonFiniteLossError:
-        """The error that ends the run in every process; writes the batch down first."""
+    def _non_finite_error(self, error: NonFiniteLossError) -> NonFiniteLossError:
+        """The error that ends the run in every process."""
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
-        message = [""]
-        if self.args.process_index == error.process:
-            name = "pixels" if "pixels" in inputs else "input_ids"
-            rows = inputs[name].tolist()
-            file = write_bad_batch(folder, {"step": step, "process": error.process, name: rows})
-            message = [
-                f"{error} at step {step}, in the batch of {len(rows)} sequences written to "
-                f"'{file}'; {after_failure(folder, step)}"
-            ]
         # The first process prints the message, whichever process had the batch.
+        message = [f"{error} at step {step}; {after_failure(folder, step)}"]
         broadcast_object_list(message, from_process=error.process)
         if self.args.should_save:
             set_aside(folder, step)
@@ -255,7 +251,23 @@ class MultiExitTraining(MultiExitCheckpoints):
             logs |= {name: round(mean, 4) for name, mean in zip(self._sums, means, strict=True)}
             self._sums.clear()
             self._shares.clear()
+            logs |= self._reached()
         super().log(logs, start_time)
+
+    def _reached(self) -> dict[str, float]:
+        """`mfu`, the share of the machine's products that was reached since the last log."""
+        if self.parts.task == "class":
+            return {}
+        if self._throughput is None:
+            config = self.language_model.config
+            self._throughput = Throughput(self._recipe, self.args, self.parts, config)
+        share = self._throughput.share(int(self.state.num_input_tokens_seen))
+        if share is None:
+            return {}
+        warning = self._throughput.warning(share)
+        if warning is not None and self.args.should_log:
+            print(warning, flush=True)
+        return {"mfu": round(share, 4)}
 
     def evaluate(
         self,

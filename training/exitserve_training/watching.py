@@ -101,10 +101,15 @@ class ProgressLines(TrainerCallback):
         return (
             f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
             f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
-            f" | "
+            f"{_share(logs)} | "
             f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
             f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"
         )
+
+
+def _share(logs: dict[str, float]) -> str:
+    """`, 31% MFU`: of the products that the machine can do, those that it did."""
+    return f", {logs['mfu']:.0%} MFU" if "mfu" in logs else ""
 
 
 def _now(state: TrainerState) -> tuple[float, int, int]:

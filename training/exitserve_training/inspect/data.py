@@ -82,7 +82,7 @@ def load_inspection_data(
     length = min(256, context) if length is None else length
     check_fits(config, tokenizer, length)
     recipe = data_from({"files": list(files), **fields, "sequence_length": length})
-    documents = read_documents(recipe)
+    documents = list(read_documents(recipe))
     packed = pack(documents, tokenizer, length)
     if not len(packed):
         raise ExitServeError(
