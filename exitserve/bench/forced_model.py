@@ -27,6 +27,7 @@ from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import upload
 from exitserve.errors import ExitServeError
+from exitserve.policy import ALWAYS
 
 Lot = tuple[int, ...]
 """What an outcome depends on: prompt, position and layer, so that repeats draw the same."""
@@ -78,18 +79,15 @@ class _ForcedChecks(Checks):
         step: Step,
         layer: int,
         due: Sequence[Candidate],
-        confident: Sequence[bool],
-        *,
-        head_passes: int = 1,
+        exits: Sequence[bool],
+        logits: Tensor,
+        places: Sequence[int],
     ) -> list[int]:
         """See `Checks.settle`; whether rows are confident does not matter."""
-        lots = [
-            (_prompt_number(one.request), step.last_positions[one.row], layer)
-            for one in due
-            if not one.exits_unchecked(layer)
-        ]
-        drawn = self._outcomes.passes(lots)
-        return super().settle(step, layer, due, drawn, head_passes=head_passes)
+        lots = [(_prompt_number(one.request), step.last_positions[one.row], layer) for one in due]
+        fixed = [one.thresholds_at(layer)[0] == ALWAYS for one in due]
+        drawn = [a or b for a, b in zip(fixed, self._outcomes.passes(lots), strict=True)]
+        return super().settle(step, layer, due, drawn, logits, places)
 
 
 class ForcedDeviceRows(DeviceRows):

@@ -62,7 +62,7 @@ class MultiExitMixin:
             self._state.rules.exit_layers,
             longest,
         )
-        parts = (self, self._segments, self._head, self.propagation)
+        parts = (self._segments, self._head, self.propagation)
         if not on_device:
             self._head.compile_parts(vllm_config)
             self.propagation.compile_parts(vllm_config)

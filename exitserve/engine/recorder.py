@@ -41,16 +41,9 @@ class Recorder:
         """Times the LM head was read behind the last layer."""
         self._traces: Traces = OrderedDict()
 
-    def count_checks(self, layer: int, checks: int, passed: int, *, head_passes: int = 1) -> None:
-        """Counts one exit check over `checks` tokens of which `passed` exited.
-
-        Args:
-            layer: the exit layer.
-            checks: tokens checked; those that exit unconditionally count as such.
-            passed: tokens that exited.
-            head_passes: times the LM head was read for it; none where all exit unconditionally.
-        """
-        self.head_passes += head_passes
+    def count_checks(self, layer: int, checks: int, passed: int) -> None:
+        """Counts one exit check over `checks` tokens of which `passed` exited."""
+        self.head_passes += 1
         self.checks[layer] += checks
         self.passed[layer] += passed
 

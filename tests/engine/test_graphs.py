@@ -164,7 +164,7 @@ def test_memory_is_planned_with_the_room_of_a_loop(
     segments: Any = [Watched(2), Watched(LAYERS)]
     unused: Any = None
     propagation: Any = SimpleNamespace(load=lambda hidden: None)
-    device_loop = loop.DeviceLoop(unused, segments, unused, propagation, MOST)
+    device_loop = loop.DeviceLoop(segments, unused, propagation, MOST)
     given = torch.randn(tokens, WIDTH)
     gc.collect()
     own = torch.zeros(tokens, dtype=torch.long)

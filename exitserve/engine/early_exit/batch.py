@@ -19,7 +19,7 @@ from torch import Tensor
 from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
-from exitserve.policy import ALWAYS, ExitRules
+from exitserve.policy import ExitRules
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,6 @@ class Candidate:
     def thresholds_at(self, layer: int) -> tuple[float, float]:
         """Thresholds after `layer` layers: for any token, and for an end of sequence."""
         return self.request.policy.thresholds_at(layer)
-
-    def exits_unchecked(self, layer: int) -> bool:
-        """Whether the row exits at `layer` whatever its confidence."""
-        return self.thresholds_at(layer)[0] == ALWAYS
 
 
 class Step:

@@ -51,46 +51,38 @@ class Checks:
         Returns:
             Indices within `due` of those that exit.
         """
-        # A row that exits unconditionally is not checked: its logits are the final head's.
-        asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
-        if not asked:
-            return self.settle(step, layer, due, [], head_passes=0)
-        some = normed if len(asked) == len(due) else normed[asked]
-        rows = [due[index] for index in asked]
-        found, logits = self.head.decide(some, [one.thresholds_at(layer) for one in rows])
-        passed = self.settle(step, layer, due, found.exits)
-        exits = [number for number, index in enumerate(asked) if index in passed]
-        if exits:
-            gone = [rows[number].row for number in exits]
-            step.keep_logits(gone, self.head.logits_of(logits, exits))
-        return passed
+        found, logits = self.head.decide(normed, [one.thresholds_at(layer) for one in due])
+        return self.settle(step, layer, due, found.exits, logits, range(len(due)))
 
     def settle(
         self,
         step: Step,
         layer: int,
         due: Sequence[Candidate],
-        confident: Sequence[bool],
-        *,
-        head_passes: int = 1,
+        exits: Sequence[bool],
+        logits: Tensor,
+        places: Sequence[int],
     ) -> list[int]:
         """Notes the outcome of a check.
 
         Args:
-            step: takes depths.
+            step: takes depths and logits.
             layer: the exit layer.
             due: [N] the rows.
-            confident: whether those passed that do not exit unconditionally.
-            head_passes: times the LM head was read for it.
+            exits: [N] which of them exit.
+            logits: as `ExitHead.check` gives them.
+            places: [N] where the rows are in these.
 
         Returns:
             Indices within `due` of those that exit.
         """
-        asked = [index for index, one in enumerate(due) if not one.exits_unchecked(layer)]
-        stays = {index for index, leaves in zip(asked, confident, strict=True) if not leaves}
-        passed = [index for index in range(len(due)) if index not in stays]
-        step.depth.update((due[index].row, layer) for index in passed)
-        self._recorder.count_checks(layer, len(due), len(passed), head_passes=head_passes)
+        passed = [index for index, leaves in enumerate(exits) if leaves]
+        if passed:
+            rows = [due[index].row for index in passed]
+            step.depth |= dict.fromkeys(rows, layer)
+            own = self.head.logits_of(logits, [places[index] for index in passed])
+            step.keep_logits(rows, own)
+        self._recorder.count_checks(layer, len(due), len(passed))
         self._recorder.count_frozen(len(passed))
         return passed
 
@@ -135,17 +127,11 @@ class HostMaskedRows:
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""
         outcome, checked = passed.tolist(), due.tolist()
-        self._due = [one for one in self._due if checked[one.row]]
-        asked = [one.row for one in self._due if not one.exits_unchecked(layer)]
-        confident = [outcome[row] for row in asked]
-        exits = self._checks.settle(
-            self._step, layer, self._due, confident, head_passes=bool(asked)
-        )
-        rows = [self._due[index].row for index in exits]
-        gone = [row for row in asked if row in rows]
-        if gone:
-            self._step.keep_logits(gone, self._checks.head.logits_of(logits, gone))
-        return self._mask(rows)
+        rows = [one for one in self._due if checked[one.row]]
+        places = [one.row for one in rows]
+        exits = [outcome[row] for row in places]
+        found = self._checks.settle(self._step, layer, rows, exits, logits, places)
+        return self._mask([places[index] for index in found])
 
     def count_layers(self, layers: int) -> None:
         """Counts them."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class HostLoop:
     def __init__(
         self,
         state: EngineState,
-        model: Any,
         segments: Sequence[Segment],
         head: ExitHead,
         propagation: Propagation,
@@ -51,14 +49,13 @@ class HostLoop:
 
         Args:
             state: the engine's.
-            model: a `MultiExitMixin`.
-            segments: its layers, from exit to exit; none for a model without exits.
+            segments: the model's layers, from exit to exit; none for a model without exits.
             head: its exit checks.
             propagation: of its keys and values.
         """
         self._requests = HostRequests(state)
         self._rules, self._recorder = state.rules, state.recorder
-        self._model, self._segments, self._propagation = model, segments, propagation
+        self._segments, self._propagation = segments, propagation
         self._checks = Checks(head, self._recorder)
         self._step: Step | None = None
 
@@ -171,9 +168,5 @@ class HostLoop:
             self._recorder.final_heads += 1
             return compute(normed)
         rest = step.rows_without_logits
-        if rest and len(step.depth) == len(step.row_ends):
-            # All rows left early, some unconditionally: this is the head of their exit.
-            self._recorder.head_passes += 1
-        elif rest:
-            self._recorder.final_heads += 1
+        self._recorder.final_heads += bool(rest)
         return step.with_logits(compute(normed[rest]) if rest else None)

@@ -33,7 +33,6 @@ class DeviceLoop:
 
     def __init__(
         self,
-        model: Any,
         segments: Sequence[Segment],
         head: ExitHead,
         propagation: Propagation,
@@ -42,15 +41,14 @@ class DeviceLoop:
         """Takes a model's parts.
 
         Args:
-            model: a `MultiExitMixin`.
-            segments: its layers, from exit to exit, masked.
+            segments: the model's layers, from exit to exit, masked.
             head: the model's.
             propagation: of its keys and values.
             most_tokens: of a pass that is captured.
         """
         self._most_tokens = most_tokens
         self._room: Room | None = None
-        self._model, self._segments, self._head = model, segments, head
+        self._segments, self._head = segments, head
         self._propagation = propagation
         self.attention_groups: Sequence[Sequence[Any]] = ()
         """vLLM's, of the pass to come; see `without_reading_for`."""
