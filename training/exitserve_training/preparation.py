@@ -56,7 +56,6 @@ from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
-from exitserve_training.routers import router_balance
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
 from exitserve_training.tokenization import load_tokenizer, with_padding
 from exitserve_training.watching import stopped_by_term
@@ -109,7 +108,6 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     layers = counted_layers(num_layers, chosen)[:-1]
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
     check_layers(recipe.objectives, layers, num_layers)
-    router_balance(config, recipe.router_aux_loss_coef)
     _check_teacher(recipe, config, task)
     if task == "hidden token":
         if recipe.exit_aware is not None:

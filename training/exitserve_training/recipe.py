@@ -88,8 +88,6 @@ class Recipe(Strict):
     exit_aware: ExitAware | None = None
     lora: Lora | None = None
     adagc: AdaGCClipping | None = None
-    router_aux_loss_coef: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    """Mixtures of experts: weight of the routers' balancing loss; null: the model's own."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`adamw`: what `training.optim` says. `muon`: Muon for the matrices inside the layers."""
     grow_to_layers: int | None = Field(default=None, ge=2)

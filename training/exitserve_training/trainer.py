@@ -98,7 +98,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         if recipe.exit_aware is not None:
             skipping = SkipSampler(recipe.exit_aware, exits.exit_layers, num_layers, recipe.seed)
         self.language_model: PreTrainedModel = model
-        balance = router_balance(model.config, recipe.router_aux_loss_coef)
+        balance = router_balance(model.config)
         self.multi_exit = MultiExitForward(
             model, self.parts, objectives, self.eval_layers, skipping, task_inputs, balance
         )
