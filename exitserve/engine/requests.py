@@ -1,6 +1,5 @@
-"""The record of a request, and which request sits in which row of runner V1's batch.
+"""The record of a request: what it asked for, and what it did so far.
 
-`Request` is all that the engine knows of one request: what it asked for, and what it did so far.
 It outlives a preemption, since recomputed tokens must freeze where they did.
 """
 
@@ -11,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
-
 from exitserve.policy import ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -21,7 +18,7 @@ MOST_PREEMPTED = 4096
 
 @dataclass(eq=False)
 class Request:
-    """One request: what it asked for, and what it did so far."""
+    """All that the engine knows of one request."""
 
     policy: ExitPolicy
     """What it asked for; full depth if its exits are disabled."""
@@ -146,65 +143,3 @@ class PreemptedRequests:
     def _forget_ended(self) -> None:
         """Drops those that were aborted meanwhile: they are in no batch that would tell."""
         self.forget([name for name in self.names if not self.may_return(name)])
-
-
-class Batch:
-    """Runner V1's batch: requests by row."""
-
-    def __init__(self, rules: ExitRules) -> None:
-        """Starts empty."""
-        self._rules = rules
-        self.rows: dict[int, Request] = {}
-        self.asks_for_exits = False
-        """Whether one of them asks for exits, or for its depths."""
-        self.preempted = PreemptedRequests()
-        # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
-        self.request_ids: Callable[[], list[str]] | None = None
-        """vLLM's internal request ids, in row order."""
-
-    def update(self, changes: BatchUpdate) -> None:
-        """Follows vLLM: removed, then added, then moved rows."""
-        for index in changes.removed:
-            self._remove(index)
-        # One that ended is not among the removed if another takes its row.
-        running = len(self.rows.keys() | {index for index, *_ in changes.added})
-        for index, params, prompt_ids, output_ids in changes.added:
-            self._remove(index)
-            self.rows[index] = read_request(
-                params,
-                prompt_ids,
-                self._rules,
-                output_ids=output_ids,
-                # One that has begun is back, and has a record (`named`).
-                running=0 if output_ids else running,
-            )
-        for source, target, direction in changes.moved:
-            moved = self.rows.pop(source, None)
-            if direction == MoveDirectionality.SWAP and target in self.rows:
-                self.rows[source] = self.rows.pop(target)
-            self._remove(target)
-            if moved is not None:
-                self.rows[target] = moved
-        self.asks_for_exits = any(one.asks or one.trace_keys for one in self.rows.values())
-
-    def _remove(self, index: int) -> None:
-        """Empties a row, and keeps its request's record if it may come back."""
-        request = self.rows.pop(index, None)
-        if request is not None and request.name:
-            self.preempted.keep(request)
-
-    def named(self, index: int) -> Request:
-        """The request in a row, its name known: with its earlier record if it was preempted.
-
-        To be called during a pass: when vLLM adds a row, its request's name is not known yet.
-        """
-        request = self.rows[index]
-        if request.name or self.request_ids is None:
-            return request
-        name = self.request_ids()[index]
-        earlier = self.preempted.take(name)
-        if earlier is not None:
-            earlier.output_ids = request.output_ids
-            request = self.rows[index] = earlier
-        request.name = name
-        return request

@@ -11,7 +11,6 @@ from torch import Tensor
 from exitserve.engine.compat.config import eos_token_ids
 from exitserve.engine.options import rules_from
 from exitserve.engine.recorder import Recorder
-from exitserve.engine.requests import Batch
 from exitserve.policy import ExitRules
 
 
@@ -35,8 +34,6 @@ class EngineState:
         self.rules = rules
         self.eos_token_ids = eos_token_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
-        self.batch = Batch(rules)
-        """Of runner V1."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called once runner V1's batch of a pass is known."""
         self.requests: RunningRequests | None = None

@@ -138,6 +138,10 @@ def _layers(text: str) -> list[int]:
         ) from error
 
 
+MAY_LOSE = (
+    "exitserve: tokens exit as requests ask, also where many requests run together and full depth "
+    "would be faster; `exitserve plan` and /exitserve/stats (pays) tell where that is."
+)
 DIED = (" died ", "See root cause above")
 """In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
 
@@ -169,8 +173,8 @@ def serve(args: argparse.Namespace) -> int:
     ours = suit_runner(ours, args.model, args.revision)
     if rules.exit_layers and not rules.num_drafts:
         reject_unsupported_quantisation(config)
-    served = ours["additional_config"][KEY]
-    check_rules(args.model, served, args.revision)
+    if rules.default.mode in ("confidence", "fixed"):
+        print(MAY_LOSE, file=sys.stderr)
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     revision = [] if args.revision is None else ["--revision", args.revision]
@@ -178,6 +182,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.adapter is not None:
         vllm_args.served_model_name = vllm_args.served_model_name or [name]
     check_same_config(vllm_args, args.revision)
+    served = ours["additional_config"][KEY]
     check_rules(args.model, served, args.revision, transfers=transfers_kv(vllm_args))
     if rules.exit_layers:
         reject_parallel_experts(config, vllm_args)

@@ -45,7 +45,7 @@ def _params(**fields):
 def _update(rows, removed=(), added=(), moved=()) -> None:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    rows.state.batch.update(BatchUpdate(batch_size=8, removed=removed, added=added, moved=moved))
+    rows.requests.update(BatchUpdate(batch_size=8, removed=removed, added=added, moved=moved))
 
 
 def _step(rows, positions: list[int], row_ends: list[int]):
@@ -79,10 +79,10 @@ def test_exits_only_for_requests_that_begin_among_few() -> None:
     """`--exits-up-to`: what a request begins with stays, whoever joins, and when it comes back."""
     rows = _engine(replace(RULES, exits_up_to=3))
     names = ["a", "b", "c", "d", "e"]
-    rows.state.batch.request_ids = lambda: names
+    rows.requests.request_ids = lambda: names
 
     def modes() -> dict[int, str]:
-        return {row: one.policy.mode for row, one in sorted(rows.state.batch.rows.items())}
+        return {row: one.policy.mode for row, one in sorted(rows.requests.rows.items())}
 
     _update(rows, added=[(row, _params(), [5, 6], []) for row in range(3)])
     assert set(modes().values()) == {"confidence"}
@@ -125,7 +125,7 @@ def _live_through(rows, depths: list[int], output: list[int]) -> None:
 
 
 def test_a_preempted_request_is_recomputed_at_the_depths_it_had(rows) -> None:
-    rows.state.batch.request_ids = lambda: ["a"]
+    rows.requests.request_ids = lambda: ["a"]
     output: list[int] = []
     _live_through(rows, [6, 4, 6, 2], output)
     _update(rows, removed=[0])
@@ -144,7 +144,7 @@ def test_a_preempted_request_is_recomputed_at_the_depths_it_had(rows) -> None:
 
 def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
     names = ["a"]
-    rows.state.batch.request_ids = lambda: names
+    rows.requests.request_ids = lambda: names
     _live_through(rows, [6, 2, 2], [])
     _update(rows, removed=[0])
     names[0] = "b"
@@ -153,8 +153,8 @@ def test_another_request_in_the_same_row_has_its_own_past(rows) -> None:
 
 
 def test_a_request_that_ended_is_forgotten(rows) -> None:
-    rows.state.batch.request_ids = lambda: ["a"]
-    rows.state.batch.preempted.may_return = lambda name: name != "a"
+    rows.requests.request_ids = lambda: ["a"]
+    rows.requests.preempted.may_return = lambda name: name != "a"
     _live_through(rows, [6, 2, 2], [])
     _update(rows, removed=[0])
     _update(rows, added=[(0, _params(), [5, 5], [7, 7, 7])])
@@ -195,5 +195,5 @@ def test_rows_follow_their_requests(data: st.DataObject) -> None:
             model[other] = mine
             if swap and theirs is not None:
                 model[index] = theirs
-    found = {index: row.prompt_length for index, row in rows.state.batch.rows.items()}
+    found = {index: row.prompt_length for index, row in rows.requests.rows.items()}
     assert found == model

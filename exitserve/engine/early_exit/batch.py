@@ -9,15 +9,16 @@ Shapes: B rows, T tokens, N rows to check, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.compat.context import BatchShape
-from exitserve.engine.requests import Request
+from exitserve.engine.requests import PreemptedRequests, Request, read_request
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitRules
 
@@ -106,17 +107,72 @@ class Step:
 
 
 class HostRequests:
-    """Runner V1's batch, as the loop on the host needs it."""
+    """Runner V1's requests, by the row of its batch."""
 
     def __init__(self, state: EngineState) -> None:
-        """Takes the requests of an engine."""
-        self._rules, self._recorder, self._batch = state.rules, state.recorder, state.batch
+        """Starts without requests; takes the engine's rules and what counts."""
+        self._rules, self._recorder = state.rules, state.recorder
+        self.rows: dict[int, Request] = {}
+        self.asks_for_exits = False
+        """Whether one of them asks for exits, or for its depths."""
+        self.preempted = PreemptedRequests()
+        # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
+        self.request_ids: Callable[[], list[str]] | None = None
+        """vLLM's internal request ids, in row order."""
+        state.requests = self
+
+    def update(self, changes: BatchUpdate) -> None:
+        """Follows vLLM: removed, then added, then moved rows."""
+        for index in changes.removed:
+            self._remove(index)
+        # One that ended is not among the removed if another takes its row.
+        running = len(self.rows.keys() | {index for index, *_ in changes.added})
+        for index, params, prompt_ids, output_ids in changes.added:
+            self._remove(index)
+            self.rows[index] = read_request(
+                params,
+                prompt_ids,
+                self._rules,
+                output_ids=output_ids,
+                # One that has begun is back, and has a record (`named`).
+                running=0 if output_ids else running,
+            )
+        for source, target, direction in changes.moved:
+            moved = self.rows.pop(source, None)
+            if direction == MoveDirectionality.SWAP and target in self.rows:
+                self.rows[source] = self.rows.pop(target)
+            self._remove(target)
+            if moved is not None:
+                self.rows[target] = moved
+        self.asks_for_exits = any(one.asks or one.trace_keys for one in self.rows.values())
+
+    def _remove(self, index: int) -> None:
+        """Empties a row, and keeps its request's record if it may come back."""
+        request = self.rows.pop(index, None)
+        if request is not None and request.name:
+            self.preempted.keep(request)
+
+    def named(self, index: int) -> Request:
+        """The request in a row, its name known: with its earlier record if it was preempted.
+
+        To be called during a pass: when vLLM adds a row, its request's name is not known yet.
+        """
+        request = self.rows[index]
+        if request.name or self.request_ids is None:
+            return request
+        name = self.request_ids()[index]
+        earlier = self.preempted.take(name)
+        if earlier is not None:
+            earlier.output_ids = request.output_ids
+            request = self.rows[index] = earlier
+        request.name = name
+        return request
 
     def count_plain(self, shape: BatchShape, positions: Tensor) -> bool:
         """Counts a pass over `positions` [T] if nobody in it asks for exits; else returns False."""
-        if self._batch.asks_for_exits:
+        if self.asks_for_exits:
             return False
-        rows, full_depth = self._batch.rows, self._rules.num_layers
+        rows, full_depth = self.rows, self._rules.num_layers
         for row, last in enumerate(_last_positions(shape, positions)):
             if row in rows and last + 1 >= rows[row].length:
                 self._recorder.count_token(full_depth)
@@ -132,12 +188,12 @@ class HostRequests:
         start = 0
         for row, end in enumerate(ends):
             length, start = end - start, end
-            request = self._batch.rows.get(row)
+            request = self.rows.get(row)
             # Index of the generated token that the row's last position leads to.
             generated = 0 if request is None else last[row] + 1 - request.prompt_length
             if request is None or not request.asks or generated < 1:
                 continue
-            request = self._batch.named(row)
+            request = self.named(row)
             if request.policy.mode == "off":  # its exits are disabled
                 continue
             before = _computed_before(request, generated, length, end)
@@ -157,7 +213,7 @@ class HostRequests:
     def record(self, step: Step) -> None:
         """Counts and traces the tokens that a pass generates, one for each row that samples."""
         for row, position in enumerate(step.last_positions):
-            request = self._batch.rows.get(row)
+            request = self.rows.get(row)
             # A row samples only when its last known token has been computed; earlier prompt
             # chunks, and tokens recomputed after a preemption, do not generate.
             if request is None or position + 1 < request.length:
@@ -167,8 +223,11 @@ class HostRequests:
             if request.policy.mode != "off":
                 request.note_depth(generated, depth, self._rules.num_layers)
             if request.trace_keys:
-                name = self._batch.named(row).name
+                name = self.named(row).name
                 self._recorder.trace(request.trace_keys, name, generated, depth)
+
+    def update_counts(self) -> None:
+        """See `RunningRequests`; counts are up to date."""
 
 
 def _last_positions(shape: BatchShape, positions: Tensor) -> list[int]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
-from exitserve.engine.state import EngineState, state_of
+from exitserve.engine.early_exit.batch import HostRequests
+from exitserve.engine.state import state_of
 from exitserve.policy import ExitRules, check_trace_of_client
 
 
 class RowsProcessor(LogitsProcessor):
-    """Passes vLLM's batch changes on to `Batch`; leaves logits as they are."""
+    """Passes vLLM's batch changes on to `HostRequests`; leaves logits as they are."""
 
     rules: ExitRules | None = None
     """Set in the front-end process once the model is known, so that every field is checked."""
@@ -38,14 +39,8 @@ class RowsProcessor(LogitsProcessor):
         if cls.serves_clients:
             check_trace_of_client(fields.get("exit_trace"))
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        is_pin_memory: bool,
-        state: EngineState | None = None,
-    ) -> None:
-        self._state = state or state_of(vllm_config)
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._state = state_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         """True: logits stay as they are."""
@@ -54,7 +49,9 @@ class RowsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called before each forward pass, with what changed in the batch."""
         if batch_update is not None:
-            self._state.batch.update(batch_update)
+            requests = self._state.requests
+            assert isinstance(requests, HostRequests), "the model was made before"
+            requests.update(batch_update)
         self._state.before_pass()
 
     def apply(self, logits: Tensor) -> Tensor:

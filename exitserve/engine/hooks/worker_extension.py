@@ -11,7 +11,7 @@ from exitserve.engine.compat.runner import (
     watch_ends,
 )
 from exitserve.engine.compat.seeds import seed_keeper
-from exitserve.engine.drafting.requests import DraftingRequests
+from exitserve.engine.early_exit.batch import HostRequests
 from exitserve.engine.early_exit.device.requests import DeviceRequests
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
@@ -26,7 +26,7 @@ class ExitWorkerExtension:
     _is_attached = False
 
     def exit_attach(self) -> None:
-        """Tells our batch the names of vLLM's requests, at the first call after start-up.
+        """Tells our requests what vLLM's runner knows of them, at the first call after start-up.
 
         Each API process calls it, and none knows whether it is the first.
         """
@@ -35,15 +35,13 @@ class ExitWorkerExtension:
         self._is_attached = True
         check_version()
         state = self._exit_state
-        if isinstance(state.requests, DraftingRequests):
-            return
-        if self.vllm_config.use_v2_model_runner:
-            if isinstance(state.requests, DeviceRequests):
-                watch_ends(self.model_runner, state.requests.forget)
-            return
-        state.batch.request_ids = request_ids(self.model_runner)
-        state.batch.preempted.may_return = living_requests(self.model_runner)
-        state.before_pass = seed_keeper(self.model_runner)
+        requests = state.requests
+        if isinstance(requests, DeviceRequests):
+            watch_ends(self.model_runner, requests.forget)
+        elif isinstance(requests, HostRequests):
+            requests.request_ids = request_ids(self.model_runner)
+            requests.preempted.may_return = living_requests(self.model_runner)
+            state.before_pass = seed_keeper(self.model_runner)
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start."""
