@@ -236,13 +236,15 @@ def test_answers_whose_depths_are_lost_are_not_judged() -> None:
     assert trial.engine.judged == []
 
 
-def test_drafts_of_the_first_layers_are_not_compared() -> None:
+def test_drafts_of_the_first_layers_are_not_compared(monkeypatch) -> None:
     """On GPUs. (On a CPU, what is compared does not draft.)"""
     arguments = SimpleNamespace(max_logprobs=20, logprobs_mode="raw_logprobs")
     check_shadow_rate(0.1, RULES, arguments)
-    on_gpu = replace(RULES, modes=("off", "defer", "verify"))
+    drafting = replace(RULES, num_drafts=4)
+    check_shadow_rate(0.1, drafting, arguments)
+    monkeypatch.setattr("exitserve.server.unsupported_features.runs_on_v2", lambda: True)
     with pytest.raises(ExitServeError, match="draft on a GPU"):
-        check_shadow_rate(0.1, on_gpu, arguments)
+        check_shadow_rate(0.1, drafting, arguments)
 
 
 def test_the_clients_own_trace_and_parameters_stay() -> None:
