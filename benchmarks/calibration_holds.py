@@ -20,7 +20,7 @@ from typing import Any
 from exitserve.agreement import FullDepthPass
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth, summarise
 from exitserve.calibration.pieces import independent_windows, model_continuations
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
 from exitserve.report import machine, markdown_table, versions, write_json

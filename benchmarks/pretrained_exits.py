@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from exitserve.decoder import capture_outputs, decoder_parts, hidden_of
+from exitserve.checkpoint.decoder import capture_outputs, decoder_parts, hidden_of
 from exitserve_training.pipeline import train
 from exitserve_training.recipe import parse_recipe
 from exitserve_training.trainer import MultiExitTraining

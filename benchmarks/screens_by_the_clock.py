@@ -28,7 +28,7 @@ from exitserve.calibration.outcomes import Piece
 from exitserve.calibration.pieces import independent_windows
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.calibration.screening import LEVELS
-from exitserve.checkpoint import read_config, read_multi_exit
+from exitserve.checkpoint.block import read_config, read_multi_exit
 from exitserve.costs import TokenCosts, break_even_rates
 from exitserve.reference import load_reference
 from exitserve.report import markdown_table

@@ -262,7 +262,7 @@ def draft_gain(report: Mapping[str, Any], batch: int, rows: int) -> float | None
 
 def drafted(gpu: str = "h100") -> str:
     """Wall speedup of mode `verify` at the best number of drafts, by the draft's head."""
-    from exitserve.draft_tokens import ROWS
+    from exitserve.checkpoint.draft_tokens import ROWS
 
     def cells(shape: str) -> list[str]:
         report = plan(shape, gpu)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, no_grad, tensor
 from torch.nn.functional import cross_entropy
 
-from exitserve.decoder import capture_hidden, capture_outputs, replayed
+from exitserve.checkpoint.decoder import capture_hidden, capture_outputs, replayed
 from exitserve.policy import NEVER, ExitPolicy
 from exitserve.reference import Reference
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from exitserve.calibration_record import SCREENED
-from exitserve.checkpoint import BLOCK, context_length_of, parse_multi_exit, read_config
+from exitserve.checkpoint.block import BLOCK, context_length_of, parse_multi_exit, read_config
+from exitserve.checkpoint.calibration import SCREENED
+from exitserve.checkpoint.hub import BLOCK_FILE
 from exitserve.errors import ExitServeError
-from exitserve.hub import BLOCK_FILE
 from exitserve.policy import (
     AUTO,
     BY_CONFIDENCE,
@@ -65,7 +65,7 @@ def with_adapter(args: argparse.Namespace) -> argparse.Namespace:
     """
     if args.adapter is None:
         return argparse.Namespace(**vars(args), model_name=str(args.model))
-    from exitserve.adapters import merged_checkpoint
+    from exitserve.checkpoint.adapters import merged_checkpoint
 
     revision = getattr(args, "revision", None)
     merged = merged_checkpoint(str(args.model), args.adapter, revision)

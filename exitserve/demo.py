@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.arguments import exit_fields, threshold_label
-from exitserve.checkpoint import parse_multi_exit, read_config
+from exitserve.checkpoint.block import parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.arguments import add_adapter, add_revision, with_adapter
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     BLOCK,
     MultiExit,
     check_exit_layers,
@@ -24,11 +24,11 @@ from exitserve.checkpoint import (
     read_config,
     write_multi_exit,
 )
+from exitserve.checkpoint.files import check_new_folder
+from exitserve.checkpoint.first_layers import layer_of
+from exitserve.checkpoint.hub import CARD, files_beside_weights, local_checkpoint
+from exitserve.checkpoint.weights import INDEX, StoredTensor, read_weights, weight_files
 from exitserve.errors import ExitServeError, shown
-from exitserve.files import check_new_folder
-from exitserve.first_layers import layer_of
-from exitserve.hub import CARD, files_beside_weights, local_checkpoint
-from exitserve.stored_weights import INDEX, StoredTensor, read_weights, weight_files
 
 DESCRIPTION = """\
 Write a copy of a checkpoint that names its exits, for one that was trained elsewhere.
@@ -123,7 +123,7 @@ def exit_layers_of(
         ExitServeError: the checkpoint has the block already, is of no supported family, or names
             no exits, or the layers do not fit it.
     """
-    from exitserve.decoder import FAMILIES  # loads torch
+    from exitserve.checkpoint.decoder import FAMILIES  # loads torch
 
     if BLOCK in config:
         raise ExitServeError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from exitserve.calibration_record import Calibration, ModeCalibration, OperatingPoint
+from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import ExitServeError, nearest, shown
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
@@ -179,7 +179,7 @@ class ExitRules:
     modes: tuple[Mode, ...] = ("off", "confidence", "defer", "fixed")
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"
-    """How confidence is computed: one of `exitserve.calibration_record.CRITERIA`."""
+    """How confidence is computed: one of `exitserve.checkpoint.calibration.CRITERIA`."""
     screens_file: str | None = None
     """The file of the screens that leave out checks (`MultiExit.screens_file`); None: every check
     is made."""

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exitserve.checkpoint.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
 from exitserve.costs import break_even_rates
-from exitserve.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
 from exitserve.policy import ALWAYS, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve.screens import Screens, load_screens
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
@@ -476,7 +476,7 @@ def load_reference(
     """
     from transformers import AutoModelForCausalLM
 
-    from exitserve.checkpoint import MultiExit, read_multi_exit
+    from exitserve.checkpoint.block import MultiExit, read_multi_exit
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     model = model.to(roomy_device(model) if device == "auto" else device)

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exitserve.calibration_record import SCREENS_FOLDER
+from exitserve.checkpoint.calibration import SCREENS_FOLDER
+from exitserve.checkpoint.files import replace_file
+from exitserve.checkpoint.hub import hub_file
 from exitserve.errors import ExitServeError
-from exitserve.files import replace_file
-from exitserve.hub import hub_file
 from exitserve.policy import ALWAYS, NEVER
 
 KNOTS = (0.005, 0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)

@@ -123,7 +123,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from exitserve.checkpoint import MultiExit, read_config, write_multi_exit
+        from exitserve.checkpoint.block import MultiExit, read_config, write_multi_exit
         from exitserve.screens import save_screens
 
         key = f"{family}-{exits}-{sorted(changes.items())}"
@@ -228,7 +228,7 @@ def make_adapter(tmp_path: Path, merged_cache: Path) -> Callable[..., Path]:
         import torch
         from safetensors.torch import load_file, save_file
 
-        from exitserve.checkpoint import MultiExit, write_multi_exit
+        from exitserve.checkpoint.block import MultiExit, write_multi_exit
 
         drawn, rank = torch.Generator().manual_seed(1), 3
         transposed = config.get("fan_in_fan_out", False)

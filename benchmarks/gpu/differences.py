@@ -24,7 +24,7 @@ import torch
 from stages import StageError
 from torch import Tensor
 
-from exitserve.checkpoint import BLOCK
+from exitserve.checkpoint.block import BLOCK
 
 STEP, COARSER, COARSEST = 0.4, 1.15, 4.0
 """Steps of a row, in its root mean square: the first, times what if the files are too large, and at

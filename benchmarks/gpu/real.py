@@ -79,7 +79,7 @@ def _take_up(earlier: Path, base: Path, out: Path) -> None:
     if not list(earlier.glob("adapter.0")):
         differences.take_up(base, earlier, out)
         return
-    from exitserve.adapters import merged_checkpoint
+    from exitserve.checkpoint.adapters import merged_checkpoint
 
     adapter = out.with_name(f"{out.name}-adapter")
     parts = differences.parts_of(earlier, "adapter")

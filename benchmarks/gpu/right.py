@@ -28,7 +28,7 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from exitserve.arguments import drafting_options
 from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import PLAIN, Fields, Setting, policy_of
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.reference import load_reference
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from exitserve.arguments import drafting_options
 from exitserve.bench.settings import OFF, PLAIN, Setting
-from exitserve.checkpoint import MultiExit, write_multi_exit
-from exitserve.draft_tokens import save_draft_tokens
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
+from exitserve.checkpoint.draft_tokens import save_draft_tokens
 
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 NGRAM = Setting(mode="rival", rival="ngram")

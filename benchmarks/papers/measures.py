@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from exitserve.decoder import capture_hidden
+from exitserve.checkpoint.decoder import capture_hidden
 from exitserve_training.classification import evaluation as classification
 from exitserve_training.classification.inputs import batch_rows, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples

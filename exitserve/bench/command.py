@@ -29,10 +29,10 @@ from exitserve.arguments import (
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
 from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, draft_layers, make_settings
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
+from exitserve.checkpoint.hub import local_checkpoint
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.hub import local_checkpoint
 from exitserve.policy import AUTO, ExitRules
 
 UNCALIBRATED = "0.7"

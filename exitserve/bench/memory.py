@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from exitserve.bench.settings import BenchJob
-from exitserve.checkpoint import context_length_of, read_config
+from exitserve.checkpoint.block import context_length_of, read_config
 from exitserve.costs import DTYPE_BYTES, DecoderShape, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
 from exitserve.costs import serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 

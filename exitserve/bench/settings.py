@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from exitserve import policy
 from exitserve.arguments import drafting_options, exit_fields, in_modes, threshold_label
-from exitserve.calibration_record import SCREENED
+from exitserve.checkpoint.calibration import SCREENED
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, EXACT, ExitPolicy, ExitRules
 

@@ -19,7 +19,7 @@ from exitserve.calibration.bounds import Gambler, min_pieces, p_value
 from exitserve.calibration.outcomes import Outcome, Summary, summarise
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import Target, wrong_ends
-from exitserve.calibration_record import OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.costs import TokenCosts
 from exitserve.policy import ExitPolicy, Mode
 

@@ -22,13 +22,7 @@ from exitserve.calibration.options import (
     check_text,
     targets_of,
 )
-from exitserve.calibration_record import (
-    CALIBRATED_MODES,
-    EXIT_CHECKS,
-    SCREENS_FOLDER,
-    Calibration,
-)
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     MultiExit,
     block_file,
     check_exit_layers,
@@ -36,9 +30,15 @@ from exitserve.checkpoint import (
     parse_multi_exit,
     read_config,
 )
+from exitserve.checkpoint.calibration import (
+    CALIBRATED_MODES,
+    EXIT_CHECKS,
+    SCREENS_FOLDER,
+    Calibration,
+)
+from exitserve.checkpoint.files import check_writable, is_writable, link_files
+from exitserve.checkpoint.hub import BLOCK_FILE, is_adapter, local_adapter, local_checkpoint
 from exitserve.errors import ExitServeError
-from exitserve.files import check_writable, is_writable, link_files
-from exitserve.hub import BLOCK_FILE, is_adapter, local_adapter, local_checkpoint
 from exitserve.policy import BY_CONFIDENCE, Mode
 
 if TYPE_CHECKING:
@@ -291,8 +291,8 @@ def calibrate(
     from exitserve.calibration.page import provenance_of, report
     from exitserve.calibration.pieces import check_enough, split_pieces
     from exitserve.calibration.run import Calibrator
+    from exitserve.checkpoint.draft_tokens import most_frequent
     from exitserve.costs import serving_dtype
-    from exitserve.draft_tokens import most_frequent
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
@@ -441,8 +441,8 @@ def _write(
     """
     from dataclasses import replace
 
-    from exitserve.checkpoint import write_multi_exit
-    from exitserve.draft_tokens import FILE, save_draft_tokens
+    from exitserve.checkpoint.block import write_multi_exit
+    from exitserve.checkpoint.draft_tokens import FILE, save_draft_tokens
     from exitserve.screens import save_screens
 
     if target != directory:

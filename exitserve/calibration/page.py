@@ -15,7 +15,7 @@ from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
 from exitserve.calibration.screening import screening
-from exitserve.calibration_record import Calibration
+from exitserve.checkpoint.calibration import Calibration
 from exitserve.report import (
     machine,
     machine_line,

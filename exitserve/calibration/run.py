@@ -40,9 +40,9 @@ from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_e
 from exitserve.calibration.screening import fit_screens
 from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
-from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.decoder import hidden_of
 from exitserve.costs import TokenCosts
-from exitserve.decoder import hidden_of
 from exitserve.policy import EXACT, ExitPolicy, Mode
 from exitserve.progress import StepProgress
 from exitserve.reference import Reference

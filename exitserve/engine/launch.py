@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
 from exitserve.costs import serving_dtype, shape_of
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, make_rules, rules_from

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.draft_tokens import load_draft_tokens
+from exitserve.checkpoint.draft_tokens import load_draft_tokens
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.head import DraftHead

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exitserve.calibration_record import ALL, EXIT_CHECKS, SCREENED, Calibration, ModeCalibration
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     MultiExit,
     check_exit_layers,
     num_layers_of,
     parse_multi_exit,
+)
+from exitserve.checkpoint.calibration import (
+    ALL,
+    EXIT_CHECKS,
+    SCREENED,
+    Calibration,
+    ModeCalibration,
 )
 from exitserve.costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest

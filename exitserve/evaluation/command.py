@@ -23,7 +23,7 @@ from exitserve.arguments import (
     thresholds_of,
     with_adapter,
 )
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 from exitserve.evaluation.settings import EvalJob, make_settings
@@ -135,7 +135,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     Raises:
         ExitServeError: an argument is wrong.
     """
-    from exitserve.hub import local_checkpoint
+    from exitserve.checkpoint.hub import local_checkpoint
     from exitserve.windows import read_documents
 
     if args.data is None and not args.prompt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from exitserve.checkpoint.files import replace_file
 from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
 from exitserve.evaluation.settings import (
@@ -15,7 +16,6 @@ from exitserve.evaluation.settings import (
     EvalJob,
 )
 from exitserve.evaluation.trace import Trace, traced_tokens
-from exitserve.files import replace_file
 from exitserve.reference import Reference
 from exitserve.report import machine, versions
 from exitserve.windows import Window

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from exitserve.calibration_record import Criterion, Layer, Number
+from exitserve.checkpoint.calibration import Criterion, Layer, Number
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Look, Looks, Reference
 

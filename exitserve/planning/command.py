@@ -16,13 +16,13 @@ from exitserve.arguments import (
     batch_sizes_of,
     calibrated_checks,
 )
-from exitserve.calibration_record import SCREENED
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     check_exit_layers,
     parse_multi_exit,
     read_config,
     read_json_object,
 )
+from exitserve.checkpoint.calibration import SCREENED
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.step_costs.devices import DEVICES

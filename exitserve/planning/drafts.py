@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from exitserve.draft_tokens import ROWS, WORTH_CUTTING
+from exitserve.checkpoint.draft_tokens import ROWS, WORTH_CUTTING
 from exitserve.step_costs.curves import StepCosts
 from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from exitserve.arguments import add_adapter, add_revision, threshold_or_auto, with_adapter
-from exitserve.calibration_record import EXIT_CHECKS
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
+from exitserve.checkpoint.calibration import EXIT_CHECKS
 from exitserve.engine.launch import (
     check_rules,
     engine_options,

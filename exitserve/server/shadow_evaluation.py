@@ -29,7 +29,7 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from exitserve.calibration_record import CALIBRATED_MODES
+from exitserve.checkpoint.calibration import CALIBRATED_MODES
 from exitserve.engine.requests import policy_of
 from exitserve.policy import AUTO, ExitRules, TraceKeys
 from exitserve.server.metrics import ShadowMetrics, Thresholds

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exitserve.checkpoint import BLOCK
+from exitserve.checkpoint.block import BLOCK
+from exitserve.checkpoint.first_layers import COUNTS
 from exitserve.engine.launch import runs_on_v2
 from exitserve.engine.options import FIXED_SCALES, QUANTISED, has_fixed_activation_scales
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import COUNTS
 from exitserve.policy import ExitRules
 
 PLAIN = "serve this checkpoint with `vllm serve`"

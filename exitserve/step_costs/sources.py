@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exitserve.checkpoint import context_length_of
+from exitserve.checkpoint.block import context_length_of
 from exitserve.costs import DecoderShape, TokenCosts, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.step_costs.curves import StepCosts

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from exitserve.checkpoint import MultiExit
-from exitserve.hub import CARD
+from exitserve.checkpoint.block import MultiExit
+from exitserve.checkpoint.hub import CARD
 from exitserve.truncation.perplexity import Perplexity
 
 LICENCE_KEYS = ("license", "license_name", "license_link")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import add_adapter, add_revision, check_context, with_adapter
-from exitserve.checkpoint import context_length_of, num_layers_of, read_config
+from exitserve.checkpoint.block import context_length_of, num_layers_of, read_config
+from exitserve.checkpoint.first_layers import check_depth, doubt, trained_depths
 from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import check_depth, doubt, trained_depths
 
 if TYPE_CHECKING:
     from exitserve.truncation.fit import Sizes
@@ -115,9 +115,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     """The job, the sizes of the full model, and the budget in bytes of `--to-fit`."""
-    from exitserve.files import check_new_folder
-    from exitserve.hub import local_checkpoint
-    from exitserve.stored_weights import read_weights
+    from exitserve.checkpoint.files import check_new_folder
+    from exitserve.checkpoint.hub import local_checkpoint
+    from exitserve.checkpoint.weights import read_weights
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
     from exitserve.truncation.run import TruncationJob, check_family, check_names
 

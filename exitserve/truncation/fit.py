@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exitserve.checkpoint import num_layers_of
+from exitserve.checkpoint.block import num_layers_of
+from exitserve.checkpoint.first_layers import layer_of
+from exitserve.checkpoint.weights import StoredTensor
 from exitserve.costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import layer_of
-from exitserve.stored_weights import StoredTensor
 
 USABLE = 0.9
 """Share of a budget for weights and cache; vLLM takes about this share of a GPU by default."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from exitserve.checkpoint import context_length_of, read_config
-from exitserve.decoder import capture_hidden, decoder_parts
+from exitserve.checkpoint.block import context_length_of, read_config
+from exitserve.checkpoint.decoder import capture_hidden, decoder_parts
 from exitserve.errors import ExitServeError
 from exitserve.reference import roomy_device
 from exitserve.windows import load_tokenizer, read_text, texts_of_rows

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.checkpoint import check_exit_layers, num_layers_of, parse_multi_exit
-from exitserve.decoder import FAMILIES
+from exitserve.checkpoint.block import check_exit_layers, num_layers_of, parse_multi_exit
+from exitserve.checkpoint.decoder import FAMILIES
+from exitserve.checkpoint.files import check_new_folder
+from exitserve.checkpoint.first_layers import cut_config, layer_of
+from exitserve.checkpoint.hub import CARD, files_beside_weights
+from exitserve.checkpoint.weights import StoredWeights, write_weights
 from exitserve.errors import ExitServeError
-from exitserve.files import check_new_folder
-from exitserve.first_layers import cut_config, layer_of
-from exitserve.hub import CARD, files_beside_weights
-from exitserve.stored_weights import StoredWeights, write_weights
 from exitserve.truncation.card import Truncation, licence_of, model_card
 from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 

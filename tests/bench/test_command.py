@@ -14,8 +14,8 @@ import pytest
 from exitserve.bench import prompts
 from exitserve.bench.command import add_command, job_of
 from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
 
 CONFIG = {

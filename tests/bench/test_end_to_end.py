@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exitserve.bench import engines
 from exitserve.bench.command import add_command
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)

@@ -16,7 +16,7 @@ from exitserve.agreement import FullDepthPass
 from exitserve.calibration import options, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
-from exitserve.checkpoint import read_config, read_multi_exit
+from exitserve.checkpoint.block import read_config, read_multi_exit
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
 from exitserve.policy import ExitPolicy

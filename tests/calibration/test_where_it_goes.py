@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exitserve.adapters import merged_checkpoint
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.adapters import merged_checkpoint
+from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.draft_tokens import load_draft_tokens, save_draft_tokens
 from exitserve.cli import main
-from exitserve.draft_tokens import load_draft_tokens, save_draft_tokens
 from exitserve.engine.launch import check_rules
 from exitserve.screens import KNOTS, Screen, save_screens
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.server.local_server import LocalServer, free_port, stop
 
 from ..forks import ForkedServer, PythonProcess

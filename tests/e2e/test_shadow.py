@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.calibration_record import OperatingPoint
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer

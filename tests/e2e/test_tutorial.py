@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.server.local_server import free_port, stop
 
 from ..written import ROOT, Checkout, blocks

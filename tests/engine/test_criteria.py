@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from exitserve.draft_tokens import save_draft_tokens
+from exitserve.checkpoint.draft_tokens import save_draft_tokens
 
 
 @pytest.mark.parametrize(("kind", "every"), [("verify", 2), ("defer", 0), (None, 0), (None, 2)])

@@ -58,7 +58,7 @@ def test_plain_vllm_says_what_the_layer_says(
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
-    from exitserve.decoder import capture_hidden, decoder_parts
+    from exitserve.checkpoint.decoder import capture_hidden, decoder_parts
 
     full = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
     parts = decoder_parts(full)

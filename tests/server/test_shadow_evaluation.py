@@ -19,7 +19,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, TraceKeys
 from exitserve.server import shadow_evaluation

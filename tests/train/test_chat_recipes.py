@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 
 pytestmark = pytest.mark.nightly
 

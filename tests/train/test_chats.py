@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from exitserve.checkpoint import MultiExit
+from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.arguments import training_arguments
 from exitserve_training.chats import ChatTrainer, chat_collator, load_chats

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exitserve.decoder import capture_hidden, decoder_parts
+from exitserve.checkpoint.decoder import capture_hidden, decoder_parts
 from exitserve.policy import ExitPolicy
 from exitserve.reference import OracleTrace, Reference
 from exitserve_kernels.exit_check import check_logits

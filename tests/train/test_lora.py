@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from exitserve.adapters import merged_checkpoint
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.adapters import merged_checkpoint
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.parts import model_parts
 from exitserve_training.tokenization import train_bpe

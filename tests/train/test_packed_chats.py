@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from exitserve.decoder import FAMILIES
+from exitserve.checkpoint.decoder import FAMILIES
 from exitserve.windows import read_documents
 from exitserve_training.chats import PackedChats, packed_chats, write_held_out
 from exitserve_training.forward import ExitPass

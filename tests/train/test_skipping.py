@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from exitserve.decoder import decoder_parts
+from exitserve.checkpoint.decoder import decoder_parts
 from exitserve_training.objectives.objective import LossInputs
 
 MakeSkips = Callable[..., Any]

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 
 TINY = Path(__file__).parents[2] / "training" / "recipes" / "tiny" / "aligned.yaml"
 MakeRecipe = Callable[..., Path]

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from exitserve.calibration.command import _write
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.engine.launch import check_rules
 from exitserve.screens import KNOTS, Screen, load_screens, save_screens
 

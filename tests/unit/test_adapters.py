@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exitserve.adapters import merged_checkpoint
-from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.adapters import merged_checkpoint
+from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.hub import BLOCK_FILE
+from exitserve.checkpoint.weights import weight_files
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve.hub import BLOCK_FILE
 from exitserve.screens import load_screens, save_screens
-from exitserve.stored_weights import weight_files
 
 from ..conftest import random_screens
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.calibration_record import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.engine.options import make_rules
 from exitserve.errors import ExitServeError
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     MultiExit,
     check_exit_layers,
     read_config,
     read_multi_exit,
     write_multi_exit,
 )
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
 
 CALIBRATION = Calibration(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from exitserve.bench.rivals import check_rivals
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.demo import compared, shown, verdict
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from exitserve import draft_tokens
-from exitserve.draft_tokens import FILE, load_draft_tokens, most_frequent, save_draft_tokens
+from exitserve.checkpoint import draft_tokens
+from exitserve.checkpoint.draft_tokens import (
+    FILE,
+    load_draft_tokens,
+    most_frequent,
+    save_draft_tokens,
+)
 from exitserve.errors import ExitServeError
 
 

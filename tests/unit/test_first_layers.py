@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from exitserve.errors import ExitServeError
-from exitserve.first_layers import (
+from exitserve.checkpoint.first_layers import (
     beyond,
     check_depth,
     cut_config,
     layer_of,
 )
+from exitserve.errors import ExitServeError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exitserve.bench.command import job_of as bench_job
-from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.cli import build_parser
 from exitserve.engine.launch import check_rules, engine_options
 from exitserve.errors import ExitServeError

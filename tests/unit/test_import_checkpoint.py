@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from exitserve.checkpoint import BLOCK, read_multi_exit
+from exitserve.checkpoint.block import BLOCK, read_multi_exit
 from exitserve.cli import main
 
 MakeCheckpoint = Callable[..., Path]

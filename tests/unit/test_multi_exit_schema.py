@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.checkpoint import parse_multi_exit, read_multi_exit
+from exitserve.checkpoint.block import parse_multi_exit, read_multi_exit
 from exitserve.engine.options import make_rules
 from exitserve.errors import ExitServeError
 

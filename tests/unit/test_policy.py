@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.calibration_record import Calibration, ModeCalibration, OperatingPoint
+from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import LONGEST_LINE, ExitServeError
 from exitserve.policy import (
     FIELDS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exitserve.decoder import FAMILIES
+from exitserve.checkpoint.decoder import FAMILIES
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference, roomy_device
 

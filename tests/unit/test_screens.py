@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve.screens import KNOTS, Screen, load_screens, save_screens
 

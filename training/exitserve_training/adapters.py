@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.recipe import Lora, Recipe
 

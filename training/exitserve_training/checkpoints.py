@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
 
-from exitserve.checkpoint import MultiExit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.forward import AUXILIARY, MultiExitForward
 

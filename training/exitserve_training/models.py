@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.losses import OutputHead
 from exitserve_training.parts import ENCODERS, ENDINGS, TRAINABLE, VISION, Task

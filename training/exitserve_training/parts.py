@@ -1,6 +1,6 @@
 """The parts of a model that training needs: decoders, masked encoders, and classifiers.
 
-Decoders are taken apart as serving does it (`exitserve.decoder`). Encoders and classifiers can be
+Decoders are taken apart as serving does it (`exitserve.checkpoint.decoder`). Encoders and classifiers can be
 trained with several exits too, and classifiers run with early exit
 (`exitserve_training.classification`).
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from exitserve.decoder import FAMILIES, decoder_parts
+from exitserve.checkpoint.decoder import FAMILIES, decoder_parts
 from exitserve.errors import ExitServeError
 from exitserve_training.losses import OutputHead
 

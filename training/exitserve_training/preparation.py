@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from exitserve.checkpoint import MultiExit
+from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.augmentation import Augmentation
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder

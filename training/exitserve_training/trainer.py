@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from exitserve.checkpoint import MultiExit
+from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.adapters import merged, save_adapter, with_adapters
 from exitserve_training.checkpoints import MultiExitCheckpoints

@@ -1,7 +1,7 @@
 """The head of drafts: the rows of the LM head that belong to frequent tokens, or all of them.
 
 The judge reads the whole head, so with a part of it nothing is lost but drafts of rare tokens
-(`exitserve.draft_tokens`).
+(`exitserve.checkpoint.draft_tokens`).
 
 Shapes: B rows, D hidden, N tokens that may be drafted.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from exitserve.engine.compat.weights import readable_head
+from exitserve.engine.compat.weights import PackedLinear, readable_head
 
 
 class DraftHead:
@@ -25,20 +24,20 @@ class DraftHead:
         """Takes vLLM's head and its processor, and the tokens [N] to draft; None for all."""
         self._lm_head, self._processor, self._ids = lm_head, processor, token_ids
         self._prepared = False
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
+        self._part: PackedLinear | None = None
+        """The rows of the tokens [N]; None where the whole head drafts."""
 
     def tokens(self, normed: Tensor) -> Tensor:
         """[B] int64: the most likely token of each normed state [B, D]."""
         if not self._prepared:  # weights are loaded once the first states are there
             self._prepared = True
             self._prepare(normed.device)
-        if self._weight is None or self._ids is None:
+        if self._part is None or self._ids is None:
             bias = getattr(self._lm_head, "bias", None)
             found: Tensor = self._processor.get_top_tokens(self._lm_head, normed, bias)
             return found
         # Caps and scales of logits are increasing: the largest stays the largest.
-        return self._ids[linear(normed, self._weight, self._bias).argmax(dim=-1)]
+        return self._ids[self._part(normed).argmax(dim=-1)]
 
     def _prepare(self, device: torch.device) -> None:
         """Copies the rows, where they are fewer and can be read."""
@@ -50,5 +49,5 @@ class DraftHead:
         head = readable_head(self._lm_head, self._processor, columns, none)
         if head is not None:
             self._ids = self._ids.to(device)
-            self._weight = head.weight[self._ids].contiguous()
-            self._bias = None if head.bias is None else head.bias[self._ids]
+            bias = None if head.bias is None else head.bias[self._ids]
+            self._part = PackedLinear(head.weight[self._ids], bias)

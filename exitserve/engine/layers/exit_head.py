@@ -104,7 +104,7 @@ class ExitHead:
             model: a `Family`.
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
-            criterion: what confidence is, one of `exitserve.calibration_record.CRITERIA`.
+            criterion: what confidence is, one of `exitserve.checkpoint.calibration.CRITERIA`.
             screens: by exit layer, what decides which rows are worth a check; where there is none,
                 every check is made.
             break_even: by exit layer, the chance to pass from which a check pays.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 

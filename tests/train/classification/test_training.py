@@ -15,7 +15,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
 
 Build = Callable[..., dict[str, Any]]

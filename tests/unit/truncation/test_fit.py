@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
+from exitserve.checkpoint.weights import read_weights
 from exitserve.costs import serving_dtype
 from exitserve.errors import ExitServeError
-from exitserve.stored_weights import read_weights
 from exitserve.truncation.fit import (
     USABLE,
     Load,

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exitserve.calibration_record import Calibration, OperatingPoint
-from exitserve.checkpoint import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.decoder import FAMILIES, capture_hidden, decoder_parts
+from exitserve.checkpoint.weights import INDEX
 from exitserve.cli import main
-from exitserve.decoder import FAMILIES, capture_hidden, decoder_parts
-from exitserve.stored_weights import INDEX
 
 EXPERTS = {"num_experts_per_tok": 2}
 WINDOWS = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from exitserve.checkpoint.weights import INDEX, SINGLE, read_weights, write_weights
 from exitserve.errors import ExitServeError
-from exitserve.stored_weights import INDEX, SINGLE, read_weights, write_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool)
 SHAPES = ((), (0,), (3,), (5, 7), (2, 3, 4))

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from exitserve.checkpoint import MultiExit, read_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_multi_exit
 from exitserve.report import machine, versions
 from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
@@ -49,8 +49,6 @@ class ClassificationSettings:
     repeats: int = 3
     exit_layers: list[int] | None = None
     """None: those of the checkpoint."""
-    limit: int | None = None
-    """The number of inputs to run, spread over all."""
     fields: Mapping[str, Any] | None = None
     """`text_field` and the like, as a recipe's `data` has them."""
 
@@ -97,21 +95,15 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
 
 
 def read_inputs(settings: ClassificationSettings, config: PreTrainedConfig) -> Examples:
-    """The inputs that the settings name, with what is known of their classes or numbers."""
+    """The inputs that the settings name, with what is known of their classes."""
     recipe = data_from(
         {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
     )
-    examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
-    if settings.limit is None:
-        return examples
-    # Evenly spread: files are often sorted by class.
-    step = max(len(examples) / settings.limit, 1.0)
-    count = min(settings.limit, len(examples))
-    return examples.at([int(number * step) for number in range(count)])
+    return read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
 
 
 def load_classifier(path: str) -> PreTrainedModel:
-    """A classifier or regression, ready to predict, on the GPU if there is one."""
+    """A classifier, ready to predict, on the GPU if there is one."""
     model = load_model(path, "class")
     model.train(False)
     if torch.cuda.is_available():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exitserve.arguments import add_adapter, with_adapter
-from exitserve.checkpoint import read_config
+from exitserve.checkpoint.block import read_config
 from exitserve.errors import ExitServeError
 from exitserve_training.classification.command import add_data_arguments, data_fields
 

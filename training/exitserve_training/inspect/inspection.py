@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from exitserve.checkpoint import read_multi_exit
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve.report import machine, versions
 from exitserve_training.inspect import plots

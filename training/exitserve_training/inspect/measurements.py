@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from exitserve.decoder import capture_hidden
+from exitserve.checkpoint.decoder import capture_hidden
 from exitserve_training.inspect.condensation import Condensation
 from exitserve_training.inspect.data import InspectionData
 from exitserve_training.losses import effective_rank, layer_quality

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from exitserve.decoder import capture_outputs, hidden_of
+from exitserve.checkpoint.decoder import capture_outputs, hidden_of
 from exitserve_training.losses import OutputHead
 from exitserve_training.models import load_model
 from exitserve_training.parts import model_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from exitserve.calibration_record import SCREENS_FOLDER
+from exitserve.checkpoint.calibration import SCREENS_FOLDER
 from exitserve.errors import ExitServeError
 
 CARD = "README.md"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.checkpoint import BLOCK, num_layers_of, parse_multi_exit
+from exitserve.checkpoint.block import BLOCK, num_layers_of, parse_multi_exit
 from exitserve.errors import ExitServeError
 
 COUNTS = ("num_hidden_layers", "n_layer")

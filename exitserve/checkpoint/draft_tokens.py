@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from exitserve.checkpoint.files import replace_file
+from exitserve.checkpoint.hub import hub_file
 from exitserve.errors import ExitServeError
-from exitserve.files import replace_file
-from exitserve.hub import hub_file
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from exitserve.checkpoint.first_layers import beyond
 from exitserve.errors import ExitServeError
-from exitserve.first_layers import beyond
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.calibration_record import SCREENS_FOLDER
-from exitserve.checkpoint import (
+from exitserve.checkpoint.block import (
     BLOCK,
     check_exit_layers,
     num_layers_of,
@@ -36,10 +35,10 @@ from exitserve.checkpoint import (
     read_config,
     read_json_object,
 )
-from exitserve.draft_tokens import FILE as DRAFT_TOKENS
-from exitserve.errors import ExitServeError, shown
-from exitserve.files import replace_file
-from exitserve.hub import (
+from exitserve.checkpoint.calibration import SCREENS_FOLDER
+from exitserve.checkpoint.draft_tokens import FILE as DRAFT_TOKENS
+from exitserve.checkpoint.files import replace_file
+from exitserve.checkpoint.hub import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BLOCK_FILE,
@@ -48,7 +47,8 @@ from exitserve.hub import (
     local_adapter,
     local_checkpoint,
 )
-from exitserve.stored_weights import INDEX, StoredTensor, read_weights, weight_files
+from exitserve.checkpoint.weights import INDEX, StoredTensor, read_weights, weight_files
+from exitserve.errors import ExitServeError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,16 +15,16 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from exitserve.calibration_record import (
+from exitserve.checkpoint.calibration import (
     SCREENS_FOLDER,
     Calibration,
     Criterion,
     Layer,
     json_of,
 )
+from exitserve.checkpoint.files import replace_file
+from exitserve.checkpoint.hub import BLOCK_FILE, hub_file, is_adapter
 from exitserve.errors import ExitServeError, shown
-from exitserve.files import replace_file
-from exitserve.hub import BLOCK_FILE, hub_file, is_adapter
 
 BLOCK = "multi_exit"
 VERSION = 1
