@@ -23,10 +23,10 @@ from typing import Any
 
 import synthetic
 
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.skipping import expected_seconds, forced_seconds
+from exitserve.costs.sources import CostSource, step_costs
 from exitserve.report import machine, markdown_table, versions, write_json
-from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.skipping import expected_seconds, forced_seconds
-from exitserve.step_costs.sources import CostSource, step_costs
 
 LAYERS = (6, 12)
 CONFIDENCE = 0.8

@@ -29,11 +29,11 @@ from exitserve.calibration.pieces import independent_windows
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.calibration.screening import LEVELS
 from exitserve.checkpoint.block import read_config, read_multi_exit
-from exitserve.costs import TokenCosts, break_even_rates
+from exitserve.costs.byte_costs import TokenCosts, break_even_rates
+from exitserve.costs.sources import measured_costs
 from exitserve.reference import load_reference
 from exitserve.report import markdown_table
 from exitserve.screens import Screen, Screens, load_screens
-from exitserve.step_costs import measured_costs
 from exitserve.windows import load_tokenizer, read_documents, windows_of
 
 WINDOW, PROMPT, SEED = 256, 32, 0

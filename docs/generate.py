@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from exitserve.step_costs.sources import CostSource
+    from exitserve.costs.sources import CostSource
 
 DOCS = Path(__file__).parent
 BEGIN = "<!-- {name}: written by docs/generate.py -->"
@@ -216,7 +216,7 @@ GAINS = (1.0, 1.3, 1.6)
 @cache
 def costs_of(shape: str, gpu: str) -> CostSource:
     """What the parts of a step cost at least, by the GPU's figures."""
-    from exitserve.step_costs.sources import step_costs
+    from exitserve.costs.sources import step_costs
 
     config = json.loads((DOCS / "shapes" / f"{shape}.json").read_text(encoding="utf-8"))
     return step_costs(config, batch_sizes=BATCHES, context=CONTEXT, device=gpu)
@@ -290,7 +290,7 @@ def skipped(gpu: str = "h100") -> str:
 
 def acceptances() -> str:
     """The share of drafts that must be accepted to gain so much, at batch 8."""
-    from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
+    from exitserve.costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 
     def least(shape: str, depth: float, wanted: float) -> str:
         costs = costs_of(shape, "h100").costs

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from exitserve.checkpoint.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
-from exitserve.costs import break_even_rates
+from exitserve.costs.byte_costs import break_even_rates
 from exitserve.policy import ALWAYS, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
 from exitserve.screens import Screens, load_screens
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of

@@ -94,7 +94,7 @@ def random_screens(config: dict[str, Any], exits: tuple[int, ...]) -> dict[int, 
     """Screens that let through some normed states, the same whatever the threshold."""
     import torch
 
-    from exitserve.costs import break_even_rates
+    from exitserve.costs.byte_costs import break_even_rates
     from exitserve.screens import KNOTS, Screen
 
     size = config.get("hidden_size", config.get("n_embd"))

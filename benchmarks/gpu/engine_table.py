@@ -1,6 +1,6 @@
 """The stage of engines: early exit beside plain vLLM, on random weights.
 
-The limit is that of bytes (`exitserve.costs`): what a step at full depth must read, over what the
+The limit is that of bytes (`exitserve.costs.byte_costs`): what a step at full depth must read, over what the
 steps read as they happened.
 """
 
@@ -20,7 +20,13 @@ from stages import StageError, StageOutcome, StageRun, say
 
 from exitserve.bench.measures import spread, steps_of
 from exitserve.bench.settings import PLAIN
-from exitserve.costs import DecoderShape, DecodeStep, full_depth, limit_speedup, step_bytes
+from exitserve.costs.byte_costs import (
+    DecoderShape,
+    DecodeStep,
+    full_depth,
+    limit_speedup,
+    step_bytes,
+)
 from exitserve.report import markdown_table
 
 HEADERS = [

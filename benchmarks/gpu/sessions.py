@@ -22,7 +22,7 @@ from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.measures import Timing, timing_of
 from exitserve.bench.rivals import speculation_of
 from exitserve.bench.settings import PLAIN, Setting
-from exitserve.costs import DecoderShape, shape_of
+from exitserve.costs.byte_costs import DecoderShape, shape_of
 from exitserve.errors import ExitServeError
 
 START_SECONDS = 240

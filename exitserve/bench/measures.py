@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exitserve.bench.settings import Setting
-from exitserve.costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
+from exitserve.costs.byte_costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 
 NOISE = 0.02

@@ -11,7 +11,7 @@ from typing import Any
 
 from exitserve.bench.settings import BenchJob
 from exitserve.checkpoint.block import context_length_of, read_config
-from exitserve.costs import DTYPE_BYTES, DecoderShape, serving_dtype, shape_of
+from exitserve.costs.byte_costs import DTYPE_BYTES, DecoderShape, serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 
 BLOCK_TOKENS = 128

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint.block import read_config
-from exitserve.costs import serving_dtype, shape_of
+from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.errors import ExitServeError
 
 DRAFTS = 4

@@ -37,7 +37,7 @@ from exitserve.bench.rivals import extra_memory
 from exitserve.bench.schedule import rounds_of
 from exitserve.bench.settings import PLAIN, BenchJob, Setting
 from exitserve.checkpoint.block import read_config
-from exitserve.costs import shape_of
+from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.progress import ShareProgress

@@ -20,7 +20,7 @@ from exitserve.calibration.outcomes import Outcome, Summary, summarise
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import Target, wrong_ends
 from exitserve.checkpoint.calibration import OperatingPoint
-from exitserve.costs import TokenCosts
+from exitserve.costs.byte_costs import TokenCosts
 from exitserve.policy import ExitPolicy, Mode
 
 CONFIDENT = 2.0

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.risks import Target
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.calibration.unfinished import Recall
-    from exitserve.costs import TokenCosts
+    from exitserve.costs.byte_costs import TokenCosts
     from exitserve.progress import StepProgress
     from exitserve.reference import Reference
     from exitserve.windows import Documents, Window
@@ -292,7 +292,7 @@ def calibrate(
     from exitserve.calibration.pieces import check_enough, split_pieces
     from exitserve.calibration.run import Calibrator
     from exitserve.checkpoint.draft_tokens import most_frequent
-    from exitserve.costs import serving_dtype
+    from exitserve.costs.byte_costs import serving_dtype
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
@@ -365,7 +365,7 @@ def _job(
     from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.choice import end_limit
     from exitserve.calibration.run import CalibrationJob
-    from exitserve.costs import break_even_rates
+    from exitserve.costs.byte_costs import break_even_rates
 
     return CalibrationJob(
         target=targets[0],
@@ -382,8 +382,8 @@ def _job(
 
 def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
     """What the parts of a token cost, at a context of half a window."""
-    from exitserve.costs import serving_dtype, shape_of, token_bytes
-    from exitserve.step_costs import measured_costs
+    from exitserve.costs.byte_costs import serving_dtype, shape_of, token_bytes
+    from exitserve.costs.sources import measured_costs
 
     context = args.window // 2
     if args.costs == BYTES:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exitserve.calibration.scores import ExitScores
-from exitserve.costs import TokenCosts
+from exitserve.costs.byte_costs import TokenCosts
 from exitserve.policy import NEVER
 
 PRICES = tuple(1000.0 * 0.5**step for step in range(13))

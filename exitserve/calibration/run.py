@@ -42,7 +42,7 @@ from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.checkpoint.decoder import hidden_of
-from exitserve.costs import TokenCosts
+from exitserve.costs.byte_costs import TokenCosts
 from exitserve.policy import EXACT, ExitPolicy, Mode
 from exitserve.progress import StepProgress
 from exitserve.reference import Reference

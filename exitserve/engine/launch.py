@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exitserve.checkpoint.block import read_config
-from exitserve.costs import serving_dtype, shape_of
+from exitserve.costs.byte_costs import serving_dtype, shape_of
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.drafting import Drafting, drafts_by_batch
+from exitserve.costs.sources import step_costs
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, make_rules, rules_from
 from exitserve.errors import ExitServeError
 from exitserve.policy import NUM_DRAFTS, ExitRules
-from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.drafting import Drafting, drafts_by_batch
-from exitserve.step_costs.sources import step_costs
 
 DEFAULT_CPU_CACHE_GIB = "1"
 EXPERIMENTAL = (
@@ -182,7 +182,7 @@ def draft_table(
 
 def _costs_here(config: Mapping[str, Any]) -> StepCosts | None:
     """What the parts of a step cost on this GPU, or on a CPU; None for an unknown GPU."""
-    from exitserve.step_costs.devices import cpu_costs, device_called
+    from exitserve.costs.devices import cpu_costs, device_called
 
     found = gpu()
     if found is None:

@@ -19,7 +19,7 @@ from exitserve.checkpoint.calibration import (
     Calibration,
     ModeCalibration,
 )
-from exitserve.costs import break_even_rates
+from exitserve.costs.byte_costs import break_even_rates
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     AUTO,

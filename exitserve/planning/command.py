@@ -23,9 +23,9 @@ from exitserve.checkpoint.block import (
     read_json_object,
 )
 from exitserve.checkpoint.calibration import SCREENED
-from exitserve.costs import DTYPE_BYTES, shape_of
+from exitserve.costs.byte_costs import DTYPE_BYTES, shape_of
+from exitserve.costs.devices import DEVICES
 from exitserve.errors import ExitServeError
-from exitserve.step_costs.devices import DEVICES
 
 MAX_BATCH_SIZE = 512
 SHOWN_SIZES = 3
@@ -105,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
+    from exitserve.costs.curves import PRECISION
+    from exitserve.costs.sources import step_costs
     from exitserve.planning.run import make_plan
     from exitserve.report import prepare_out_dir
-    from exitserve.step_costs.curves import PRECISION
-    from exitserve.step_costs.sources import step_costs
 
     out = None if args.out is None else prepare_out_dir(args.out, overwrite=args.overwrite)
 

@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 from exitserve.checkpoint.draft_tokens import ROWS, WORTH_CUTTING
-from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 
 ACCEPTANCES = (0.7, 0.8, 0.9)
 """Of a draft, for which gains are shown. Training for the draft layer decides it."""

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.skipping import least_share, segment_seconds, speedup
+from exitserve.costs.curves import Curve, StepCosts
+from exitserve.costs.skipping import least_share, segment_seconds, speedup
 
 LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
 """(share of the depth, part of the exits that are at or before it)."""

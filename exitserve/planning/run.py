@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exitserve.costs import DecoderShape
+from exitserve.costs.byte_costs import DecoderShape
+from exitserve.costs.curves import PRECISION, StepCosts
+from exitserve.costs.skipping import break_even_share, speedup
+from exitserve.costs.sources import CostSource
 from exitserve.planning.drafts import ASSUMED, draft_layers, drafting_table
 from exitserve.planning.recommend import (
     LEFT_BY,
@@ -20,9 +23,6 @@ from exitserve.planning.recommend import (
     verdict,
 )
 from exitserve.report import machine, versions
-from exitserve.step_costs.curves import PRECISION, StepCosts
-from exitserve.step_costs.skipping import break_even_share, speedup
-from exitserve.step_costs.sources import CostSource
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""

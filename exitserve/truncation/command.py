@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exitserve.arguments import add_adapter, add_revision, check_context, with_adapter
 from exitserve.checkpoint.block import context_length_of, num_layers_of, read_config
 from exitserve.checkpoint.first_layers import check_depth, doubt, trained_depths
-from exitserve.costs import serving_dtype
+from exitserve.costs.byte_costs import serving_dtype
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 from exitserve.checkpoint.block import num_layers_of
 from exitserve.checkpoint.first_layers import layer_of
 from exitserve.checkpoint.weights import StoredTensor
-from exitserve.costs import DTYPE_BYTES, shape_of
+from exitserve.costs.byte_costs import DTYPE_BYTES, shape_of
 from exitserve.errors import ExitServeError
 
 USABLE = 0.9
@@ -99,7 +99,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: 
     Args:
         config: its `config.json`.
         tensors: all of the checkpoint's.
-        dtype: in which it is served, one of `exitserve.costs.DTYPE_BYTES`.
+        dtype: in which it is served, one of `exitserve.costs.byte_costs.DTYPE_BYTES`.
 
     Raises:
         ExitServeError: the config lacks a size, or the dtype is unknown.

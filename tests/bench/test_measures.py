@@ -14,7 +14,7 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.settings import OFF, PLAIN, Setting
-from exitserve.costs import DecoderShape, DecodeStep
+from exitserve.costs.byte_costs import DecoderShape, DecodeStep
 from exitserve.errors import ExitServeError
 
 SHAPE = DecoderShape(

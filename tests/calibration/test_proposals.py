@@ -15,7 +15,7 @@ from exitserve.calibration.proposals import (
     propose,
 )
 from exitserve.calibration.scores import ExitScores
-from exitserve.costs import TokenCosts
+from exitserve.costs.byte_costs import TokenCosts
 
 COSTS = TokenCosts(num_layers=12, layer=1.0, fill=0.1, check=0.8, head=0.8)
 TOKENS = 400

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.costs.curves import Curve, StepCosts
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_against_bench.py"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from exitserve.cli import main
-from exitserve.step_costs.devices import DEVICES
+from exitserve.costs.devices import DEVICES
 
 LLAMA_3_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -49,7 +49,7 @@ def llama(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a fraction of a second."""
-    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
+    monkeypatch.setattr("exitserve.costs.timing.SECONDS", 0.05)
 
 
 def test_the_plan_of_a_table(
@@ -154,7 +154,7 @@ def test_bad_models_give_one_line(
 
 def test_importing_the_command_loads_nothing_heavy() -> None:
     code = (
-        "import sys; import exitserve.planning.command, exitserve.step_costs.sources;"
+        "import sys; import exitserve.planning.command, exitserve.costs.sources;"
         "print(sorted({'torch', 'vllm', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exitserve.costs.curves import Curve, StepCosts
+from exitserve.costs.skipping import expected_seconds, speedup
 from exitserve.planning.recommend import (
     MOST_LAYERS,
     WORTH,
@@ -17,8 +19,6 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
-from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.skipping import expected_seconds, speedup
 
 
 def flat(seconds: float, more: float = 0.0) -> Curve:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.costs import (
+from exitserve.costs.byte_costs import (
     DecoderShape,
     DecodeStep,
     break_even,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.weights import read_weights
-from exitserve.costs import serving_dtype
+from exitserve.costs.byte_costs import serving_dtype
 from exitserve.errors import ExitServeError
 from exitserve.truncation.fit import (
     USABLE,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.costs import (
+from exitserve.costs.byte_costs import (
     DecoderShape,
     DecodeStep,
     break_even,
@@ -19,9 +19,9 @@ from exitserve.costs import (
     shape_of,
     step_bytes,
 )
-from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.devices import Device, roofline
-from exitserve.step_costs.skipping import (
+from exitserve.costs.curves import Curve, StepCosts
+from exitserve.costs.devices import Device, roofline
+from exitserve.costs.skipping import (
     break_even_share,
     expected_seconds,
     forced_seconds,

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.sources import MOST_TOKENS
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.sources import MOST_TOKENS
 
 MOST_DRAFTS = MOST_TOKENS - 1
 

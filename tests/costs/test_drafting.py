@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from exitserve.step_costs.devices import DEVICES, device_called
-from exitserve.step_costs.drafting import (
+from exitserve.costs.devices import DEVICES, device_called
+from exitserve.costs.drafting import (
     Drafting,
     best_drafts,
     drafting_speedup,
     drafts_by_batch,
     tokens_of,
 )
-from exitserve.step_costs.sources import step_costs
+from exitserve.costs.sources import step_costs
 
 LLAMA_3_8B = {
     "num_hidden_layers": 32,

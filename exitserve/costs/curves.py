@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from exitserve.costs import TokenCosts
+from exitserve.costs.byte_costs import TokenCosts
 
 PRECISION = 0.5
 """Of the tokens that the screens of a model of 12 layers let through to a check at threshold 0.6,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from exitserve.step_costs.curves import Curve
+from exitserve.costs.curves import Curve
 
 
 def test_a_curve_is_straight_between_points_and_zero_at_no_row() -> None:

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exitserve.step_costs.timing.SECONDS", 0.05)
+    monkeypatch.setattr("exitserve.costs.timing.SECONDS", 0.05)

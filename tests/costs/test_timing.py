@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from exitserve.step_costs.sources import step_costs
-from exitserve.step_costs.timing import time_step
+from exitserve.costs.sources import step_costs
+from exitserve.costs.timing import time_step
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exitserve.checkpoint.block import context_length_of
-from exitserve.costs import DecoderShape, TokenCosts, serving_dtype, shape_of
+from exitserve.costs.byte_costs import DecoderShape, TokenCosts, serving_dtype, shape_of
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.devices import FIGURES_NOTE, device_named, roofline
 from exitserve.errors import ExitServeError
-from exitserve.step_costs.curves import StepCosts
-from exitserve.step_costs.devices import FIGURES_NOTE, device_named, roofline
 
 MOST_TOKENS = 9
 """Of a request in a step: eight drafts and one more."""
@@ -45,7 +45,7 @@ def step_costs(
         dtype: of weights and cache; None for what vLLM would choose.
         batch_sizes: numbers of rows that decode together.
         context: tokens that each row's attention reads.
-        device: a name in `exitserve.step_costs.devices.DEVICES`; None to measure this machine.
+        device: a name in `exitserve.costs.devices.DEVICES`; None to measure this machine.
         progress: called with the share of the timing that is done, 0..1.
 
     Raises:
@@ -96,7 +96,7 @@ def _measured(
     context: int,
     progress: Callable[[float], None],
 ) -> CostSource:
-    from exitserve.step_costs.timing import UNSTEADY, time_step  # loads torch
+    from exitserve.costs.timing import UNSTEADY, time_step  # loads torch
 
     found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
     notes = []

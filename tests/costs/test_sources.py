@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from exitserve.step_costs import measured_costs
-from exitserve.step_costs.sources import rows_to_time, step_costs
+from exitserve.costs.sources import measured_costs, rows_to_time, step_costs
 
 LLAMA_3_8B: dict[str, Any] = {
     "num_hidden_layers": 32,

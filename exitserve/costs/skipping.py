@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import comb
 
-from exitserve.step_costs.curves import Curve, StepCosts
+from exitserve.costs.curves import Curve, StepCosts
 
 SCREEN = 0.01
 """What a screen costs, as a share of a check: D x D / 8 numbers beside D x V."""

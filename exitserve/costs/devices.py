@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exitserve.costs import DecoderShape
+from exitserve.costs.byte_costs import DecoderShape
+from exitserve.costs.curves import Curve, StepCosts
 from exitserve.errors import ExitServeError, nearest
-from exitserve.step_costs.curves import Curve, StepCosts
 
 FIGURES_NOTE = "vendors' figures, unverified"
 

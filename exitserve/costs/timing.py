@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exitserve.costs import DecoderShape
+from exitserve.costs.byte_costs import DecoderShape
+from exitserve.costs.curves import Curve, StepCosts
+from exitserve.costs.devices import ENGINE_SECONDS
 from exitserve.errors import ExitServeError
 from exitserve.report import machine
-from exitserve.step_costs.curves import Curve, StepCosts
-from exitserve.step_costs.devices import ENGINE_SECONDS
 from exitserve_kernels.exit_check import check_logits
 
 SECONDS = 4.0
