@@ -23,7 +23,7 @@ from exitserve.calibration.pieces import independent_windows, model_continuation
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference, load_reference
-from exitserve.report import machine, markdown_table, versions, write_json
+from exitserve.reporting.report import machine, markdown_table, versions, write_json
 from exitserve.windows import load_tokenizer, read_documents, windows_of
 
 SEED = 7

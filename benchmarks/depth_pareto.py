@@ -26,7 +26,13 @@ from exitserve.calibration.proposals import Proposal, propose
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.costs.byte_costs import TokenCosts
 from exitserve.reference import load_reference
-from exitserve.report import machine, markdown_table, prepare_out_dir, versions, write_json
+from exitserve.reporting.report import (
+    machine,
+    markdown_table,
+    prepare_out_dir,
+    versions,
+    write_json,
+)
 from exitserve.windows import load_tokenizer, read_documents, windows_of
 from exitserve_kernels.exit_check import CRITERIA
 

@@ -26,7 +26,7 @@ import synthetic
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.skipping import expected_seconds, forced_seconds
 from exitserve.costs.sources import CostSource, step_costs
-from exitserve.report import machine, markdown_table, versions, write_json
+from exitserve.reporting.report import machine, markdown_table, versions, write_json
 
 LAYERS = (6, 12)
 CONFIDENCE = 0.8

@@ -32,7 +32,7 @@ from exitserve.checkpoint.block import read_config, read_multi_exit
 from exitserve.costs.byte_costs import TokenCosts, break_even_rates
 from exitserve.costs.sources import measured_costs
 from exitserve.reference import load_reference
-from exitserve.report import markdown_table
+from exitserve.reporting.report import markdown_table
 from exitserve.screens import Screen, Screens, load_screens
 from exitserve.windows import load_tokenizer, read_documents, windows_of
 

@@ -32,7 +32,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import WordLevelTrainer
 from transformers import PreTrainedTokenizerFast
 
-from exitserve.report import markdown_table
+from exitserve.reporting.report import markdown_table
 
 GB = 10**9
 MIB = 2**20

@@ -30,7 +30,7 @@ ENGINE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 def add_out_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Adds `--out` and `--overwrite`, for `exitserve.report.prepare_out_dir`."""
+    """Adds `--out` and `--overwrite`, for `exitserve.reporting.report.prepare_out_dir`."""
     help_text = "where the report goes" if required else "also write a report there"
     parser.add_argument("--out", required=required, metavar="DIR", help=help_text)
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")

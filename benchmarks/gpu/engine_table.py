@@ -27,7 +27,7 @@ from exitserve.costs.byte_costs import (
     limit_speedup,
     step_bytes,
 )
-from exitserve.report import markdown_table
+from exitserve.reporting.report import markdown_table
 
 HEADERS = [
     "case",

@@ -109,7 +109,7 @@ def card() -> dict[str, Any] | None:
 
 def facts() -> dict[str, Any]:
     """Where and with what: `date`, `commit`, `card`, `cuda`, `machine`, `versions`."""
-    from exitserve.report import machine, versions
+    from exitserve.reporting.report import machine, versions
 
     where, gpu = machine(), card()  # without torch, so it does not ask CUDA either
     if gpu is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from stages import StageOutcome
 
 from exitserve.bench.measures import label_of
-from exitserve.report import markdown_table
+from exitserve.reporting.report import markdown_table
 
 Report = Mapping[str, Any]
 """A command's report.json."""

@@ -297,7 +297,7 @@ def _in_order(outcomes: Mapping[str, StageOutcome]) -> dict[str, StageOutcome]:
 
 def _write(out: Path, facts: dict[str, Any], outcomes: dict[str, StageOutcome]) -> None:
     """The tables, and all numbers."""
-    from exitserve.report import write_json
+    from exitserve.reporting.report import write_json
 
     stages = {
         name: {"seconds": outcome.seconds, "failures": outcome.failures, **outcome.data}
@@ -319,7 +319,7 @@ def _keep_logs(folder: Path, out: Path) -> None:
 
 def _page(facts: dict[str, Any], outcomes: dict[str, StageOutcome]) -> str:
     """All tables, then what failed."""
-    from exitserve.report import machine_line
+    from exitserve.reporting.report import machine_line
 
     card = facts["card"] or {"name": "no GPU", "driver": "-"}
     parts = [

@@ -28,7 +28,7 @@ import liger
 import torch
 from torch import Tensor
 
-from exitserve.report import machine, machine_line, markdown_table, versions, write_json
+from exitserve.reporting.report import machine, machine_line, markdown_table, versions, write_json
 
 if TYPE_CHECKING:
     from results import OperationRun

@@ -32,7 +32,7 @@ import torch
 from cases import all_cases
 from timing import HEADERS, copy_bandwidth, measured
 
-from exitserve.report import machine, machine_line, markdown_table, versions, write_json
+from exitserve.reporting.report import machine, machine_line, markdown_table, versions, write_json
 
 ROOT = Path(__file__).parents[2]
 

@@ -32,7 +32,7 @@ from tables import (
     variants,
 )
 
-from exitserve.report import PLOT_DPI, markdown_table
+from exitserve.reporting.report import PLOT_DPI, markdown_table
 
 PAGES = RESULTS.parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from exitserve.report import machine, versions, write_json
+from exitserve.reporting.report import machine, versions, write_json
 from exitserve_training.pipeline import train
 from exitserve_training.recipe import parse_recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from exitserve.report import markdown_table
+from exitserve.reporting.report import markdown_table
 from exitserve_training.inspect.plots import by_depth
 
 RESULTS = Path(__file__).parents[2] / "docs" / "papers" / "results"

@@ -201,7 +201,7 @@ def run_job(job: BenchJob, out: str | Path, *, overwrite: bool) -> dict[str, Any
         ExitServeError: the folder is not empty; or a prompt is longer than the model's context,
             which is found after the engines were started.
     """
-    from exitserve.report import prepare_out_dir
+    from exitserve.reporting.report import prepare_out_dir
 
     folder = prepare_out_dir(out, overwrite=overwrite)
     data = _compare(job, folder / "engines.log")
@@ -227,8 +227,8 @@ def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
     """Runs the comparison; what the engines write to the error stream goes to `log`."""
     from exitserve.bench import engines, schedule
     from exitserve.bench.run import compare
-    from exitserve.engine_logs import redirect_stderr, visible_stderr
-    from exitserve.progress import share_bar
+    from exitserve.reporting.engine_logs import redirect_stderr, visible_stderr
+    from exitserve.reporting.progress import share_bar
 
     with visible_stderr() as screen, redirect_stderr(log):
         engines.prepare(job)
@@ -241,7 +241,7 @@ def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.bench import page
-    from exitserve.report import publish, terminal_table
+    from exitserve.reporting.report import publish, terminal_table
 
     rows = page.short_rows(data["cases"])
     shown = [

@@ -40,8 +40,8 @@ from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
-from exitserve.progress import ShareProgress
-from exitserve.report import machine, versions
+from exitserve.reporting.progress import ShareProgress
+from exitserve.reporting.report import machine, versions
 
 
 def compare(job: BenchJob, parts: Mapping[str, float], progress: ShareProgress) -> dict[str, Any]:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.calibration.unfinished import Recall
     from exitserve.costs.byte_costs import TokenCosts
-    from exitserve.progress import StepProgress
     from exitserve.reference import Reference
+    from exitserve.reporting.progress import StepProgress
     from exitserve.windows import Documents, Window
 
 SEED = 0
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         ExitServeError: an argument is wrong, or the text is too little.
     """
     from exitserve.calibration.unfinished import UnfinishedWork
-    from exitserve.progress import step_bars
+    from exitserve.reporting.progress import step_bars
 
     _modes(args)
     base, args = args.model, with_adapter(args)
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         )
         raise
     from exitserve.calibration.page import show_report
-    from exitserve.report import prepare_out_dir
+    from exitserve.reporting.report import prepare_out_dir
 
     kept = any(point.thresholds for point in calibration.by_name().values())
     try:
@@ -203,7 +203,7 @@ def _own_checks() -> str:
 
 def _all_that_decides(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """What the results of a calibration depend on; files by size and time."""
-    from exitserve.report import versions
+    from exitserve.reporting.report import versions
 
     files = [Path(args.data), *sorted(directory.glob("*.safetensors")), directory / "config.json"]
     states = [
@@ -220,7 +220,7 @@ def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Pat
         ExitServeError: one of them cannot be written to, which should not be found out at the end.
     """
     from exitserve.calibration.unfinished import FILE
-    from exitserve.report import prepare_out_dir
+    from exitserve.reporting.report import prepare_out_dir
 
     folders = [one for one in (directory, directory / SCREENS_FOLDER) if one.is_dir()]
     if args.out is None:

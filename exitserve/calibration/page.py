@@ -16,7 +16,7 @@ from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
 from exitserve.calibration.screening import screening
 from exitserve.checkpoint.calibration import Calibration
-from exitserve.report import (
+from exitserve.reporting.report import (
     machine,
     machine_line,
     markdown_table,

@@ -44,8 +44,8 @@ from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.checkpoint.decoder import hidden_of
 from exitserve.costs.byte_costs import TokenCosts
 from exitserve.policy import EXACT, ExitPolicy, Mode
-from exitserve.progress import StepProgress
 from exitserve.reference import Reference
+from exitserve.reporting.progress import StepProgress
 from exitserve.screens import Screen, Screens
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 

@@ -36,7 +36,7 @@ from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import Curve, StepCosts
 from exitserve.costs.devices import ENGINE_SECONDS
 from exitserve.errors import ExitServeError
-from exitserve.report import machine
+from exitserve.reporting.report import machine
 from exitserve_kernels.exit_check import check_logits
 
 SECONDS = 4.0

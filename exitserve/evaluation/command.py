@@ -93,12 +93,12 @@ def run(args: argparse.Namespace) -> int:
         ExitServeError: an argument is wrong.
     """
     job = job_of(args)
-    from exitserve.engine_logs import redirect_stderr, visible_stderr
     from exitserve.evaluation.run import evaluate, write_traces
     from exitserve.evaluation.settings import SEED, TRACED_TOKENS
-    from exitserve.progress import share_bar
     from exitserve.reference import load_reference
-    from exitserve.report import prepare_out_dir
+    from exitserve.reporting.engine_logs import redirect_stderr, visible_stderr
+    from exitserve.reporting.progress import share_bar
+    from exitserve.reporting.report import prepare_out_dir
     from exitserve.windows import load_tokenizer, windows_of
 
     tokenizer = load_tokenizer(job.directory)
@@ -167,7 +167,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
 
 def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.evaluation import page
-    from exitserve.report import publish, terminal_table
+    from exitserve.reporting.report import publish, terminal_table
 
     rows = page.text_rows(data["cases"])
     shown = [terminal_table(page.title_of(data), page.SHORT_HEADERS, rows)]

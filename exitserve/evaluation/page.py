@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exitserve.evaluation.settings import label_of
-from exitserve.report import machine_line, markdown_table
+from exitserve.reporting.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from exitserve.evaluation.settings import (
 )
 from exitserve.evaluation.trace import Trace, traced_tokens
 from exitserve.reference import Reference
-from exitserve.report import machine, versions
+from exitserve.reporting.report import machine, versions
 from exitserve.windows import Window
 
 NOT_TIMED: dict[str, Any] = {

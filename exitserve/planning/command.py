@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from exitserve.costs.curves import PRECISION
     from exitserve.costs.sources import step_costs
     from exitserve.planning.run import make_plan
-    from exitserve.report import prepare_out_dir
+    from exitserve.reporting.report import prepare_out_dir
 
     out = None if args.out is None else prepare_out_dir(args.out, overwrite=args.overwrite)
 
@@ -155,7 +155,7 @@ def _batch_sizes(text: str) -> list[int]:
 
 def _with_progress(measure: Callable[[Callable[[float], None]], Any]) -> Any:
     """Runs a measurement under a bar."""
-    from exitserve.progress import share_bar
+    from exitserve.reporting.progress import share_bar
 
     with share_bar(transient=True) as progress:
         return measure(lambda done: progress("timing the parts of a step", done))
@@ -163,7 +163,7 @@ def _with_progress(measure: Callable[[Callable[[float], None]], Any]) -> Any:
 
 def _publish(data: dict[str, Any], out: Path | None) -> None:
     from exitserve.planning import page
-    from exitserve.report import publish, terminal_table
+    from exitserve.reporting.report import publish, terminal_table
 
     headers, rows = page.layer_headers(data, SHOWN_SIZES), page.layer_rows(data, SHOWN_SIZES)
     choices = page.choice_rows(data)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.planning.drafts import ASSUMED
 from exitserve.planning.run import gain_of, shown_layers
-from exitserve.report import machine_line, markdown_table
+from exitserve.reporting.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

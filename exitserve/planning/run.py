@@ -22,7 +22,7 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
-from exitserve.report import machine, versions
+from exitserve.reporting.report import machine, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""

@@ -75,8 +75,8 @@ def _truncate(args: argparse.Namespace) -> int:
     _check(args)
     from rich.console import Console
 
-    from exitserve.progress import byte_bar
-    from exitserve.report import terminal_table
+    from exitserve.reporting.progress import byte_bar
+    from exitserve.reporting.report import terminal_table
     from exitserve.truncation.fit import depth_table
     from exitserve.truncation.run import truncate
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from exitserve.bench.page import SHORT_HEADERS, markdown, plot, short_rows
-from exitserve.report import terminal_table
+from exitserve.reporting.report import terminal_table
 
 
 def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dict[str, Any]:

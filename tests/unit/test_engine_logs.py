@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.engine_logs import redirect_stderr, visible_stderr
+from exitserve.reporting.engine_logs import redirect_stderr, visible_stderr
 
 
 def noise() -> None:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from exitserve.progress import share_bar, step_bars
+from exitserve.reporting.progress import share_bar, step_bars
 
 
 def test_a_share_of_the_work_gives_a_line_for_each_description() -> None:

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from exitserve.errors import ExitServeError
-from exitserve.report import (
+from exitserve.reporting.report import (
     prepare_out_dir,
     publish,
     terminal_table,

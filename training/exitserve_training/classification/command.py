@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
 stops at the first exit layer where it is confident enough, and the others go on without it.
-Writes predictions.jsonl, report.json, report.md and a plot, with the time of the full model on
+Writes predictions.jsonl, report.json and report.md, with the time of the full model on
 the same batches beside it."""
 _EXAMPLES = """\
 examples:
@@ -52,7 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats", type=int, default=3, help="timed rounds, after one that warms up (default 3)"
     )
-    parser.add_argument("--limit", type=int, help="only so many inputs, spread over all")
     add_data_arguments(parser)
     parser.set_defaults(run=_classify)
     return parser
@@ -97,7 +96,7 @@ def _classify(args: argparse.Namespace) -> int:
             raise ExitServeError(
                 f"--exit-threshold {threshold:g} is not between 0 and 1; 1 means that none stops."
             )
-    for option in ("batch_size", "repeats", "limit"):
+    for option in ("batch_size", "repeats"):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise ExitServeError(f"--{option.replace('_', '-')} {value} must be at least 1.")
@@ -111,23 +110,21 @@ def _classify(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         repeats=args.repeats,
         exit_layers=layers,
-        limit=args.limit,
         fields=data_fields(args),
     )
     return _classify_with_exits(args, settings)
 
 
 def _classify_with_exits(args: argparse.Namespace, settings: ClassificationSettings) -> int:
-    from exitserve.report import prepare_out_dir, write_report
+    from exitserve.reporting.report import prepare_out_dir, write_report
     from exitserve_training.classification.evaluation import classify
-    from exitserve_training.classification.page import HEADERS, exits_figure, markdown, rows
+    from exitserve_training.classification.page import HEADERS, markdown, rows
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
     found = classify(settings)
-    figures = {"exits": exits_figure(found.report)}
-    write_report(out, found.report, markdown(found.report), figures)
+    write_report(out, found.report, markdown(found.report), {})
     found.write_predictions(out / "predictions.jsonl")
-    _print(found.report, HEADERS, rows(found.report), f"Report, predictions and plot: {out}")
+    _print(found.report, HEADERS, rows(found.report), f"Report and predictions: {out}")
     return 0
 
 
@@ -136,7 +133,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from exitserve.report import terminal_table
+    from exitserve.reporting.report import terminal_table
 
     console = Console()
     title = f"{report['inputs']:,} inputs, {report['model']}"

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from exitserve.checkpoint.block import MultiExit, read_multi_exit
-from exitserve.report import machine, versions
+from exitserve.reporting.report import machine, versions
 from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from exitserve.report import machine_line, markdown_table
+from exitserve.reporting.report import machine_line, markdown_table
 
 HEADERS = (
     "threshold",
@@ -64,32 +62,10 @@ def markdown(report: Mapping[str, Any]) -> str:
             "",
             markdown_table(["threshold", *[f"layer {layer}" for layer in layers]], exits),
             "",
-            "![exits](exits.png)",
-            "",
             machine_line(report),
             "",
         ]
     )
-
-
-def exits_figure(report: Mapping[str, Any]) -> Figure:
-    """Inputs by the layer they stopped at, for each threshold (the paper's figure 5)."""
-    layers = [*report["exit_layers"], report["num_layers"]]
-    ways = report["thresholds"]
-    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(ways)
-    for number, way in enumerate(ways):
-        places = [place - 0.4 + width * (number + 0.5) for place in range(len(layers))]
-        counts = [way["exits"][str(layer)] for layer in layers]
-        label = f"threshold {way['threshold']:g}: depth speedup {way['depth_speedup']:.2f}"
-        axes.bar(places, counts, width=width, label=label)
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
-    axes.set_xlabel("layer an input stopped at")
-    axes.set_ylabel("inputs")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def _share(value: float | None) -> str:

@@ -81,7 +81,7 @@ def _inspect(args: argparse.Namespace) -> int:
     _check(args)
     from rich.console import Console
 
-    from exitserve.report import prepare_out_dir, terminal_table, write_report
+    from exitserve.reporting.report import prepare_out_dir, terminal_table, write_report
     from exitserve_training.inspect.inspection import InspectionSettings, inspect
     from exitserve_training.inspect.page import HEADERS, markdown, rows, summary
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
-from exitserve.report import machine, versions
+from exitserve.reporting.report import machine, versions
 from exitserve_training.inspect import plots
 from exitserve_training.inspect.condensation import trend
 from exitserve_training.inspect.data import InspectionData, load_inspection_data, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.report import machine_line, markdown_table
+from exitserve.reporting.report import machine_line, markdown_table
 
 HEADERS = (
     "depth",

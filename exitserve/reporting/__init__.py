@@ -1,0 +1,1 @@
+"""How commands report: files, tables, progress, and what engines print."""
