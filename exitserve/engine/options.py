@@ -123,7 +123,10 @@ def _rules_at(
         block: the checkpoint's.
     """
     eos, num_layers = options.get("eos_threshold"), num_layers_of(config)
-    screens = None if choose(options, "exit_checks", EXIT_CHECKS) == ALL else block.screens_file
+    wanted = options.get("exit_checks", SCREENED)
+    if wanted not in EXIT_CHECKS:
+        raise ExitServeError(f"exit_checks must be {' or '.join(EXIT_CHECKS)}, not {wanted!r}.")
+    screens = None if wanted == ALL else block.screens_file
     found = block.calibration
     other_checks = found is not None and found.exit_checks != (ALL if screens is None else SCREENED)
     calibration, promised = _as_served(
@@ -192,18 +195,6 @@ def _exits_up_to(options: Mapping[str, Any], mode: str) -> int | None:
             "many tokens as pay for the size of the batch; leave it out, or add --mode confidence."
         )
     return most
-
-
-def choose(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str:
-    """Returns option `name`, by default the first allowed value.
-
-    Raises:
-        ExitServeError: it has another value.
-    """
-    value = options.get(name, allowed[0])
-    if value not in allowed:
-        raise ExitServeError(f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}.")
-    return str(value)
 
 
 def _default_policy(

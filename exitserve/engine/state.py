@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -34,8 +33,6 @@ class EngineState:
         self.rules = rules
         self.eos_token_ids = eos_token_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)
-        self.before_pass: Callable[[], None] = lambda: None
-        """Called once runner V1's batch of a pass is known."""
         self.requests: RunningRequests | None = None
         """Set by the loop that runs them."""
 

@@ -119,10 +119,12 @@ class HostRequests:
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
         """vLLM's internal request ids, in row order."""
+        self.keep_seeds: Callable[[], None] = lambda: None
+        """Called once the batch of a pass is known."""
         state.requests = self
 
     def update(self, changes: BatchUpdate) -> None:
-        """Follows vLLM: removed, then added, then moved rows."""
+        """Follows vLLM: rows that are removed, then added, then moved."""
         for index in changes.removed:
             self._remove(index)
         # One that ended is not among the removed if another takes its row.

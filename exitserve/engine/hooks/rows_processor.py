@@ -48,11 +48,11 @@ class RowsProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called before each forward pass, with what changed in the batch."""
+        requests = self._state.requests
+        assert isinstance(requests, HostRequests), "the model was made before"
         if batch_update is not None:
-            requests = self._state.requests
-            assert isinstance(requests, HostRequests), "the model was made before"
             requests.update(batch_update)
-        self._state.before_pass()
+        requests.keep_seeds()
 
     def apply(self, logits: Tensor) -> Tensor:
         """Returns the logits [B, V] as they are."""

@@ -34,14 +34,13 @@ class ExitWorkerExtension:
             return
         self._is_attached = True
         check_version()
-        state = self._exit_state
-        requests = state.requests
+        requests = self._exit_state.requests
         if isinstance(requests, DeviceRequests):
             watch_ends(self.model_runner, requests.forget)
         elif isinstance(requests, HostRequests):
             requests.request_ids = request_ids(self.model_runner)
             requests.preempted.may_return = living_requests(self.model_runner)
-            state.before_pass = seed_keeper(self.model_runner)
+            requests.keep_seeds = seed_keeper(self.model_runner)
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start."""
