@@ -61,7 +61,7 @@ class Screen:
 
         Args:
             threshold: of the check.
-            break_even: the chance to pass from which it pays (`exitserve.costs.byte_costs.break_even`).
+            break_even: the chance to pass from which it pays (`byte_costs.break_even`).
         """
         if threshold == ALWAYS:
             return -math.inf

@@ -1,7 +1,7 @@
 """The stage of engines: early exit beside plain vLLM, on random weights.
 
-The limit is that of bytes (`exitserve.costs.byte_costs`): what a step at full depth must read, over what the
-steps read as they happened.
+The limit is that of bytes (`exitserve.costs.byte_costs`): what a step at full depth must read, over
+what the steps read as they happened.
 """
 
 from __future__ import annotations

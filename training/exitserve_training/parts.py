@@ -1,7 +1,7 @@
 """The parts of a model that training needs: decoders, masked encoders, and classifiers.
 
-Decoders are taken apart as serving does it (`exitserve.checkpoint.decoder`). Encoders and classifiers can be
-trained with several exits too, and classifiers run with early exit
+Decoders are taken apart as serving does it (`exitserve.checkpoint.decoder`). Encoders and
+classifiers can be trained with several exits too, and classifiers run with early exit
 (`exitserve_training.classification`).
 """
 
