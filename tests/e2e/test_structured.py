@@ -138,15 +138,6 @@ def test_tools(early_client, no_blanks, fields: dict[str, Any], choice: Any) -> 
     check_depth(answer, fields)
 
 
-def test_free_text_exits_by_default(early_client) -> None:
-    answer = chat(early_client, {}, response_format={"type": "text"})
-    assert min(answer["choices"][0]["exit_layers"]) < FULL_DEPTH
-    assert answer["logprobs_from"] == "exit_layer"
-    answer = chat(early_client, {"exit_threshold": 1})
-    assert min(answer["choices"][0]["exit_layers"]) == FULL_DEPTH
-    assert "logprobs_from" not in answer
-
-
 @pytest.mark.parametrize("kind", ["json", "regex", "grammar"])
 def test_a_malformed_grammar_is_the_clients_mistake(early_client, kind: str) -> None:
     from openai import BadRequestError

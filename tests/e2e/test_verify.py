@@ -165,15 +165,6 @@ def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
         assert ask(PROMPTS[3], **sampled).choices[0].text == expected
 
 
-def test_fields_that_nothing_applies_to_drafts(ask: Any, plain_complete: Complete) -> None:
-    """Who sets one does not draft, and gets plain vLLM's answer all the same."""
-    sampled = {"temperature": 1, "seed": 7}
-    free = ask(PROMPTS[0]).choices[0].token_ids
-    for field in (sampled | {"min_p": 0.2}, {"logit_bias": {str(free[2]): -100}}):
-        expected = plain_complete(PROMPTS[0], 32, options=field)["choices"][0]["text"]
-        assert ask(PROMPTS[0], **field).choices[0].text == expected
-
-
 def test_any_two_fields_together(verifying: LocalServer) -> None:
     openapi = httpx.get(f"{verifying.url}/openapi.json", timeout=60).json()
     bodies = Bodies(openapi, NAME, variety=4, modes=tuple(MODES))

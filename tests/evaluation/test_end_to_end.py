@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exitserve.cli import main
+from exitserve.evaluation.page import LOSSY
 
 HERE = Path(__file__)
 
@@ -25,7 +26,10 @@ def test_eval_end_to_end(bundled: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert full["agreement"] == 1.0 and full["mean_depth"] == 24
     assert verified["perplexity"] == full["perplexity"]
     assert early["mean_depth"] < 24
-    assert "| threshold 0.3 |" in (out / "report.md").read_text()
+    assert early["depth_speedup"] == pytest.approx(24 / early["mean_depth"], abs=1e-3)
+    page = (out / "report.md").read_text()
+    assert "| threshold 0.3 |" in page
+    assert page.index(LOSSY) < page.index("| setting"), "the warning comes first"
     assert (out / "retention.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     for name in ("trace-threshold-0.3.json", "trace-verify-0.3.json"):

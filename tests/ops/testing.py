@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -28,20 +27,6 @@ def poisoned_allocations() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         switches.fill_uninitialized_memory = fill
-
-
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Records the bytes of the largest tensor that any operation returned."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.nbytes = max(self.nbytes, tensor.nbytes)
-        return result
 
 
 def error(result: Tensor, truth: Tensor) -> float:

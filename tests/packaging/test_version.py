@@ -43,12 +43,6 @@ def test_a_tag_is_the_version(checkout: Path) -> None:
     assert version_of(checkout) == "0.2.0"
 
 
-def test_commits_after_a_tag_are_development_versions_without_a_local_part(checkout: Path) -> None:
-    commit(checkout, tag="v0.2.0")
-    commit(checkout)
-    assert version_of(checkout) == "0.2.1.dev1"
-
-
 def test_an_archive_has_the_fallback_unless_told(checkout: Path) -> None:
     assert version_of(checkout) == "0.1.0.dev0"
     assert version_of(checkout, **{PRETEND: ""}) == "0.1.0.dev0"  # a build argument not given

@@ -83,21 +83,6 @@ def test_traffic_leaves_the_last_minute_without_new_samples() -> None:
     assert window.report(now + WINDOW_SECONDS + 1)["since_start"]["tokens"] == 3
 
 
-def test_a_restarted_worker_does_not_subtract() -> None:
-    window = StatsWindow()
-    for now, tokens in enumerate((5, 2)):
-        recorder = Recorder(LAYERS, EXITS)
-        recorder.count_checks(2, 10, 3)
-        for _ in range(tokens):
-            recorder.count_token(2)
-        window.add(float(now), {0: recorder.snapshot()})
-    report = window.report(1.0)
-    assert report["since_start"]["tokens"] == 7
-    assert report["since_start"]["checks"] == 20
-    assert report["since_start"]["checks_passed"] == 6
-    assert report["last_minute"]["tokens"] == 2
-
-
 def test_exits_say_whether_their_checks_pay() -> None:
     window, recorder = StatsWindow({2: 0.4, 4: 0.2}), Recorder(LAYERS, EXITS)
     recorder.count_checks(2, 10, 3)

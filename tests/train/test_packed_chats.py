@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from exitserve.checkpoint.decoder import FAMILIES
-from exitserve.windows import read_documents
-from exitserve_training.chats import PackedChats, packed_chats, write_held_out
+from exitserve_training.chats import PackedChats, packed_chats
 from exitserve_training.forward import ExitPass
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.packing import load_packed
@@ -52,27 +49,6 @@ def test_the_first_token_of_a_chat_is_not_learnt_from_the_end_of_another() -> No
     batch = PackedChats(pad_id=1)([packed, packed])
     assert batch["labels"].tolist() == [[IGNORED, 6, 7, IGNORED, 9]] * 2
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]] * 2
-
-
-@pytest.mark.parametrize("adds_start", [False, True])
-def test_what_is_held_out_is_text_again(bundled: Path, tmp_path: Path, adds_start: bool) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(bundled)
-    start = (tokenizer.bos_token, tokenizer.bos_token_id)
-    said = [f"{start[0]}Why?\nSo.", f"{start[0]}What? {start[0]}\n"]
-    ids = [tokenizer(text)["input_ids"] for text in said]
-    if adds_start:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{start[0]} $A", special_tokens=[start]
-        )
-    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    packed = packed_chats(DatasetDict(train=rows), 64)["train"]
-    assert len(packed) == 1
-    for sequences in (packed, rows):
-        write_held_out(tmp_path / "held-out.jsonl", sequences, tokenizer)
-        texts = read_documents(tmp_path / "held-out.jsonl").texts
-        # One at the beginning is put there again by whoever reads them.
-        expected = [text.removeprefix(start[0]) for text in said] if adds_start else said
-        assert sorted(texts) == sorted(text.strip("\n") for text in expected)
 
 
 def test_a_run_packs_and_learns_the_same_tokens(

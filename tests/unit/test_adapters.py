@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,23 +72,6 @@ def test_weights_are_the_bases_and_what_is_added(
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     assert torch.equal(loaded.state_dict()[adapted[0]].bfloat16(), after[adapted[0]])
     assert AutoTokenizer.from_pretrained(merged).encode("a") == [ord("a")]
-
-
-def test_a_base_is_known_without_the_prefix_of_its_class(
-    make_checkpoint: Any, make_adapter: MakeAdapter, tmp_path: Path
-) -> None:
-    """As the hub's GPT-2 is stored, whose maps have their weights the other way round."""
-    base = make_checkpoint("gpt2")
-    bare = tmp_path / "bare"
-    shutil.copytree(base, bare)
-    tensors = {k.removeprefix("transformer."): v for k, v in tensors_of(base).items()}
-    save_file(tensors, bare / "model.safetensors", {"format": "pt"})
-    adapter = make_adapter(base, fan_in_fan_out=True)
-    merged = [tensors_of(merged_checkpoint(str(one), str(adapter))) for one in (base, bare)]
-    for name, tensor in merged[0].items():
-        assert torch.equal(merged[1][name.removeprefix("transformer.")], tensor)
-    changed = [k for k, v in tensors_of(base).items() if not torch.equal(v, merged[0][k])]
-    assert len(changed) == 6 and all(name.endswith("c_attn.weight") for name in changed)
 
 
 def test_exits_are_the_adapters_and_looked_up_at_every_start(

@@ -150,17 +150,6 @@ def test_a_shallower_row_never_lowers_the_limit(
     assert after >= before
 
 
-@given(shapes_and_rows())
-def test_the_limit_stays_below_the_depth_ratio_of_the_shallowest_row(
-    case: tuple[DecoderShape, tuple[tuple[int, int], ...]],
-) -> None:
-    """Skipped layers still cost their K/V projection and the head stays, so L / depth bounds it."""
-    shape, rows = case
-    checks = 0 if max(d for d, _ in rows) == shape.num_layers else 1
-    limit = limit_speedup(shape, [as_step(rows, checks)])
-    assert limit <= shape.num_layers / min(depth for depth, _ in rows) + 1e-9
-
-
 @given(depth=st.integers(1, 4), checks=st.integers(0, 3), context=st.integers(0, 100))
 def test_a_token_alone_costs_what_its_step_reads(depth: int, checks: int, context: int) -> None:
     """`TokenCosts` says for one token what `step_bytes` says for its step, as a share."""

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-from exitserve_training.forward import ExitPass
-from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
-
 pytestmark = pytest.mark.nightly
 
 Report = dict[str, Any]
@@ -140,25 +137,3 @@ def test_the_last_layer_stays_within_five_percent(
     report: Callable[[str], Report], name: str
 ) -> None:
     assert perplexity(report(name)) <= 1.05 * perplexity(report("ce"))
-
-
-def test_classifiers_of_their_own_can_alternate_as_aligned_training_does(
-    load: Callable[[str], Any], random_ids: Any, wrap: Any
-) -> None:
-    """The second step is plain: the last layer's cross-entropy, and nothing of the exits' heads."""
-    model, ids = load("llama"), random_ids(2, 12)
-    wrapped = wrap(model, SeparateClassifiersOptions(alternate=True))
-    for step in (0, 1, 2, 3):
-        wrapped.objectives.zero_grad()
-        loss, metrics = model(input_ids=ids, exit_pass=ExitPass(step))
-        loss.backward()
-        plain = step % 2 == 1
-        touched = [
-            p.grad is not None and bool(p.grad.any()) for p in wrapped.objectives.parameters()
-        ]
-        assert not any(touched) if plain else all(touched)
-        assert ("loss_layer_2" in metrics) == (not plain)
-        if plain:
-            assert loss.item() == pytest.approx(
-                model(input_ids=ids, labels=ids).loss.item(), rel=1e-5
-            )
