@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,12 +129,6 @@ def test_text_prompts_need_a_tokenizer(model: Path) -> None:
     assert "prompt_token_ids" in refused(model)
 
 
-def test_a_line_of_a_file_is_not_a_line_of_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
-    assert prompts.load_prompts(path) == ("a\u2028b", "c")
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -172,14 +164,6 @@ def test_every_setting_goes_first_once() -> None:
     assert all(sorted(map(str, order)) == sorted(map(str, settings)) for order in orders)
 
 
-def test_the_command_line_part_is_light_to_import() -> None:
-    code = (
-        "import sys, exitserve.bench.command\n"
-        "sys.exit(bool({'torch', 'vllm', 'matplotlib', 'rich', 'transformers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -207,12 +191,6 @@ def test_without_thresholds_the_calibrated_ones_are_measured(calibrated: Path, i
     assert [one.label for one in job.settings[2:]] == ["defer auto"]
     job = job_of(parse(write_uncalibrated(calibrated), "--prompts", ids))
     assert [one.label for one in job.settings[2:]] == ["threshold 0.7"]
-
-
-def test_calibrated_thresholds_that_are_full_depth_are_not_measured_twice(calibrated, ids) -> None:
-    arguments = (calibrated, "--prompts", ids, "--thresholds", "auto:0.999")
-    assert "leave it out" in refused(*arguments)
-    assert "run exitserve calibrate" in refused(write_uncalibrated(calibrated), *arguments[1:])
 
 
 def write_uncalibrated(model: Path) -> Path:

@@ -170,15 +170,6 @@ def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpo
     assert check_rules(model, {"mode": "confidence"}).default.by_layer
 
 
-def test_a_dry_run_writes_a_report_only(quick, model: Path, corpora) -> None:
-    research = {"confidence_level": 0.7, "generated_share": 0.0}
-    asked = ("--exit-layers", "12,18", "--target-agreement", "0.8")
-    dry = ("--dry-run", "--out", str(model / "report"))
-    assert calibrate(model, corpora[0], *asked, *dry, **research) == 0
-    assert read_multi_exit(model).calibration is None
-    assert (model / "report" / "report.md").is_file()
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -213,24 +204,6 @@ def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_p
     assert calibrate(Path(bundled), corpora[0], *more, generated_share=0.0) == 2
     said = capsys.readouterr().err.replace("\n", " ")
     assert "gives 21 windows" in said and "agreement>=0.9, which needs at least 3" in said
-
-
-def test_with_little_text_less_is_promised(quick, capsys, model: Path, corpora) -> None:
-    more = ["--mode", "defer", "--target-agreement", "0.99"]
-    assert calibrate(model, corpora[0], *more, generated_share=0.0) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "`auto` means agreement>=0.6, the strictest that could" in said
-    assert "needs 3" in said and "and had 140" in said
-    block = read_multi_exit(model)
-    assert block is not None and block.calibration is not None
-    assert block.calibration.target == "agreement>=0.6"
-    assert block.calibration.chosen.agreement == 0.6 and not block.calibration.points
-    rules = check_rules(model, {})
-    assert (
-        rules.default
-        == rules.policy_for({"exit_target": 0.6})
-        != rules.policy_for({"exit_target": 0.99})
-    )
 
 
 def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -> None:
