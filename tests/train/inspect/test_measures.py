@@ -18,7 +18,7 @@ from exitserve_training.inspect import condensation
 from exitserve_training.inspect.condensation import Condensation, trend
 from exitserve_training.inspect.generation import diversity
 from exitserve_training.inspect.probe import _logistic_regression, minimal_depth
-from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines
+from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines, nc1
 from exitserve_training.losses import mean_cosine
 
 # Sums of some thousands of float64 numbers of size 1, in another order.
@@ -43,6 +43,23 @@ def cka_by_grams(x: Tensor, y: Tensor) -> float:
     return float(top / (torch.linalg.norm(x.T @ x) * torch.linalg.norm(y.T @ y)))
 
 
+def nc1_by_loops(features: Tensor, classes: Tensor) -> float:
+    states = features.double()
+    width, names = states.shape[1], classes.unique().tolist()
+    middle = states.mean(0)
+    within = torch.zeros(width, width, dtype=torch.float64)
+    between = torch.zeros(width, width, dtype=torch.float64)
+    for name in names:
+        members = states[classes == name]
+        mean = members.mean(0)
+        for member in members:
+            within += torch.outer(member - mean, member - mean) / len(states)
+        between += torch.outer(mean - middle, mean - middle) / len(names)
+    # As rank K - 1: what rounding adds to the other eigenvalues is no variability.
+    inverse = torch.linalg.pinv(between, hermitian=True, rtol=1e-10)
+    return float(torch.trace(within @ inverse)) / len(names)
+
+
 def test_cos_matrix_is_the_mean_of_cosines() -> None:
     features = layers()
     prepared = [centred(layer) for layer in features]
@@ -59,6 +76,16 @@ def test_cka_equals_the_formula_of_gram_matrices(samples: int, width: int) -> No
     torch.testing.assert_close(
         cka_matrix(features), torch.tensor(expected, dtype=torch.float64), **EXACT
     )
+
+
+@pytest.mark.parametrize(("samples", "width"), [(40, 6), (40, 2), (8, 30)])
+def test_nc1_equals_the_loops(samples: int, width: int) -> None:
+    classes = torch.arange(samples) % 4
+    # So that classes differ in size, and their names are not 0, 1, 2, ...
+    classes[: samples // 4] = 7
+    features = cloud(samples, width) + cloud(8, width, seed=1)[classes]
+    assert nc1(features, classes) == pytest.approx(nc1_by_loops(features, classes), rel=1e-8)
+    assert nc1(features * 1e30, classes) == pytest.approx(nc1(features, classes), rel=1e-5)
 
 
 def measured(states: Tensor, mask: Tensor | None = None) -> Condensation:
