@@ -11,13 +11,12 @@ host knows all of a pass before it drafts, so requests draft as many tokens as t
 in mode "off", none of a request with a seed, whose random numbers rejection sampling would use up
 by the number of drafts, and none beyond the end of the answer.
 
-Shapes: B rows, R rows that draft, S sampled positions (B and all drafts), V vocabulary.
+Shapes: B rows, R rows that draft, S sampled positions (B and all drafts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -223,28 +222,22 @@ class DraftingRunner(CPUModelRunner):
         self._requests = RowRequests(self)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        """Prepares a pass, and tells the model which of its tokens may be final."""
+        """Prepares a pass, and tells the model which of its tokens may be final.
+
+        One without drafts is prepared and sampled as in an engine that never has any: vLLM would
+        prepare to judge its no drafts, and judge them. That takes time, and on a CPU fails where a
+        request has a top-k: it takes the maximum of all k, and of none there is none.
+        """
         self._keep_seeds()
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        with self._drafting_if(bool(drafts)):
+        drafts, speculation = scheduler_output.scheduled_spec_decode_tokens, self.speculative_config
+        self.speculative_config = speculation if drafts else None
+        try:
             found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        finally:
+            self.speculative_config = speculation
         judged = self._requests.begin(num_scheduled_tokens.tolist(), drafts, found[0])
         self.get_model().drafting.judge(judged)  # type: ignore[union-attr, operator]
         return found
-
-    @contextmanager
-    def _drafting_if(self, drafted: bool) -> Iterator[None]:
-        """Lets a pass without drafts be prepared and sampled as in an engine that never has any.
-
-        vLLM would prepare to judge its no drafts, and judge them. That takes time, and on a CPU
-        fails where a request has a top-k: it takes the maximum of all k, and of none there is none.
-        """
-        speculation = self.speculative_config
-        self.speculative_config = speculation if drafted else None
-        try:
-            yield
-        finally:
-            self.speculative_config = speculation
 
     def propose_draft_token_ids(  # type: ignore[override]  # with lists of rows, as vLLM's n-grams
         self, scheduler_output: Any, sampled: list[list[int]], *others: Any
