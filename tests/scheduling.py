@@ -25,9 +25,9 @@ OWN_SERVERS = (
     "test_data_parallel.py",
     "test_demo.py",
     "test_kv_transfer.py",
-    "test_refusals.py",
     "test_server_ends.py",
     "test_tutorial.py",
+    "test_walk.py",
 )
 """Files of `tests/e2e` that use none of the servers which the others share."""
 SHARED = {
