@@ -173,8 +173,6 @@ def serve(args: argparse.Namespace) -> int:
     ours = suit_runner(ours, args.model, args.revision)
     if rules.exit_layers and not rules.num_drafts:
         reject_unsupported_quantisation(config)
-    if rules.default.mode in ("confidence", "fixed"):
-        print(MAY_LOSE, file=sys.stderr)
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     revision = [] if args.revision is None else ["--revision", args.revision]
@@ -191,6 +189,8 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args.engine_end = end = EngineEnd()
     reject_unsupported(vllm_args, has_exits=bool(rules.exit_layers), drafts=rules.num_drafts > 0)
     add_engine_options(vllm_args, ours)
+    if rules.default.mode in ("confidence", "fixed"):
+        print(MAY_LOSE, file=sys.stderr)
     try:
         # vLLM's own command: it starts as many engines and API processes as its flags say.
         ServeSubcommand.cmd(vllm_args)

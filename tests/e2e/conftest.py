@@ -164,11 +164,10 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judging(calibrated: Path, serve: Serve) -> Iterator[LocalServer]:
     """A server that compares every answer with full depth, and whose requests may call tools.
 
-    They exit unless they say otherwise: the checkpoint is calibrated. They need the API key. Those
-    that are compared do not draft, since their logits are wanted; others do.
+    They exit unless they say otherwise: the checkpoint is calibrated. They need the API key.
     """
     options = ("--shadow-rate", 1, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    options += ("--num-drafts", 4, "--playground", "--api-key", KEY)
+    options += ("--playground", "--api-key", KEY)
     # A small model would go on with blanks for ever where the grammar lets it.
     grammar = (
         "--structured-outputs-config",
