@@ -17,7 +17,7 @@ from openai import BadRequestError, OpenAI
 from exitserve.server.local_server import LocalServer
 
 from ..soak.answers import fault, replies
-from ..soak.bodies import MODES, Bodies
+from ..soak.bodies import Bodies
 
 NAME = "exit-py"
 PROMPTS = (
@@ -167,7 +167,7 @@ def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
 
 def test_any_two_fields_together(verifying: LocalServer) -> None:
     openapi = httpx.get(f"{verifying.url}/openapi.json", timeout=60).json()
-    bodies = Bodies(openapi, NAME, variety=4, modes=tuple(MODES))
+    bodies = Bodies(openapi, NAME, variety=4, modes=("default", "off", "defer", "verify"))
     found = list(replies(verifying.url, islice(bodies.pairs(), 60)))
     assert [(body.content, fault(*rest)) for body, *rest in found if fault(*rest)] == []
     assert sum(status == 200 for _, status, _ in found) > 0.4 * len(found)

@@ -32,8 +32,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument(
         "--modes",
-        default="default,off,confidence,defer",
-        help=f"that the server takes, of {','.join(MODES)} (default %(default)s)",
+        default="default,off,confidence",
+        help=f"that the server takes, of {','.join(MODES)} (default %(default)s; where the first "
+        "layers draft: default,off,defer,verify)",
     )
     parser.add_argument("--pid", type=int, help="the server's, to see what it holds")
     parser.add_argument("--out", type=Path, help="file for the report, as JSON")

@@ -226,7 +226,7 @@ class Bodies:
     variety: int = 24
     """Values drawn of each field, and twenty times as many wrong ones; they take time to draw."""
     routes: Sequence[str] = (COMPLETIONS, CHAT)
-    modes: Sequence[str] = ("default", "off", "confidence", "defer")
+    modes: Sequence[str] = ("default", "off", "confidence")
     """Modes that the server takes, of `MODES`."""
     _pools: dict[str, list[Any]] = field(default_factory=dict)
     _wrong_values: list[Any] = field(default_factory=list)

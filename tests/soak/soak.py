@@ -32,7 +32,7 @@ def soak(
     seconds: float,
     number: int = 0,
     clients: int = 16,
-    modes: Sequence[str] = ("default", "off", "confidence", "defer"),
+    modes: Sequence[str] = ("default", "off", "confidence"),
     known: int = 32,
     variety: int = 8,
     drawn_share: float = 0.5,
