@@ -144,7 +144,6 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ),
         ("training.report_to=wandb", "its package is not installed; choose among tensorboard"),
         ("training.deepspeed=zero3.json", "DeepSpeed is not supported; shard with FSDP 2"),
-        ("router_aux_loss_coef=0.1", "a llama has no routers"),
         ("config.hiden_size=8", "'config.hiden_size' is unknown to llama. Did you mean 'hidden"),
         ("config.architecture=lama", "not supported; allowed: .* Did you mean 'llama'"),
         ("exit_layers=[4, 9]", "exit layer 9 is out of range: the model has 4 layers"),

@@ -84,6 +84,7 @@ def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
         "num_key_value_heads": 1,
         "num_local_experts": 4,
         "max_position_embeddings": 64,
+        "router_aux_loss_coef": 0.02,
     }
     lines = text_file.read_text(encoding="utf-8").splitlines()
     rows = tmp_path / "rows.jsonl"
@@ -93,7 +94,6 @@ def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
         exit_layers=[1],
         data={"files": [str(rows)], "order": "source", "sequence_length": 32},
         objectives=names,
-        router_aux_loss_coef=0.02,
     )
     assert train(recipe, "training.save_steps=4") == 0
     state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from exitserve.errors import ExitServeError
-
 
 @dataclass(frozen=True)
 class RouterBalance:
@@ -38,25 +36,12 @@ class RouterBalance:
         return found
 
 
-def router_balance(config: PreTrainedConfig, weight: float | None) -> RouterBalance | None:
-    """The balancing loss of a model; None where there is nothing to balance.
-
-    Args:
-        config: the model's.
-        weight: the recipe's `router_aux_loss_coef`; None for the model's own.
-
-    Raises:
-        ExitServeError: a weight for a model without routers.
-    """
+def router_balance(config: PreTrainedConfig) -> RouterBalance | None:
+    """The balancing loss of a model, with its own weight; None if there is nothing to balance."""
     sizes: Any = config
-    if not hasattr(sizes, "router_aux_loss_coef"):
-        if weight is not None:
-            raise ExitServeError(
-                f"recipe key 'router_aux_loss_coef' is for mixtures of experts, and a "
-                f"{config.model_type} has no routers; leave it out."
-            )
+    weight = float(getattr(sizes, "router_aux_loss_coef", 0.0))
+    if not weight:
         return None
-    weight = float(sizes.router_aux_loss_coef) if weight is None else weight
     # Mixtral has another name for it than the others.
     num_experts = getattr(sizes, "num_local_experts", None) or sizes.num_experts
-    return RouterBalance(weight, num_experts, sizes.num_experts_per_tok) if weight else None
+    return RouterBalance(weight, num_experts, sizes.num_experts_per_tok)

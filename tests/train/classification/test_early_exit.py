@@ -93,7 +93,6 @@ def test_classify_reports_and_predicts(
     assert [row["input"] for row in predictions] == sentences, "in the order of the file"
     assert sum(row["depth"] for row in predictions) == layers
     assert "wall speedup" in capsys.readouterr().out
-    assert (tmp_path / "out" / "exits.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
