@@ -17,16 +17,15 @@ PROMPT = "def read_lines(path):\n    with open(path"
 LAYERS = {6, 12, 18, 24}
 
 
-@pytest.mark.parametrize("mode", ["confidence", "defer"])
 @pytest.mark.parametrize("threshold", [0.4, 0.7])
-def test_a_completion_is_the_oracles(complete, bundled, threshold: float, mode: str) -> None:
-    answer = complete(PROMPT, 48, exit_threshold=threshold, exit_mode=mode)
+def test_a_completion_is_the_oracles(complete, bundled, threshold: float) -> None:
+    answer = complete(PROMPT, 48, exit_threshold=threshold)
     (choice,) = answer["choices"]
     reference = load_reference(str(bundled))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundled)
-    policy = ExitPolicy.confidence(threshold, mode=mode)
+    policy = ExitPolicy.confidence(threshold)
     expected = reference.decode(tokenizer.encode(PROMPT), 48, policy)
     assert choice["exit_layers"] == expected.exit_layers
     assert choice["text"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True)

@@ -102,7 +102,7 @@ def counted(found: list[int], whose: str = "calibrated") -> Counts:
     return Counter((whose, depth) for depth in found)
 
 
-@pytest.mark.parametrize("fields", [{}, {"exit_threshold": 0.5, "exit_mode": "defer"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"exit_threshold": 0.5}], ids=str)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_agreement_is_the_oracles(
     judging, early_client, calibrated, point, fields, sampled
@@ -116,7 +116,7 @@ def test_agreement_is_the_oracles(
     reference = load_reference(str(calibrated))
     told = ExitPolicy.calibrated(point, mode="confidence")
     if fields:
-        told = ExitPolicy.confidence(0.5, mode="defer")
+        told = ExitPolicy.confidence(0.5)
     for choice in answer["choices"]:
         start = len(choice["prompt_token_ids"])
         ids = [*choice["prompt_token_ids"], *choice["token_ids"]]

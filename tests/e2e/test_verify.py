@@ -14,6 +14,8 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
+from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
 from exitserve.server.local_server import LocalServer
 
 from ..soak.answers import fault, replies
@@ -110,52 +112,29 @@ def test_grammars_and_penalties(ask: Any) -> None:
     assert json.loads(ask(PROMPTS[2], **grammar).choices[0].text).keys() == {"name", "count"}
 
 
-def test_requests_choose_their_mode(ask: Any) -> None:
-    early = {"exit_threshold": 0.2, "exit_trace": True}
-    for mode in ("confidence", "defer"):
-        answer = ask(PROMPTS[0], vllm_xargs={**early, "exit_mode": mode})
-        assert set(answer.choices[0].exit_layers) > {24}
-    fixed = ask(PROMPTS[0], vllm_xargs={"exit_layer": 6, "exit_trace": True})
-    assert set(fixed.choices[0].exit_layers[1:]) == {6}
-
-
-@pytest.mark.parametrize("mode", ["defer", "confidence"])
-def test_drafted_answers_are_those_of_a_server_that_drafts_nothing(
-    verifying: LocalServer, ask: Any, complete: Complete, mode: str
+@pytest.mark.parametrize("exit_threshold", [0.2, 0.5])
+def test_answers_of_mode_defer_are_the_oracles(
+    verifying: LocalServer, ask: Any, bundled: Path, exit_threshold: float
 ) -> None:
-    policy = {"exit_mode": mode, "exit_threshold": 0.3}
-    expected = [complete(prompt, 32, **policy)["choices"][0] for prompt in PROMPTS]
+    """Their tokens may be final at the draft layer, the first exit; each is counted once."""
+    oracle = load_reference(str(bundled), exit_layers=(6,))
+    policy = ExitPolicy.confidence(exit_threshold, mode="defer")
     before = counter(verifying, "exitserve_tokens_total")
+    fields = {"exit_mode": "defer", "exit_threshold": exit_threshold, "exit_trace": True}
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        traced = {"vllm_xargs": {**policy, "exit_trace": True}}
-        answers = [answer.choices[0] for answer in pool.map(partial(ask, **traced), PROMPTS)]
-    for answer, known in zip(answers, expected, strict=True):
-        assert answer.token_ids == known["token_ids"]
-        assert answer.exit_layers == known["exit_layers"]
-    found = sum(len(answer.token_ids) for answer in answers)
-    assert counter(verifying, "exitserve_tokens_total") - before == found
-    assert any(set(answer.exit_layers) > {24} for answer in answers)
-    stopped = ask(PROMPTS[1], stop=["\n\n"], **traced).choices[0]
-    known = complete(PROMPTS[1], 32, options={"stop": ["\n\n"]}, **policy)["choices"][0]
-    assert (stopped.text, stopped.exit_layers) == (known["text"], known["exit_layers"])
+        found = pool.map(partial(ask, vllm_xargs=fields, ignore_eos=True), PROMPTS)
+        answers = [answer.choices[0] for answer in found]
+    for answer in answers:
+        expected = oracle.decode(answer.prompt_token_ids, 32, policy, ignore_eos=True)
+        assert answer.token_ids == expected.token_ids
+        assert answer.exit_layers == expected.exit_layers
+    told = sum(len(answer.token_ids) for answer in answers)
+    assert counter(verifying, "exitserve_tokens_total") - before == told
 
 
-@pytest.mark.parametrize("mode", ["defer", "confidence"])
-def test_drafts_are_sampled_as_on_a_server_that_drafts_nothing(
-    ask: Any, complete: Complete, mode: str
-) -> None:
-    asked = {"temperature": 0.8, "top_k": 20, "seed": 3, "repetition_penalty": 1.1, "logprobs": 1}
-    policy = {"exit_mode": mode, "exit_threshold": 0.3}
-    expected = [complete(one, 32, options=asked, **policy)["choices"][0] for one in PROMPTS]
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        traced = asked | {"vllm_xargs": {**policy, "exit_trace": True}}
-        answers = [answer.choices[0] for answer in pool.map(partial(ask, **traced), PROMPTS)]
-    for answer, known in zip(answers, expected, strict=True):
-        assert answer.token_ids == known["token_ids"]
-        assert answer.exit_layers == known["exit_layers"]
-        told = known["logprobs"]["token_logprobs"]
-        assert answer.logprobs.token_logprobs == pytest.approx(told, abs=1e-3)
-    assert any(set(answer.exit_layers) > {24} for answer in answers)
+def test_early_exit_needs_another_server(ask: Any) -> None:
+    with pytest.raises(BadRequestError, match="needs a server that was started for it"):
+        ask(PROMPTS[0], vllm_xargs={"exit_mode": "confidence", "exit_threshold": 0.2})
 
 
 def test_a_seed_gives_plain_answers(ask: Any, plain_complete: Complete) -> None:
