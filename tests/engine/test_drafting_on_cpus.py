@@ -57,3 +57,13 @@ def test_nobody_drafts_for_who_asked_for_full_depth(
     jobs = asking(random_jobs(2, longest=20, max_tokens=12), "off")
     assert harness.run(jobs) == expected(model, jobs)
     assert harness.stats()["drafted_tokens"] == 0
+
+
+def test_chosen_tokens_have_no_logprobs(model, start, drafting) -> None:
+    """Where another request of the batch wants log-probabilities, vLLM's engine would stop."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    asked = SamplingParams(max_tokens=2, logprob_token_ids=[3, 5])
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids is not supported"):
+        start(model, **drafting).engine.generate([{"prompt_token_ids": [5, 6]}], asked)

@@ -16,6 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from exitserve.engine.early_exit.batch import HostRequests
 from exitserve.engine.state import state_of
+from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules, check_trace_of_client
 
 
@@ -36,6 +37,12 @@ class RowsProcessor(LogitsProcessor):
         fields = sampling_params.extra_args or {}
         if cls.rules is not None:
             cls.rules.policy_for(fields)
+            if cls.rules.num_drafts and sampling_params.logprob_token_ids:
+                raise ExitServeError(
+                    "logprob_token_ids is not supported where the first layers draft (modes defer "
+                    "and verify): vLLM's rejection sampling has no log-probabilities of given "
+                    "tokens. Leave it out, or use a server of another --mode."
+                )
         if cls.serves_clients:
             check_trace_of_client(fields.get("exit_trace"))
 
