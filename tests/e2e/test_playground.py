@@ -118,13 +118,13 @@ def test_the_slider_is_a_promise_behind_an_api_key(open_page, judging, expect) -
     page.locator("#max-tokens").fill("4")
     run(page, expect)
     slider.press("ArrowRight")
-    expect(meaning).to_have_text("Lossless: exits draft, and full depth judges every token.")
+    expect(meaning).to_have_text("Lossless: every token runs all layers.")
     assert slider.get_attribute("aria-valuetext") == meaning.inner_text()
     run(page, expect, "x = 1\ny =")
     fields = [json.loads(one.post_data)["vllm_xargs"] for one in asked]
     assert [one.pop("exit_trace") for one in fields] == [True] * 4
     full_depth = {"exit_mode": "off"}
-    assert fields == [{"exit_target": 0.75}, full_depth, {"exit_mode": "verify"}, full_depth]
+    assert fields == [{"exit_target": 0.75}, full_depth, full_depth, full_depth]
     page.reload()
     expect(page.locator("#model")).not_to_be_empty()  # the tab has kept the key
 
