@@ -27,7 +27,6 @@ from exitserve.bench.rivals import DraftCounts, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
     check_requests_by,
-    gpu,
     greedy_params,
     prepare_environment,
     runs_on_v2,
@@ -36,6 +35,7 @@ from exitserve.engine.launch import (
     stop_engine,
     take_traces,
 )
+from exitserve.engine.options import gpu
 from exitserve.policy import EXACT
 
 SETTLE_SECONDS = 1.2

@@ -11,7 +11,8 @@ from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.memory import weight_bytes
 from exitserve.bench.settings import BenchJob, Setting, rotated
 from exitserve.costs.devices import DEVICES, device_called
-from exitserve.engine.launch import gpu, runs_on_v2
+from exitserve.engine.launch import runs_on_v2
+from exitserve.engine.options import gpu
 
 START_SECONDS = 40.0
 """Of an engine on two cores whose compiled code is found: processes, imports, weights, tracing."""

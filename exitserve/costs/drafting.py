@@ -17,12 +17,20 @@ Pure Python. B rows, L layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.sources import MOST_TOKENS
+from exitserve.costs.devices import cpu_costs, device_called
+from exitserve.costs.sources import MOST_TOKENS, step_costs
+from exitserve.errors import ExitServeError
 
 MOST_DRAFTS = MOST_TOKENS - 1
+MOST_ROWS = 1024
+"""Of a batch, for which drafts are planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +104,27 @@ def drafts_by_batch(
         else:
             found.append((batch, batch, drafts))
     return found
+
+
+def drafts_here(
+    config: Mapping[str, Any], way: Drafting, acceptance: float, gpu: str | None
+) -> list[tuple[int, int, int]]:
+    """`drafts_by_batch` for a checkpoint on a GPU or a CPU; where costs are not known, `way`'s.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        way: at most so many drafts.
+        acceptance: of a draft.
+        gpu: its driver's name of it; None for a CPU.
+    """
+    costs, device = None, None if gpu is None else device_called(gpu)
+    with suppress(ExitServeError):  # of a shape that is not planned, as a mixture of experts
+        if gpu is None:
+            largest = MOST_ROWS * (way.drafts + 1)
+            costs = cpu_costs(shape_of(config, serving_dtype(config, None)), largest)
+        elif device is not None:
+            options: Any = {"dtype": "bfloat16", "batch_sizes": (MOST_ROWS,)}
+            costs = step_costs(config, device=device, **options).costs
+    if costs is None:
+        return [(1, MOST_ROWS, way.drafts)]
+    return drafts_by_batch(costs, MOST_ROWS, way, acceptance, way.drafts)

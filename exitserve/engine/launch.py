@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from exitserve.checkpoint.block import read_config
-from exitserve.costs.byte_costs import serving_dtype, shape_of
-from exitserve.costs.curves import StepCosts
-from exitserve.costs.drafting import Drafting, drafts_by_batch
-from exitserve.costs.sources import step_costs
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import KEY, PROCESSOR, make_rules, rules_from
+from exitserve.engine.options import KEY, PROCESSOR, draft_table, make_rules, rules_from
 from exitserve.errors import ExitServeError
-from exitserve.policy import NUM_DRAFTS, ExitRules
+from exitserve.policy import ExitRules
 
 DEFAULT_CPU_CACHE_GIB = "1"
 EXPERIMENTAL = (
@@ -132,66 +128,6 @@ def drafting_options(
         "worker_cls": f"exitserve.engine.hooks.{worker}.ExitWorker",
         "speculative_config": speculation,
     }
-
-
-MOST_ROWS = 1024
-"""Of a batch, for which drafts are planned."""
-ASSUMED_ACCEPTANCE = 0.7
-"""Of a draft, where no calibration has counted it."""
-
-
-class Gpu(NamedTuple):
-    """The GPU that vLLM uses, by NVML: PyTorch would initialise CUDA in the process that asks,
-    which starts those of engines."""
-
-    name: str
-    memory_bytes: int
-
-
-def gpu() -> Gpu | None:
-    """None on a CPU."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return None
-    return Gpu(current_platform.get_device_name(), current_platform.get_device_total_memory())
-
-
-def draft_table(
-    config: Mapping[str, Any], rules: ExitRules, given: int | None
-) -> list[tuple[int, int, int]]:
-    """How many tokens are drafted, as (first batch size, last, drafts).
-
-    Args:
-        config: the checkpoint's `config.json`.
-        rules: the server's.
-        given: drafts a step, if the user said so; else as many as pay, where costs are known.
-    """
-    costs = None
-    if given is None:
-        with suppress(ExitServeError):  # of a shape that is not planned, as a mixture of experts
-            costs = _costs_here(config)
-    if costs is None:
-        return [(1, MOST_ROWS, rules.num_drafts)]
-    (layer,) = rules.exit_layers
-    known = {} if rules.calibration is None else rules.calibration.agreement_at
-    acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
-    way = Drafting(exit_layer=layer, drafts=0, checks=rules.default.mode == "defer")
-    return drafts_by_batch(costs, MOST_ROWS, way, acceptance, rules.num_drafts)
-
-
-def _costs_here(config: Mapping[str, Any]) -> StepCosts | None:
-    """What the parts of a step cost on this GPU, or on a CPU; None for an unknown GPU."""
-    from exitserve.costs.devices import cpu_costs, device_called
-
-    found = gpu()
-    if found is None:
-        largest = MOST_ROWS * (NUM_DRAFTS + 1)
-        return cpu_costs(shape_of(config, serving_dtype(config, None)), largest)
-    device = device_called(found.name)
-    if device is None:
-        return None
-    return step_costs(config, dtype="bfloat16", batch_sizes=(MOST_ROWS,), device=device).costs
 
 
 def prepare_environment() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from exitserve.checkpoint.block import (
     MultiExit,
@@ -20,6 +20,7 @@ from exitserve.checkpoint.calibration import (
     ModeCalibration,
 )
 from exitserve.costs.byte_costs import break_even_rates
+from exitserve.costs.drafting import MOST_ROWS, Drafting, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     AUTO,
@@ -51,6 +52,8 @@ QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
 FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
 PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 """How vLLM's configuration names what follows the batch of runner V1."""
+ASSUMED_ACCEPTANCE = 0.7
+"""Of a draft, where no calibration has counted it."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
 EARLY_EXIT: tuple[Mode, ...] = ("off", "confidence", "fixed")
@@ -257,6 +260,43 @@ def _fits(found: ModeCalibration, exit_layers: tuple[int, ...]) -> bool:
     used = sorted({one for point in (*found.points, found.chosen) for one in point.thresholds})
     kept = [layer for layer in used if layer in exit_layers]
     return kept == used or (found.mode in EXACT and bool(kept) and kept == used[: len(kept)])
+
+
+class Gpu(NamedTuple):
+    """The GPU that vLLM uses, by NVML: PyTorch would initialise CUDA in the process that asks,
+    which starts those of engines."""
+
+    name: str
+    memory_bytes: int
+
+
+def gpu() -> Gpu | None:
+    """None on a CPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    return Gpu(current_platform.get_device_name(), current_platform.get_device_total_memory())
+
+
+def draft_table(
+    config: Mapping[str, Any], rules: ExitRules, given: int | None
+) -> list[tuple[int, int, int]]:
+    """How many tokens are drafted, as (first batch size, last, drafts).
+
+    Args:
+        config: the checkpoint's `config.json`.
+        rules: the server's.
+        given: drafts a step, if the user said so; else as many as pay, where costs are known.
+    """
+    if given is not None:
+        return [(1, MOST_ROWS, rules.num_drafts)]
+    (layer,) = rules.exit_layers
+    known = {} if rules.calibration is None else rules.calibration.agreement_at
+    acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
+    way = Drafting(exit_layer=layer, drafts=rules.num_drafts, checks=rules.default.mode == "defer")
+    card = gpu()
+    return drafts_here(config, way, acceptance, None if card is None else card.name)
 
 
 def options_of(vllm_config: Any) -> dict[str, Any]:

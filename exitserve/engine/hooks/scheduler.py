@@ -14,8 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from exitserve.engine.compat.parents import end_core_with_parent
-from exitserve.engine.launch import draft_table
-from exitserve.engine.options import options_of, rules_from
+from exitserve.engine.options import draft_table, options_of, rules_from
 from exitserve.engine.requests import policy_of
 from exitserve.policy import ExitPolicy
 
