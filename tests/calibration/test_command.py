@@ -101,7 +101,8 @@ def calibrate(model: Path, data: Path, *more: str, **research: Any) -> int:
 def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> float:
     """What text that the calibration never saw says of a policy."""
     reference = load_reference(str(model))
-    policy = check_rules(model, {}).policy_for(fields)
+    options = {"mode": fields["exit_mode"]} if "exit_mode" in fields else {}
+    policy = check_rules(model, options).policy_for(fields)
     windows = windows_of(read_documents(data), load_tokenizer(model), WINDOW, limit=80, seed=1)
     found = []
     for window in windows:

@@ -19,7 +19,7 @@ from exitserve.errors import ExitServeError
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime"}
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 TRAINING = {
     "max_steps": 9,
     "save_steps": 5,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from exitserve.bench.rivals import check_rivals
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.demo import compared, shown, verdict
@@ -46,12 +45,8 @@ def test_promises_are_shown_where_there_are_any(promising: Path) -> None:
         "promised 98% of full depth's tokens": {"exit_threshold": "auto"},
         "promised 95% of full depth's tokens": {"exit_target": 0.95},
     }
-    options = compared(promising)
-    assert options == [
-        *("--thresholds", "auto,auto:0.95,0.5", "--modes", "verify"),
-        *("--rivals", "cut:6"),
-    ]
-    assert check_rivals(options[-1], promising) == ("cut:6",)
+    options = ["--thresholds", "auto,auto:0.95,0.5", "--modes", "verify"]
+    assert compared(promising) == options
 
 
 def test_thresholds_are_tried_where_there_are_none(bundled: Path) -> None:
