@@ -18,7 +18,7 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
-SECONDS = {"model": 30, "chats": 90, "calibrate": 35, "request": 45, "eval": 20, "bench": 150}
-"""Planned for each stage. Training gets what the others leave."""
-AROUND_TRAINING = 50
+SECONDS = {"model": 30, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 220}
+"""Planned for each stage. Training gets what the others leave; those after it run side by side."""
+AROUND_TRAINING = 60
 """Seconds: libraries, data, two evaluations, and files with what changed."""
 LEAST_TRAINING = 5
 SLACK, TINY_SLACK = 2, 20
@@ -130,7 +130,7 @@ def _written_chats(run: StageRun) -> list[str]:
 def train(run: StageRun) -> StageOutcome:
     """Trains by the clock, then leaves what changed in files."""
     start, folder = _start(run), run.folder / RUN
-    reserved = sum(SECONDS[stage] for stage in run.later)
+    reserved = max((SECONDS[stage] for stage in run.pending if stage != "train"), default=0)
     left = run.left(float("inf")) - reserved
     seconds = left - (0 if run.tiny else AROUND_TRAINING)
     if seconds < LEAST_TRAINING:
@@ -259,6 +259,8 @@ def request(run: StageRun) -> StageOutcome:
     arguments += ["--mode", "defer", "--exit-threshold", EXIT_THRESHOLD]
     # Not about speed: one that is not compiled starts a minute sooner.
     arguments += ["--max-model-len", "128" if run.tiny else "2048", "--enforce-eager"]
+    if not run.tiny:  # beside the engines of the stage `bench`
+        arguments += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30)]
     status, log = command(
         run, "request", ["benchmarks/gpu/asking.py", *arguments], most=_most(run, "request")
     )
@@ -314,11 +316,21 @@ def bench(run: StageRun) -> StageOutcome:
     else:
         arguments += ["--modes", "defer,verify", "--rivals", "ngram", "--batch-sizes", "1,8,32"]
         arguments += ["--max-tokens", "128", "--repeats", "2", "--seconds", "1"]
-        arguments += ["--max-model-len", "2048"]
-    return bench_page(_report(run, "bench", arguments))
+        arguments += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.6"]
+    return bench_page(_report(run, "bench", arguments, wait=lambda log: _disturbed(run, log)))
 
 
-def _report(run: StageRun, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+def _disturbed(run: StageRun, log: Path) -> bool:
+    """Whether the engines have started, but other stages still run."""
+    return run.pending != ["bench"] and "warm-up" in log.read_text(errors="replace")
+
+
+def _report(
+    run: StageRun,
+    name: str,
+    arguments: Sequence[str],
+    wait: Callable[[Path], bool] = lambda _: False,
+) -> dict[str, Any]:
     """Runs a command that leaves report.json, and reads it; raises `StageError` without one."""
     out = run.folder / f"{name}-report"
     status, log = command(
@@ -326,6 +338,7 @@ def _report(run: StageRun, name: str, arguments: Sequence[str]) -> dict[str, Any
         name,
         ["-m", "exitserve", *arguments, "--out", str(out)],
         most=_most(run, name),
+        wait=wait,
     )
     file = out / "report.json"
     if status != 0 or not file.is_file():

@@ -23,8 +23,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import environment
@@ -40,6 +42,9 @@ CALLS = {
 }
 """The stages of each call. Those of `real` need what the ones before them made; of the others the
 most telling one is first."""
+AT_ONCE = (("calibrate",), ("request", "eval"), ("bench",))
+"""Of `real`, behind training: each of these lanes runs beside the others. `bench` starts its
+engines meanwhile, and measures once the others have ended."""
 STAGES = tuple(stage for stages in CALLS.values() for stage in stages)
 CARRIES = {
     "right": "the checkout and vLLM; it makes its model",
@@ -227,12 +232,14 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
     from stages import StageError, StageOutcome, StageRun, say
 
     outcomes: dict[str, StageOutcome] = {}
-    started = time.monotonic()
+    begun: dict[str, float] = {}
+    writing = Lock()
 
     def publish(name: str, outcome: StageOutcome) -> None:
-        outcome.seconds = round(time.monotonic() - started, 1)
-        outcomes[name] = outcome
-        _write(options.out, facts, outcomes)
+        outcome.seconds = round(time.monotonic() - begun[name], 1)
+        with writing:
+            outcomes[name] = outcome
+            _write(options.out, facts, _in_order(outcomes))
 
     run = StageRun(
         folder=folder,
@@ -251,10 +258,10 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
     main_job = (model, chats, train, calibrate, request, evaluate, bench)
     known = (branches, answers, engines, tests, kernels, errors, *main_job)
     stages = dict(zip(STAGES, known, strict=True))
-    for number, name in enumerate(options.only, 1):
+
+    def run_stage(name: str) -> None:
         say(name)
-        run.later = options.only[number:]
-        started = time.monotonic()
+        begun[name] = time.monotonic()
         try:
             outcome = stages[name](run)
         except StageError as failure:
@@ -262,7 +269,30 @@ def _run_stages(options: argparse.Namespace, folder: Path) -> dict[str, StageOut
         except Exception:  # noqa: BLE001  # the other stages still run
             outcome = StageOutcome(failures=[traceback.format_exc(limit=-5)])
         publish(name, outcome)
-    return outcomes
+        run.pending.remove(name)
+
+    def run_lane(lane: Sequence[str]) -> None:
+        for name in lane:
+            run_stage(name)
+
+    run.pending = list(options.only)
+    for lanes in _lanes(options.only):
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            list(threads.map(run_lane, lanes))
+    return _in_order(outcomes)
+
+
+def _lanes(names: Sequence[str]) -> list[list[list[str]]]:
+    """Stages in groups, one group after the other; the lanes of a group run at the same time."""
+    beside = {name for lane in AT_ONCE for name in lane}
+    groups = [[[name]] for name in names if name not in beside]
+    lanes = [[name for name in lane if name in names] for lane in AT_ONCE]
+    found = [lane for lane in lanes if lane]
+    return [*groups, found] if found else groups
+
+
+def _in_order(outcomes: Mapping[str, StageOutcome]) -> dict[str, StageOutcome]:
+    return {name: outcomes[name] for name in STAGES if name in outcomes}
 
 
 def _write(out: Path, facts: dict[str, Any], outcomes: dict[str, StageOutcome]) -> None:

@@ -58,8 +58,8 @@ class StageRun:
     kernels_tested: bool = False
     """Whether the kernels' tests have just passed."""
     job: MainJob
-    later: tuple[str, ...] = ()
-    """The stages that are still to come, after this one."""
+    pending: list[str] = field(default_factory=list)
+    """The stages that have not ended."""
 
     def left(self, most: float) -> float:
         """Seconds that something may take: `most`, or what is left until the deadline.
@@ -106,6 +106,7 @@ def command(
     most: float,
     variables: Mapping[str, str] | None = None,
     until: Callable[[], bool] = lambda: False,
+    wait: Callable[[Path], bool] = lambda _: False,
 ) -> tuple[int | None, Path]:
     """Runs Python with `arguments` in the root of the checkout.
 
@@ -116,6 +117,7 @@ def command(
         most: seconds.
         variables: more of the environment.
         until: asked now and then; interrupts it once it is true.
+        wait: asked now and then with its log; the process stands still while it is true.
 
     Returns:
         Its exit status, None if it had to be interrupted; and the file with all that it printed.
@@ -135,10 +137,14 @@ def command(
             start_new_session=True,
         )
         try:
-            end = time.monotonic() + limit
+            end, waits = time.monotonic() + limit, False
             while time.monotonic() < end and not until():
+                if wait(log) != waits:
+                    waits = not waits
+                    process.send_signal(signal.SIGSTOP if waits else signal.SIGCONT)
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(POLL_SECONDS), log
+            process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGINT)  # pytest says what it has found
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_SECONDS)

@@ -26,6 +26,7 @@ from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, cut_of, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
 from exitserve.engine.launch import (
+    check_requests_by,
     gpu,
     greedy_params,
     prepare_environment,
@@ -268,8 +269,8 @@ def drafting_modes() -> tuple[Mode, ...]:
 
 
 def engine_names(job: BenchJob) -> tuple[str, ...]:
-    """The engines of a job, in the order in which they start: "plain", the rivals, ours ("exits",
-    "drafting"). Requests are checked by the rules of the one that starts last."""
+    """The engines of a job: "plain", the rivals, ours ("exits", "drafting"). The rules of the last
+    one check requests."""
     drafts = job.drafts or (runs_on_v2() and job.has_mode("defer"))
     others = {one.mode for one in job.settings if one.exits} - {*drafting_modes()}
     exits = [] if drafts and not others else ["exits"]
@@ -292,23 +293,38 @@ def prepare(job: BenchJob) -> None:
     # Before prepare_environment, whose default suits one server and short prompts.
     gib = math.ceil(cache_bytes(job) / 2**30)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
+    if gpu() is not None:
+        # Several start at the same time, by threads, beside which a fork may wait for ever.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     prepare_environment()
 
 
 @contextmanager
 def running_engines(job: BenchJob) -> Iterator[Engines]:
     """Starts all engines of a job, and stops them at the end; after `prepare`."""
-    arguments = _arguments(job)
+    arguments, names = _arguments(job), engine_names(job)
     started: dict[str, Any] = {}
     try:
-        for name in engine_names(job):
-            started[name] = _start(name, job, arguments)
+        with ThreadPoolExecutor(_starts_at_once(names)) as threads:
+            starts = {name: threads.submit(_start, name, job, arguments) for name in names}
+        # All have ended: those that did start are stopped if another has failed.
+        failed = [one.exception() for one in starts.values()]
+        started = {name: one.result() for name, one in starts.items() if one.exception() is None}
+        if found := next(filter(None, failed), None):
+            raise found
+        if {"exits", "drafting"} & {names[-1]}:
+            check_requests_by(started[names[-1]])
         rivals = {name: started[name] for name in job.rivals}
         yield Engines(started["plain"], started.get("exits"), started.get("drafting"), rivals)
     finally:
         # Each waits for its processes to end.
         with ThreadPoolExecutor() as threads:
             list(threads.map(stop_engine, started.values()))
+
+
+def _starts_at_once(names: Sequence[str]) -> int:
+    """A start is mostly imports and compilation: a GPU's machine does several at the same time."""
+    return 1 if gpu() is None else len(names)
 
 
 def _start(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:
@@ -356,6 +372,8 @@ def _arguments(job: BenchJob) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = min(max(most, LEAST_PASS), LARGEST_PASS)
     if (share := gpu_share(job)) is not None:
         arguments["gpu_memory_utilization"] = share
+        # Without it vLLM measures what is free, which changes while other engines start.
+        arguments["kv_cache_memory_bytes"] = cache_bytes(job)
     if job.max_model_len is not None:
         arguments["max_model_len"] = job.max_model_len
     if job.synthetic:

@@ -32,8 +32,8 @@ def cache_bytes(job: BenchJob) -> int:
     longest = max(map(len, job.prompts)) + job.max_tokens
     context = job.max_model_len or context_length_of(config) or 0
     blocks = max(
-        # One spare block: vLLM keeps a block for itself.
-        max(job.batch_sizes) * math.ceil(longest / BLOCK_TOKENS) + 1,
+        # Drafts may need a block more; and one is spare: vLLM keeps a block for itself.
+        max(job.batch_sizes) * (math.ceil(longest / BLOCK_TOKENS) + 1) + 1,
         math.ceil(context / BLOCK_TOKENS) + 1,
     )
     return blocks * BLOCK_TOKENS * shape.num_layers * shape.kv_token_bytes

@@ -299,13 +299,19 @@ def start_engine(
     from vllm import LLM
 
     from exitserve.engine.compat.config import accept_sampling_fields
-    from exitserve.engine.hooks.rows_processor import RowsProcessor
 
     engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
-    RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
+    check_requests_by(engine)
     accept_sampling_fields(engine.llm_engine.input_processor)
     engine.collective_rpc("exit_attach")
     return engine
+
+
+def check_requests_by(engine: Any) -> None:
+    """Has this process check its requests by the rules of a `vllm.LLM` with exits."""
+    from exitserve.engine.hooks.rows_processor import RowsProcessor
+
+    RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
 
 
 def stop_engine(engine: Any) -> None:
