@@ -5,6 +5,7 @@ Light to import: rich is loaded when a bar is shown.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -47,13 +48,13 @@ def share_bar(stream: TextIO | None = None, *, transient: bool = False) -> Itera
 
     bars = _bars(TimeElapsedColumn(), stream=stream, transient=transient)
     bar = bars.add_task("", total=1.0)
-    shown = ""
+    shown, begun = "", time.monotonic()
 
     def progress(doing: str, done: float) -> None:
         nonlocal shown
         bars.update(bar, description=doing, completed=done)
         if doing != shown and not transient:
-            _line(bars, f"[{done:4.0%}] {doing}")
+            _line(bars, f"[{done:4.0%}, {time.monotonic() - begun:.0f} s] {doing}")
         shown = doing
 
     with bars:

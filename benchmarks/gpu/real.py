@@ -29,7 +29,7 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
-SECONDS = {"model": 30, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 220}
+SECONDS = {"model": 55, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 220}
 """Planned for each stage. Training gets what the others leave; those after it run side by side."""
 AROUND_TRAINING = 60
 """Seconds: libraries, data, two evaluations, and files with what changed."""
@@ -315,7 +315,7 @@ def bench(run: StageRun) -> StageOutcome:
         arguments += ["--max-model-len", "128", "--enforce-eager"]
     else:
         arguments += ["--modes", "defer,verify", "--rivals", "ngram", "--batch-sizes", "1,8,32"]
-        arguments += ["--max-tokens", "128", "--repeats", "2", "--seconds", "1"]
+        arguments += ["--max-tokens", "64", "--repeats", "2", "--seconds", "0.5"]
         arguments += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.6"]
     return bench_page(_report(run, "bench", arguments, wait=lambda log: _disturbed(run, log)))
 

@@ -128,32 +128,52 @@ def _check_lengths(job: BenchJob, max_model_len: int) -> None:
 
 
 def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[Measurements]:
-    """Makes all passes; one `Measurements` for each batch size and setting, in their order."""
-    rounds = rounds_of(job)
-    total, done = len(job.batch_sizes) * sum(map(len, rounds.values())), 0
-    measurements = []
-    for batch_size in job.batch_sizes:
-        requests = job.requests_in_pass(batch_size)
-        by_setting = {
-            setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
-            for setting in job.settings
-        }
-        for repeat, settings in rounds.items():
-            for setting in settings:
-                phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {job.repeats}"
-                progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
-                batches = _batches(job, setting, batch_size)
-                if repeat == -1:
-                    _traced_pass(job, engines, batches, by_setting[setting])
-                else:
-                    timing, reads = _timed_pass(job, engines, setting, batches)
-                    if repeat >= 0:
-                        by_setting[setting].repeats.append(timing)
-                        by_setting[setting].reads += reads
-                        by_setting[setting].loads += _load(job, engines, setting, batches)
-                done += 1
-        measurements += list(by_setting.values())
+    """Makes all passes; one `Measurements` for each batch size and setting, in their order.
+
+    Interrupted, it ends with the batch sizes that are complete, if there are any.
+    """
+    share, measurements = 1.0 / len(job.batch_sizes), list[Measurements]()
+    for number, batch_size in enumerate(job.batch_sizes):
+        begin = number * share
+
+        def at(doing: str, done: float, begin: float = begin) -> None:
+            progress(doing, begin + done * share)
+
+        try:
+            measurements += _measure_batches_of(batch_size, job, engines, at)
+        except KeyboardInterrupt:
+            if not measurements:
+                raise
+            progress(f"interrupted: without batch {batch_size}", 1.0)
+            break
     return measurements
+
+
+def _measure_batches_of(
+    batch_size: int, job: BenchJob, engines: Engines, progress: ShareProgress
+) -> list[Measurements]:
+    """The passes of one batch size."""
+    rounds, requests = rounds_of(job), job.requests_in_pass(batch_size)
+    total, done = sum(map(len, rounds.values())), 0
+    by_setting = {
+        setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
+        for setting in job.settings
+    }
+    for repeat, settings in rounds.items():
+        for setting in settings:
+            phase = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {job.repeats}"
+            progress(f"batch {batch_size}, {phase}: {setting.label}", done / total)
+            batches = _batches(job, setting, batch_size)
+            if repeat == -1:
+                _traced_pass(job, engines, batches, by_setting[setting])
+            else:
+                timing, reads = _timed_pass(job, engines, setting, batches)
+                if repeat >= 0:
+                    by_setting[setting].repeats.append(timing)
+                    by_setting[setting].reads += reads
+                    by_setting[setting].loads += _load(job, engines, setting, batches)
+            done += 1
+    return list(by_setting.values())
 
 
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:

@@ -20,8 +20,9 @@ START_ON_GPU = 75.0
 """Of all engines, which start at the same time there. Measured on an H200."""
 EAGER = 0.6
 """Of that, what it takes without compilation."""
-STEP_SECONDS = 2e-3
-"""Of a step beside reading the weights."""
+STEP_SECONDS, STEP_ON_GPU = 2e-3, 1e-2
+"""Of a step beside reading the weights. Measured on two cores, and (roughly) on an H200, where the
+processes of vLLM are what takes time with a small model."""
 ROW = 0.05
 """What a row more adds to a step on a CPU, as a share of the time that reading takes."""
 GPU_BANDWIDTH = 1e12
@@ -51,7 +52,7 @@ def estimate(job: BenchJob, engines: int) -> dict[str, float]:
     rest = 0.0 if on_gpu or engines == 1 else engines * SETTLE_SECONDS  # of a round
     warm_up = passes = agreement = 0.0
     for size in job.batch_sizes:
-        step = STEP_SECONDS + read * (1.0 if on_gpu else 1.0 + ROW * (size - 1))
+        step = STEP_ON_GPU + read if on_gpu else STEP_SECONDS + read * (1.0 + ROW * (size - 1))
         alone, requests = job.max_tokens * step, job.requests_in_pass(size)
         once = alone * requests / size
         warm_up += untimed * once + (len(rounds) - job.repeats) * rest

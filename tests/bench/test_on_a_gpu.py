@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import request_memory
 
-from exitserve.bench import schedule
+from exitserve.bench import engines, run, schedule
 from exitserve.bench.command import add_command, job_of
 from exitserve.bench.engines import _arguments, engine_names
 from exitserve.bench.settings import GPU_SHARE, BenchJob
@@ -107,10 +108,49 @@ def test_what_will_happen_is_told(model: Path, gpu: None) -> None:
     work = job(model)
     parts = schedule.estimate(work, 2)
     told = schedule.announcement(work, parts, 2, 0.458)
-    for words in ("About ", "starting 2 engines 2.0 min", "warm-up", "timed passes", "agreement"):
+    for words in ("About ", "starting 2 engines 75 s", "warm-up", "timed passes", "agreement"):
         assert words in told
     assert "share 0.92 of the GPU's memory, 0.458 each" in told
     assert -2 not in schedule.rounds_of(work), "no exits are switched there"
+
+
+def test_engines_start_at_the_same_time(
+    model: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the others; if one fails, those that did start are stopped."""
+    work, stopped = job(model, "--modes", "confidence,verify"), list[str]()
+    together = threading.Barrier(3, timeout=30)
+
+    def started(name: str, *_: object) -> str:
+        together.wait()
+        if name == "exits":
+            raise ExitServeError("this one fails")
+        return name
+
+    monkeypatch.setattr(engines, "_start", started)
+    monkeypatch.setattr(engines, "stop_engine", stopped.append)
+    with pytest.raises(ExitServeError, match="this one fails"), engines.running_engines(work):
+        raise AssertionError
+    assert {*stopped} == {"plain", "drafting"}
+
+
+def test_interrupted_a_comparison_keeps_the_batch_sizes_that_are_complete(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(size: int, *_: object) -> list[int]:
+        if size in missing:
+            raise KeyboardInterrupt
+        return [size]
+
+    monkeypatch.setattr(run, "_measure_batches_of", interrupted)
+    work, told = job(model, "--batch-sizes", "1,8,32"), list[str]()
+    missing = {32}
+    found = run._measure(work, None, lambda doing, _: told.append(doing))  # type: ignore[arg-type]
+    assert found == [1, 8]
+    assert told == ["interrupted: without batch 32"]
+    missing = {1}
+    with pytest.raises(KeyboardInterrupt):
+        run._measure(work, None, lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_the_default_run_takes_less_than_five_minutes_on_two_cores(

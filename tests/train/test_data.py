@@ -1,5 +1,6 @@
 """Documents, their split into train and validation, the tokenizer, and packing."""
 
+import json
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +242,17 @@ def test_a_run_reads_what_an_earlier_run_has_packed(
         train(later, *again, f"data.from_run={texts}")
     with pytest.raises(ExitServeError, match=r"data\.max_bytes has no effect with data\.from_run"):
         train(later, *again, "data.max_bytes=100")
+
+
+def test_where_training_drops_its_last_rows_an_evaluation_keeps_them(
+    make_recipe: Callable[..., Path], train: Callable[..., int], tmp_path: Path
+) -> None:
+    training = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 64,  # more than there is to evaluate
+        "dataloader_drop_last": True,
+        "disable_tqdm": True,
+    }
+    assert train(make_recipe(training=training)) == 0
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 1

@@ -14,7 +14,7 @@ def test_a_share_of_the_work_gives_a_line_for_each_description() -> None:
     with share_bar(stream) as progress:
         for doing, done in (("starting", 0.0), ("running", 0.25), ("running", 0.5), ("[end]", 1.0)):
             progress(doing, done)
-    assert stream.getvalue() == "[  0%] starting\n[ 25%] running\n[100%] [end]\n"
+    assert stream.getvalue() == "[  0%, 0 s] starting\n[ 25%, 0 s] running\n[100%, 0 s] [end]\n"
 
 
 def test_short_work_leaves_nothing() -> None:

@@ -329,6 +329,14 @@ class MultiExitTraining(MultiExitCheckpoints):
         )
         return metrics
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """All rows count here: `dataloader_drop_last` is about training."""
+        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = drops
+
     def _own_rows(self, rows: int) -> int:
         """How many rows of an evaluation batch count in this process.
 
