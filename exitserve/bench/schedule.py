@@ -17,12 +17,12 @@ from exitserve.engine.options import gpu
 START_SECONDS = 40.0
 """Of an engine on two cores whose compiled code is found: processes, imports, weights, tracing."""
 START_ON_GPU = 75.0
-"""Of all engines, which start at the same time there. Measured on an H200."""
+"""Of all engines, which start at the same time there: a guess; alone, one took 60 on an H100."""
 EAGER = 0.6
 """Of that, what it takes without compilation."""
 STEP_SECONDS, STEP_ON_GPU = 2e-3, 1e-2
-"""Of a step beside reading the weights. Measured on two cores, and (roughly) on an H200, where a
-small model waits for vLLM's processes."""
+"""Of a step beside reading the weights. Measured on two cores; for a GPU guessed from how long a
+small model's passes took on an H200."""
 ROW = 0.05
 """What a row more adds to a step on a CPU, as a share of the time that reading takes."""
 GPU_BANDWIDTH = 1e12
