@@ -1,4 +1,4 @@
-"""Mode "verify" is plain vLLM, token by token, on 200 prompts of three kinds."""
+"""Mode "verify" is plain vLLM, token by token, on prompts of three kinds: 40, at night 200."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COUNT, MAX_TOKENS = 200, 24
+COUNTS, MAX_TOKENS = [40, pytest.param(200, marks=pytest.mark.nightly)], 24
 KINDS = ("code", "prose", "structured")
 
 
@@ -21,13 +21,15 @@ def passages(pattern: str, count: int) -> list[str]:
     return found[:: max(1, len(found) // count)][:count]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[str, str]]:
+@pytest.fixture(params=COUNTS)
+def prompts(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
     """(kind, text) of each prompt."""
-    code = passages("exitserve/**/*.py", COUNT - 120)
-    prose = passages("docs/*.md", 60)
+    count: int = request.param
+    share = 3 * count // 10
+    code = passages("exitserve/**/*.py", count - 2 * share)
+    prose = passages("docs/*.md", share)
     made = [("code", text) for text in code] + [("prose", text) for text in prose]
-    return made + [("structured", f"{text}\n# as JSON: ") for text in code[:60]]
+    return made + [("structured", f"{text}\n# as JSON: ") for text in code[:share]]
 
 
 def sampling(prompts: list[tuple[str, str]]) -> list[object]:
@@ -56,7 +58,7 @@ def answers(engine, prompts: list[tuple[str, str]]) -> list[tuple[int, ...]]:
 
 def test_tokens_are_those_of_plain_vllm(start, start_plain, bundled, prompts) -> None:
     """Float32: in bfloat16 a batch of another size may round a near tie the other way."""
-    assert len(prompts) == COUNT and {kind for kind, _ in prompts} == set(KINDS)
+    assert {kind for kind, _ in prompts} == set(KINDS)
     options = {"enable_prefix_caching": False, "max_model_len": 512}
     exits = {"mode": "verify", "exit_threshold": 0.3, "exit_checks": "all"}
     expected = answers(start_plain(bundled, **options), prompts)
@@ -68,4 +70,4 @@ def test_tokens_are_those_of_plain_vllm(start, start_plain, bundled, prompts) ->
     assert alone == expected[::4], "batch 1"
     drafted = harness.counter("vllm:spec_decode_num_draft_tokens")
     accepted = harness.counter("vllm:spec_decode_num_accepted_tokens")
-    assert 600 < accepted < drafted
+    assert 3 * len(prompts) < accepted < drafted
