@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from exitserve_kernels.ahead_of_time import ARCHITECTURES
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops" / "ahead_of_time.py"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_ahead_of_time(arch: int) -> None:
     # A process of its own: Triton compiles nothing once it interprets.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "exitserve_kernels.ahead_of_time", "--arch", str(arch)]
+    command = [sys.executable, str(SCRIPT), "--arch", str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     needs = json.loads(done.stdout)

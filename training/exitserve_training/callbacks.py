@@ -1,21 +1,25 @@
-"""Callbacks of a run: its clock, and the check and clipping of gradients."""
+"""Callbacks of a run: its clock, its end by the clock, and the check and clipping of gradients."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from exitserve.errors import ExitServeError
 from exitserve_training.adagc import AdaGC
 from exitserve_training.folder import after_failure, set_aside
-from exitserve_training.recipe import AdaGCClipping
 
 
 class Clock(TrainerCallback, ExportableState):
@@ -32,21 +36,82 @@ class Clock(TrainerCallback, ExportableState):
         running = 0.0 if self._start is None else time.perf_counter() - self._start
         return self.seconds + running
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Starts the clock."""
         self._start = time.perf_counter()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stops the clock."""
         self.seconds, self._start = self.elapsed, None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: restored by the Trainer when a run is resumed."""
         return {"args": {"seconds": self.elapsed}, "attributes": {}}
+
+
+class TimeLimit(TrainerCallback):
+    """Ends a run as its last step would, once its time is over.
+
+    All processes go by the clock of the slowest: they make the same steps at the same rates.
+    """
+
+    def __init__(self, seconds: float, elapsed: Callable[[], float]) -> None:
+        """Takes the time of training, in all sessions, and what tells how much has passed."""
+        self._seconds, self._elapsed = seconds, elapsed
+        self.share = 0.0
+        """Of the time, as it was when the last step was made."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step will be made."""
+        return self.share >= 1.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the end."""
+        return max(0.0, self._seconds - self._elapsed())
+
+    def progress(self, step: int, max_steps: int) -> float:
+        """How much of the run is over, from 0 to 1: of its time or of its steps, what is more."""
+        return min(1.0, max(self.share, step / max(max_steps, 1)))
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """A resumed run has used some of its time."""
+        # All processes go by the slowest. float32: sums of others do not exist on every device.
+        self.share = most_of_all(torch.tensor(self._elapsed() / self._seconds, device=args.device))
+
+    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Before the scheduler chooses the next step's rate."""
+        self.on_train_begin(args)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stops in time, with the checkpoint that a last step leaves."""
+        if self.is_over:
+            control.should_training_stop = True
+            control.should_save |= args.save_strategy == SaveStrategy.STEPS
+
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer, args: TrainingArguments, max_steps: int
+    ) -> LambdaLR:
+        """The rate: warms up by steps, as without a limit, and falls to 0 by the clock.
+
+        Args:
+            optimizer: its rates are the highest.
+            args: `lr_scheduler_type` linear or cosine, and the warmup; below 1 it is a share of the
+                run.
+            max_steps: which may end the run sooner.
+        """
+        cosine, warmup = args.lr_scheduler_type == "cosine", float(args.warmup_steps)
+
+        def factor(step: int) -> float:
+            over = self.progress(step, max_steps)
+            falls = 0.5 * (1.0 + math.cos(math.pi * over)) if cosine else 1.0 - over
+            rises = (step if warmup >= 1.0 else over) / warmup if warmup else 1.0
+            return falls * min(1.0, rises)
+
+        return LambdaLR(optimizer, factor)
 
 
 class Gradients(TrainerCallback, ExportableState):
@@ -65,11 +130,6 @@ class Gradients(TrainerCallback, ExportableState):
         self._clipper = AdaGC(**clipping) if clipping is not None else None
         if self._clipper is not None and adagc is not None:
             self._clipper.load_state_dict(adagc)
-
-    @classmethod
-    def of(cls, clipping: AdaGCClipping | None) -> Gradients:
-        """The callback of a recipe."""
-        return cls(None if clipping is None else clipping.model_dump())
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,8 +170,13 @@ def _check_finite(model: nn.Module) -> None:
     total: Tensor = get_total_norm(gradients)
     norm = total.full_tensor() if isinstance(total, DTensor) else total
     bad = norm.isfinite().logical_not().float()
-    if distributed.is_available() and distributed.is_initialized():
-        # Each process may hold a part of the gradients only.
-        distributed.all_reduce(bad, op=distributed.ReduceOp.MAX)
-    if bad.item():
+    # Each process may hold a part of the gradients only.
+    if most_of_all(bad):
         raise ExitServeError(f"their norm is {norm.item()} in this process")
+
+
+def most_of_all(value: Tensor) -> float:
+    """The greatest of all processes' values, each a scalar."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(value, op=distributed.ReduceOp.MAX)
+    return value.item()

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from exitserve.checkpoint.block import read_config
+from exitserve.checkpoint.block import read_config, read_multi_exit
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.losses import OutputHead
 from exitserve_training.parts import ENCODERS, ENDINGS, TRAINABLE, VISION, Task
@@ -119,6 +119,26 @@ def load_model(
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error
     return model
+
+
+def model_to_run(path: str, task: Task | None = None) -> PreTrainedModel:
+    """A model as `load_model` has it, in evaluation mode, on the GPU if there is one."""
+    model = load_model(path, task)
+    model.train(False)
+    if torch.cuda.is_available():
+        torch.nn.Module.cuda(model)
+    return model
+
+
+def trained_exits(path: str) -> list[int] | None:
+    """The exit layers of a checkpoint's directory; None where it does not say."""
+    known = read_multi_exit(path) if Path(path).is_dir() else None
+    return None if known is None else list(known.exit_layers)
+
+
+def known_classes(config: PreTrainedConfig) -> list[str]:
+    """The names of a classifier's classes, in the order of their numbers."""
+    return [str(name) for _, name in sorted((config.id2label or {}).items())]
 
 
 def freeze_head(model: PreTrainedModel, head: OutputHead) -> None:

@@ -29,7 +29,7 @@ from exitserve_training.arguments import (
     reporters,
     training_arguments,
 )
-from exitserve_training.callbacks import Clock, Gradients
+from exitserve_training.callbacks import Clock, Gradients, TimeLimit
 from exitserve_training.folder import (
     after_failure,
     newest_checkpoint,
@@ -38,7 +38,6 @@ from exitserve_training.folder import (
 from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, TrainingReport
-from exitserve_training.time_limit import TimeLimit
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
 from exitserve_training.watching import ProgressLines, RunStoppedError, StopOnTerm
 
@@ -135,7 +134,8 @@ def _checked_arguments(recipe: Recipe) -> TrainingArguments:
 def _trainer(
     recipe: Recipe, setup: TrainingSetup, prepared: TrainerInputs, arguments: TrainingArguments
 ) -> MultiExitTraining:
-    callbacks: list[TrainerCallback] = [Clock(), Gradients.of(recipe.adagc), StopOnTerm()]
+    gradients = Gradients(recipe.adagc and recipe.adagc.model_dump())
+    callbacks: list[TrainerCallback] = [Clock(), gradients, StopOnTerm()]
     if TENSORBOARD in reporters(recipe):
         logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
         # Its constructor takes the folder from the environment only.

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.inputs import Channels, image_side
+from exitserve_training.classification.inputs import channel_statistics, image_side
 from exitserve_training.classification.labelled import (
     class_names,
     class_numbers,
@@ -20,6 +20,7 @@ from exitserve_training.classification.labelled import (
     load_split_examples,
 )
 from exitserve_training.folder import OWN_CHATS
+from exitserve_training.models import known_classes
 from exitserve_training.packing import pack_split, packed_by_run
 from exitserve_training.parts import Task
 from exitserve_training.recipe import Recipe
@@ -123,7 +124,7 @@ def _read_labelled(
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
     sides = {"train": train, "validation": held_out}
-    names = class_names(train, _model_classes(recipe, setup))
+    names = class_names(train, known_classes(setup.config) if recipe.model else None)
     if tokenizer is None:
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
@@ -138,7 +139,7 @@ def _read_labelled(
 
 def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datasets.DatasetDict:
     train, held_out = load_split_examples(recipe.data, recipe.seed)
-    names = class_names(train, _model_classes(recipe, setup))
+    names = class_names(train, known_classes(setup.config) if recipe.model else None)
     side, channels = int(processor.size["height"]), len(processor.image_mean)
     sides = {"train": train, "validation": held_out}
     encoded = {name: encode_images(one, names, side, channels) for name, one in sides.items()}
@@ -153,18 +154,9 @@ def _with_names(
     return {name: side.cast_column("labels", classes) for name, side in sides.items()}
 
 
-def _model_classes(recipe: Recipe, setup: TrainingSetup) -> list[str] | None:
-    """The classes of the model to be fine-tuned."""
-    if recipe.model is None:
-        return None
-    known: dict[Any, str] = setup.config.id2label or {}
-    return [str(name) for _, name in sorted(known.items())]
-
-
 def _image_processor(recipe: Recipe, config: PreTrainedConfig) -> Any:
     """The model's own, or one that fits its config."""
     side = image_side(config)
-    channels = Channels.of(recipe.model, int(getattr(config, "num_channels", 3)))
-    return ViTImageProcessorPil(
-        size={"height": side, "width": side}, image_mean=channels.mean, image_std=channels.std
-    )
+    mean, std = channel_statistics(recipe.model, int(getattr(config, "num_channels", 3)))
+    size = {"height": side, "width": side}
+    return ViTImageProcessorPil(size=size, image_mean=mean, image_std=std)

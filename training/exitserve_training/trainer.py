@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve_training.adapters import merged, save_adapter, with_adapters
+from exitserve_training.callbacks import TimeLimit
 from exitserve_training.checkpoints import MultiExitCheckpoints
 from exitserve_training.folder import after_failure, set_aside
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
@@ -35,7 +36,6 @@ from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
 from exitserve_training.tasks import TaskInputs
 from exitserve_training.throughput import Throughput
-from exitserve_training.time_limit import TimeLimit
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""

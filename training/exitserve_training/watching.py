@@ -5,19 +5,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from exitserve.errors import ExitServeError
-from exitserve_training.time_limit import TimeLimit
+from exitserve_training.callbacks import TimeLimit, most_of_all
 
 _LAYER = "loss_layer_"
 
@@ -29,19 +28,24 @@ class RunStoppedError(ExitServeError):
 
 
 @contextmanager
-def stopped_by_term(message: str) -> Iterator[None]:
-    """Where SIGTERM comes inside the block, it ends by `RunStoppedError` with the message."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise RunStoppedError(message)
-
+def on_term(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Calls `act` where SIGTERM comes; Python hands signals to the main thread only."""
     listens = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, stop) if listens else None
+    previous = signal.signal(signal.SIGTERM, act) if listens else None
     try:
         yield
     finally:
         if listens:
             signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def stopped_by_term(message: str) -> AbstractContextManager[None]:
+    """Where SIGTERM comes inside the block, it ends by `RunStoppedError` with the message."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise RunStoppedError(message)
+
+    return on_term(stop)
 
 
 def counted(items: Iterable[_Item], what: str, total: int, done: int = 0) -> Iterator[_Item]:
@@ -64,7 +68,7 @@ class ProgressLines(TrainerCallback):
         """Time, step and tokens when the session began, and when the last line was written."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Starts the clock of this session."""
         self._begun = self._last = _now(state)
@@ -81,15 +85,12 @@ class ProgressLines(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            now = _now(state)
-            print(self._line(logs, state, now), flush=True)
-            self._last = now
+            print(self._line(logs, state), flush=True)
         elif "eval_loss" in logs:
             print(f"step {state.global_step:,} | held out: {_losses(logs, 'eval_')}", flush=True)
 
-    def _line(
-        self, logs: dict[str, float], state: TrainerState, now: tuple[float, int, int]
-    ) -> str:
+    def _line(self, logs: dict[str, float], state: TrainerState) -> str:
+        now = _now(state)
         seconds, tokens = now[0] - self._last[0], now[2] - self._last[2]
         # All of this session: the last steps alone may have met a busy machine, or a quiet one.
         per_step = (now[0] - self._begun[0]) / max(now[1] - self._begun[1], 1)
@@ -98,18 +99,14 @@ class ProgressLines(TrainerCallback):
             seconds_left = min(seconds_left, self._limit.seconds_left)
         left = timedelta(seconds=round(seconds_left))
         end = datetime.now().astimezone() + left
+        reached = f", {logs['mfu']:.0%} MFU" if "mfu" in logs else ""
+        self._last = now
         return (
             f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
-            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
-            f"{_share(logs)} | "
+            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s{reached} | "
             f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
             f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"
         )
-
-
-def _share(logs: dict[str, float]) -> str:
-    """`, 31% MFU`: of the products that the machine can do, those that it did."""
-    return f", {logs['mfu']:.0%} MFU" if "mfu" in logs else ""
 
 
 def _now(state: TrainerState) -> tuple[float, int, int]:
@@ -133,40 +130,25 @@ class StopOnTerm(TrainerCallback):
 
     def __init__(self) -> None:
         self.asked = False
-        self._previous: Any = None
-        self._listens = False
+        self._listening = ExitStack()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Listens. Python hands signals to the main thread only."""
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Listens."""
         self.asked = False
-        self._listens = threading.current_thread() is threading.main_thread()
-        if self._listens:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
+        self._listening.enter_context(on_term(self._note))
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        self._listening.close()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Saves and stops, in all processes or in none."""
-        if args.world_size > 1 and distributed.is_initialized():
-            asked = torch.tensor(float(self.asked), device=args.device)
-            distributed.all_reduce(asked, op=distributed.ReduceOp.MAX)
-            self.asked = bool(asked.item())
+        self.asked = bool(most_of_all(torch.tensor(float(self.asked), device=args.device)))
         if self.asked:
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """What comes after training can be begun again, so it needs no saving."""
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._listens:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-            self._listens = False
+        self._listening.close()

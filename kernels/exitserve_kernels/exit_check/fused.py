@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.exit_check.reference import FIELDS, Head
 from exitserve_kernels.in_triton import dot, narrowed, tanh
 
@@ -321,51 +320,3 @@ def _joined(
         num_warps=4,
     )
     return out, confidence, exits
-
-
-def _tiles_variant(block_b: int, kind: str) -> Variant:
-    """All options on: the most registers."""
-    pointers = dict.fromkeys(("rows", "gain", "weight", "bias", "kept"), f"*{kind}")
-    numbers = dict.fromkeys(("num_rows", "columns", "first_token"), "i32")
-    strides = dict.fromkeys(("width", "row_stride", "weight_stride", "kept_stride"), "i32:16")
-    return Variant(
-        f"exit_check tiles, {block_b} rows, {kind}",
-        _tiles,
-        {
-            **pointers,
-            "ends": "*i1",
-            "out": "*fp32",
-            **numbers,
-            **strides,
-            **dict.fromkeys(("epsilon", "soft_cap", "scale"), "fp32"),
-        },
-        {
-            **dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_CAP", "HAS_ENDS"), True),
-            **dict.fromkeys(("ROUNDED", "KEEP"), True),
-            # Triton turns a stride of 1 into a constant.
-            "row_step": 1,
-            "weight_step": 1,
-            "BLOCK_B": block_b,
-            "BLOCK_V": TILE_V,
-            "BLOCK_D": TILE_D,
-            "WIDTH": WIDTH,
-        },
-        num_warps=warps_of(block_b),
-    )
-
-
-VARIANTS = [
-    *(_tiles_variant(block_b, kind) for block_b in (16, 32, 128) for kind in ("bf16", "fp16")),
-    Variant(
-        "exit_check join",
-        _join,
-        {
-            **dict.fromkeys(("summaries", "out", "confidence"), "*fp32"),
-            "exits": "*i1",
-            **dict.fromkeys(("thresholds", "end_thresholds"), "*fp32"),
-            "num_slices": "i32",
-            "log_vocabulary": "fp32",
-        },
-        {"CRITERION": 2, "HAS_ENDS": True, "FINISH": True, "BLOCK_S": SLICES, "WIDTH": WIDTH},
-    ),
-]

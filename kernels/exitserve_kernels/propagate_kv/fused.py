@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.in_triton import narrowed
 
 TYPES = {
@@ -172,51 +171,3 @@ def fill(
         BLOCK_P=triton.next_power_of_2(size),
         num_warps=4,
     )
-
-
-def _variant(cache: Any, name: str) -> Variant:
-    """A layer like Qwen3's: 8 kv heads of 128, key norm, rotary; all options on."""
-    return Variant(
-        f"propagate_kv, {name} cache",
-        _fill,
-        {
-            **dict.fromkeys(("projected", "gains"), "*bf16"),
-            **dict.fromkeys(("positions", "slots", "addresses", "tables"), "*i64"),
-            **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
-            **dict.fromkeys(("num_layers", "slot_stride"), "i32"),
-            **dict.fromkeys(
-                (
-                    "row_stride",
-                    "layer_stride",
-                    "block_stride",
-                    "place_stride",
-                    "head_stride",
-                    "gain_stride",
-                ),
-                "i32:16",
-            ),
-            **dict.fromkeys(("epsilon", "greatest"), "fp32"),
-        },
-        {
-            "step": 1,
-            "BLOCK_SIZE": 16,
-            "HEADS": 8,
-            "SIZE": 128,
-            "ROTATED": 128,
-            "INTERLEAVED": False,
-            "NORM": 1,
-            "SCALED": cache in (tl.float8e4nv, tl.float8e5),
-            "CACHE": cache,
-            "TABLE": tl.bfloat16,
-            "BLOCK_H": 8,
-            "BLOCK_P": 128,
-        },
-        least_arch=90 if cache == tl.float8e4nv else 80,
-    )
-
-
-VARIANTS = [
-    _variant(tl.bfloat16, "bf16"),
-    _variant(tl.float8e5, "fp8 (e5m2)"),
-    _variant(tl.float8e4nv, "fp8 (e4m3)"),
-]

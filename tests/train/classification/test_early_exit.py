@@ -99,9 +99,9 @@ def test_classify_reports_and_predicts(
     ("arguments", "message"),
     [
         (["--exit-threshold", "1.5"], "--exit-threshold 1.5 is not between 0 and 1"),
-        (["--exit-threshold", "high"], "must be numbers with commas between"),
+        (["--exit-threshold", "high"], "must be numbers separated by commas"),
         (["--exit-layers", "3"], "exit layer 3 is out of range; choose from 1..2"),
-        (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
         (["--text-field", "tex"], "has no column 'tex'; it has: sentence, label"),
         (["--label-field", "sentence"], ", which is none of 0, 1. Check the label field."),
         (["--data", "nothing.tsv"], "no data file matches 'nothing.tsv'"),

@@ -112,8 +112,8 @@ def test_writes_json_page_and_pictures(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "--rows 0 must be at least 1"),
-        (["--sequence-length", "1"], "--sequence-length 1 must be at least 2"),
+        (["--rows", "0"], "--rows must be at least 1, not 0"),
+        (["--sequence-length", "1"], "--sequence-length must be at least 2, not 1"),
         (["--sequence-length", "4096"], "longer than the model's context of 512"),
         (["--sentence-model", "x"], "give --prompts"),
         (["--label-field", "x"], "data.label_field has no effect with data.format=text"),

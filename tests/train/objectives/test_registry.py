@@ -36,7 +36,7 @@ class Toy(Objective):
     """The mean square of the first layer's states."""
 
     def __init__(self, options: ToyOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
+        super().__init__(options, context)
         self.scale = options.scale
 
     def layers(self, step: int) -> Sequence[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Any, TypeVar
 
+from exitserve.arguments import add_out_flags, at_least, numbers, words
 from exitserve.errors import ExitServeError
 
-if TYPE_CHECKING:
-    from exitserve_training.classification.evaluation import ClassificationSettings
+Settings = TypeVar("Settings")
 
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
@@ -37,11 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a classifier: directory or hub id")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     parser.add_argument(
         "--exit-threshold",
         metavar="T[,T]",
+        default="0.9",
         help="an input stops where its confidence is above this; predictions are those of the "
         "first (default 0.9)",
     )
@@ -71,71 +71,40 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def data_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_data_arguments` was given, as a recipe's `data` names it."""
-    fields = {name: getattr(args, name) for name in ("text_field", "pair_field", "label_field")}
-    fields["columns"] = args.columns.split(",") if args.columns else None
-    return {name: value for name, value in fields.items() if value is not None}
+def settings_of(args: argparse.Namespace, kind: type[Settings], **more: Any) -> Settings:
+    """A command's settings: its arguments by name, and `fields` as a recipe's `data` has them.
 
-
-def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
-    """Comma-separated numbers; raises `ExitServeError` that names the option."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ExitServeError(
-            f"{option} {text!r} must be numbers with commas between, such as "
-            f"{'0.8,0.9' if kind is float else '3,6'}."
-        ) from error
+    Args:
+        args: of the command, with those of `add_data_arguments`.
+        kind: a dataclass.
+        **more: settings that are no arguments.
+    """
+    given = vars(args)
+    fields = {name: given[name] for name in ("text_field", "pair_field", "label_field")}
+    fields["columns"] = words(args.columns) if args.columns else None
+    more["fields"] = {name: value for name, value in fields.items() if value is not None}
+    names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: given[name] for name in names if name in given} | more)
 
 
 def _classify(args: argparse.Namespace) -> int:
-    thresholds = numbers(args.exit_threshold or "0.9", "--exit-threshold", float)
+    thresholds = numbers(args.exit_threshold, float, "--exit-threshold")
     for threshold in thresholds:
         if not 0.0 <= threshold <= 1.0:
             raise ExitServeError(
                 f"--exit-threshold {threshold:g} is not between 0 and 1; 1 means that none stops."
             )
-    for option in ("batch_size", "repeats"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ExitServeError(f"--{option.replace('_', '-')} {value} must be at least 1.")
-    layers = numbers(args.exit_layers, "--exit-layers", int) if args.exit_layers else None
-    from exitserve_training.classification.evaluation import ClassificationSettings
-
-    settings = ClassificationSettings(
-        model=args.model,
-        data=args.data,
-        thresholds=thresholds,
-        batch_size=args.batch_size,
-        repeats=args.repeats,
-        exit_layers=layers,
-        fields=data_fields(args),
-    )
-    return _classify_with_exits(args, settings)
-
-
-def _classify_with_exits(args: argparse.Namespace, settings: ClassificationSettings) -> int:
-    from exitserve.reporting.report import prepare_out_dir, write_report
-    from exitserve_training.classification.evaluation import classify
+    at_least(1, args.batch_size, "--batch-size")
+    at_least(1, args.repeats, "--repeats")
+    args.exit_layers = numbers(args.exit_layers or "", int, "--exit-layers") or None
+    from exitserve.reporting.report import prepare_out_dir, publish, terminal_table
+    from exitserve_training.classification.evaluation import ClassificationSettings, classify
     from exitserve_training.classification.page import HEADERS, markdown, rows
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    found = classify(settings)
-    write_report(out, found.report, markdown(found.report), {})
+    found = classify(settings_of(args, ClassificationSettings, thresholds=thresholds))
     found.write_predictions(out / "predictions.jsonl")
-    _print(found.report, HEADERS, rows(found.report), f"Report and predictions: {out}")
+    title = f"{found.report['inputs']:,} inputs, {found.report['model']}"
+    table = terminal_table(title, HEADERS, rows(found.report))
+    publish(out, found.report, markdown(found.report), {}, [table])
     return 0
-
-
-def _print(
-    report: dict[str, Any], headers: Sequence[str], lines: list[list[str]], where: str
-) -> None:
-    from rich.console import Console
-
-    from exitserve.reporting.report import terminal_table
-
-    console = Console()
-    title = f"{report['inputs']:,} inputs, {report['model']}"
-    console.print(terminal_table(title, headers, lines))
-    console.print(where, soft_wrap=True)

@@ -11,8 +11,7 @@ Shapes: B rows, T positions, D hidden, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from exitserve_training.losses.head import Classifier
 from exitserve_training.parts import model_parts
 
 
-@dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """The predictions for the rows of a batch."""
 
     classes: Tensor
@@ -34,19 +32,6 @@ class Predictions:
     """[B], the largest softmax probability."""
     depth: Tensor
     """int64 [B], layers run."""
-
-    def cpu(self) -> Predictions:
-        """The same on the CPU."""
-        return Predictions(self.classes.cpu(), self.confidence.cpu(), self.depth.cpu())
-
-    @classmethod
-    def joined(cls, parts: Sequence[Predictions]) -> Predictions:
-        """The answers of several batches, in order."""
-        return cls(
-            torch.cat([part.classes for part in parts]),
-            torch.cat([part.confidence for part in parts]),
-            torch.cat([part.depth for part in parts]),
-        )
 
 
 class EarlyExitClassifier:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from exitserve.checkpoint.block import MultiExit, read_multi_exit
 from exitserve.reporting.report import machine, versions
 from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
@@ -30,7 +29,7 @@ from exitserve_training.classification.labelled import Examples, class_numbers, 
 from exitserve_training.classification.scores import Scores, scores
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.head import Classifier
-from exitserve_training.models import check_model, load_model
+from exitserve_training.models import check_model, known_classes, model_to_run, trained_exits
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.parts import ModelParts, model_parts
@@ -49,7 +48,7 @@ class ClassificationSettings:
     repeats: int = 3
     exit_layers: list[int] | None = None
     """None: those of the checkpoint."""
-    fields: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
     """`text_field` and the like, as a recipe's `data` has them."""
 
 
@@ -73,42 +72,27 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
         ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
-    layers = exit_layers(settings, config.num_hidden_layers)
-    examples = read_inputs(settings, config)
-    model = load_classifier(settings.model)
-    own = own_classifiers(settings.model, model_parts(model))
+    layers = _exit_layers(settings, config.num_hidden_layers)
+    recipe = data_from({"format": data_format(config), "files": settings.data, **settings.fields})
+    examples = read_examples(recipe, recipe.files, needs_classes=False)
+    model = model_to_run(settings.model, "class")
+    own = _own_classifiers(settings.model, model_parts(model))
     runner = EarlyExitClassifier(model, layers, own)
     order = batch_rows(examples, settings.batch_size)
     encode = encoder(settings.model, config)
     inputs = [encode(examples.at(rows)) for rows in tqdm(order, desc="reading", disable=None)]
     rounds = _rounds(runner, model, inputs, settings)
-    names = [name for _, name in sorted((config.id2label or {}).items())]
-    rows = [row for batch in order for row in batch]
+    names = known_classes(config)
+    # Of batches, put into the order of the inputs.
+    back = torch.argsort(torch.tensor([row for batch in order for row in batch]))
     predictions = {
-        threshold: _in_order(Predictions.joined(parts), rows)
+        threshold: Predictions(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
         for threshold, parts in rounds.predictions.items()
     }
     report = _report(settings, config, layers, examples, names, predictions, rounds)
     return ClassificationResult(
         report, _predictions(examples, names, predictions[settings.thresholds[0]])
     )
-
-
-def read_inputs(settings: ClassificationSettings, config: PreTrainedConfig) -> Examples:
-    """The inputs that the settings name, with what is known of their classes."""
-    recipe = data_from(
-        {"format": data_format(config), "files": settings.data, **(settings.fields or {})}
-    )
-    return read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
-
-
-def load_classifier(path: str) -> PreTrainedModel:
-    """A classifier, ready to predict, on the GPU if there is one."""
-    model = load_model(path, "class")
-    model.train(False)
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
-    return model
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,7 @@ class _Rounds:
     """Seconds of each round, by threshold."""
 
 
-def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
+def _own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     """The classifiers of exits that were trained with one each (`separate_classifiers`).
 
     They lie beside the checkpoint, and only this command can use them.
@@ -142,14 +126,11 @@ def own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
     return objective.classifiers()
 
 
-def exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
+def _exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
     """Where inputs may stop: as the settings or the checkpoint say."""
-    if settings.exit_layers is not None:
-        return settings.exit_layers
-    folder = Path(settings.model)
-    known: MultiExit | None = read_multi_exit(folder) if folder.is_dir() else None
+    known = settings.exit_layers or trained_exits(settings.model)
     # A checkpoint that was not trained for exits may still be looked at: everywhere.
-    return list(known.exit_layers) if known is not None else list(range(1, num_layers))
+    return list(range(1, num_layers)) if known is None else known
 
 
 def _rounds(
@@ -178,7 +159,7 @@ def _rounds(
                 found = runner(batch, threshold)
                 early[threshold] += _now(model.device) - start
                 if number == 0:
-                    rounds.predictions[threshold].append(found.cpu())
+                    rounds.predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
         if number > 0:
             rounds.full.append(full)
             for threshold, seconds in early.items():
@@ -191,14 +172,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _in_order(predictions: Predictions, rows: Sequence[int]) -> Predictions:
-    """Predictions in the order of batches, put into that of the inputs."""
-    back = torch.argsort(torch.tensor(rows))
-    return Predictions(
-        predictions.classes[back], predictions.confidence[back], predictions.depth[back]
-    )
 
 
 def _report(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import ImageProcessingMixin, PreTrainedConfig
 
-from exitserve_training.classification.labelled import Examples, read_pixels
+from exitserve_training.classification.labelled import Examples, read_pixels, tokenized
 from exitserve_training.parts import VISION
 from exitserve_training.tasks import ClassOfImage
 from exitserve_training.tokenization import load_tokenizer
@@ -23,24 +23,14 @@ Encode = Callable[[Examples], dict[str, Tensor]]
 """Examples to what the model takes."""
 
 
-@dataclass(frozen=True)
-class Channels:
-    """How pixels are normalised, in 0..1."""
-
-    mean: list[float]
-    std: list[float]
-
-    @classmethod
-    def of(cls, model: str | None, count: int) -> Channels:
-        """From a checkpoint's `preprocessor_config.json`, else ViT's."""
-        known: dict[str, Any] = {}
-        if model is not None:
-            try:
-                known, _ = ImageProcessingMixin.get_image_processor_dict(model)
-            except OSError:
-                known = {}
-        mean, std = (known.get(key) or HALF[:count] for key in ("image_mean", "image_std"))
-        return cls(list(mean), list(std))
+def channel_statistics(model: str | None, count: int) -> tuple[list[float], list[float]]:
+    """Mean and deviation of image channels in 0..1: of a `preprocessor_config.json`, else ViT's."""
+    known: dict[str, Any] = {}
+    if model is not None:
+        with suppress(OSError):
+            known, _ = ImageProcessingMixin.get_image_processor_dict(model)
+    mean, std = (known.get(key) or HALF[:count] for key in ("image_mean", "image_std"))
+    return list(mean), list(std)
 
 
 def image_side(config: PreTrainedConfig) -> int:
@@ -66,8 +56,7 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
     """
     if config.model_type in VISION:
         channels = int(getattr(config, "num_channels", 3))
-        normalisation, side = Channels.of(model, channels), image_side(config)
-        task_inputs = ClassOfImage(normalisation.mean, normalisation.std)
+        task_inputs, side = ClassOfImage(*channel_statistics(model, channels)), image_side(config)
 
         def images(examples: Examples) -> dict[str, Tensor]:
             pixels = torch.from_numpy(read_pixels(examples, side, channels, shows_progress=False))
@@ -80,13 +69,7 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
     longest = min(int(config.max_position_embeddings), int(tokenizer.model_max_length))
 
     def texts(examples: Examples) -> dict[str, Tensor]:
-        pairs: list[Any] = list(examples.inputs)
-        first = [text for text, _ in pairs]
-        second = [text for _, text in pairs] if pairs[0][1] is not None else None
-        encoded = tokenizer(
-            first, second, truncation=True, max_length=longest, padding=True, return_tensors="pt"
-        )
-        return dict(encoded)
+        return dict(tokenized(examples, tokenizer, longest, padding=True, return_tensors="pt"))
 
     return texts
 

@@ -141,12 +141,17 @@ def encode_texts(
     length: int,
 ) -> datasets.Dataset:
     """Columns `input_ids` (and what else the tokenizer gives) and `labels`, unpadded."""
+    encoded = tokenized(examples, tokenizer, length, verbose=False)
+    columns = {name: encoded[name] for name in encoded if name != "attention_mask"}
+    return datasets.Dataset.from_dict({**columns, "labels": list(labels)})
+
+
+def tokenized(examples: Examples, tokenizer: Any, length: int, **options: Any) -> Any:
+    """What a tokenizer gives of texts, or of pairs of them, cut to `length` tokens."""
     texts: list[Any] = list(examples.inputs)
     first = [text for text, _ in texts]
     second = [text for _, text in texts] if texts and texts[0][1] is not None else None
-    encoded = tokenizer(first, second, truncation=True, max_length=length, verbose=False)
-    columns = {name: encoded[name] for name in encoded if name != "attention_mask"}
-    return datasets.Dataset.from_dict({**columns, "labels": list(labels)})
+    return tokenizer(first, second, truncation=True, max_length=length, **options)
 
 
 def encode_images(

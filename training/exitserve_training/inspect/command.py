@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from exitserve.arguments import add_adapter, with_adapter
+from exitserve.arguments import add_adapter, add_out_flags, at_least, with_adapter
 from exitserve.checkpoint.block import read_config
 from exitserve.errors import ExitServeError
-from exitserve_training.classification.command import add_data_arguments, data_fields
+from exitserve_training.classification.command import add_data_arguments, settings_of
 
 _HELP = """\
 Looks into a checkpoint, layer by layer: accuracy and perplexity through the shared head, linear
@@ -43,8 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint: directory or hub id")
     add_adapter(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
+    add_out_flags(parser)
     add_data_arguments(parser)
     sizes = parser.add_argument_group("how much")
     sizes.add_argument(
@@ -59,7 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"positions that compare layers (default {SAMPLES})",
     )
     sizes.add_argument(
-        "--sequence-length", type=int, help="tokens of a sequence of text (default 256)"
+        "--sequence-length",
+        dest="length",
+        type=int,
+        help="tokens of a sequence of text (default 256)",
     )
     sizes.add_argument("--batch-size", type=int, default=8, help="inputs at a time (default 8)")
     sizes.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
@@ -78,35 +80,22 @@ def _inspect(args: argparse.Namespace) -> int:
     args = with_adapter(args)
     if args.rows is None:
         args.rows = CLASSIFIED_ROWS if _is_classifier(args.model) else ROWS
-    _check(args)
-    from rich.console import Console
-
-    from exitserve.reporting.report import prepare_out_dir, terminal_table, write_report
+    for name in ("rows", "samples", "batch_size", "prompt_tokens", "new_tokens"):
+        at_least(1, getattr(args, name), f"--{name.replace('_', '-')}")
+    at_least(2, 2 if args.length is None else args.length, "--sequence-length")
+    at_least(0, args.prompts, "--prompts")
+    if args.sentence_model and not args.prompts:
+        raise ExitServeError("--sentence-model measures what --prompts writes; give --prompts.")
+    from exitserve.reporting.report import prepare_out_dir, publish, terminal_table
     from exitserve_training.inspect.inspection import InspectionSettings, inspect
     from exitserve_training.inspect.page import HEADERS, markdown, rows, summary
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
-    found = inspect(
-        InspectionSettings(
-            model=args.model,
-            data=args.data,
-            fields=data_fields(args),
-            rows=args.rows,
-            samples=args.samples,
-            length=args.sequence_length,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            prompts=args.prompts,
-            prompt_tokens=args.prompt_tokens,
-            new_tokens=args.new_tokens,
-            sentence_model=args.sentence_model,
-        )
+    found = inspect(settings_of(args, InspectionSettings))
+    table = terminal_table(f"{found.report['model']}", HEADERS, rows(found.report))
+    publish(
+        out, found.report, markdown(found.report), found.figures, [table, summary(found.report)]
     )
-    write_report(out, found.report, markdown(found.report), found.figures)
-    console = Console()
-    console.print(terminal_table(f"{found.report['model']}", HEADERS, rows(found.report)))
-    console.print(summary(found.report), soft_wrap=True)
-    console.print(f"Report and plots: {out}", soft_wrap=True)
     return 0
 
 
@@ -114,17 +103,3 @@ def _is_classifier(model: str) -> bool:
     """Whether a checkpoint is one of a classifier."""
     names = read_config(model).get("architectures") or []
     return any(str(name).endswith("Classification") for name in names)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raises `ExitServeError` for numbers that cannot be."""
-    for option in ("rows", "samples", "batch_size", "prompt_tokens", "new_tokens"):
-        value = getattr(args, option)
-        if value < 1:
-            raise ExitServeError(f"--{option.replace('_', '-')} {value} must be at least 1.")
-    if args.sequence_length is not None and args.sequence_length < 2:
-        raise ExitServeError(f"--sequence-length {args.sequence_length} must be at least 2.")
-    if args.prompts < 0:
-        raise ExitServeError(f"--prompts {args.prompts} must be 0 or more.")
-    if args.sentence_model and not args.prompts:
-        raise ExitServeError("--sentence-model measures what --prompts writes; give --prompts.")

@@ -12,7 +12,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve.reporting.report import machine, versions
 from exitserve_training.inspect import plots
@@ -32,7 +31,7 @@ from exitserve_training.inspect.similarity import (
     cosines,
     nc1,
 )
-from exitserve_training.models import load_model
+from exitserve_training.models import model_to_run, trained_exits
 
 SHARES = (0.9, 0.95, 0.99)
 """Shares of the last layer's accuracy for which the minimal depth is reported."""
@@ -86,11 +85,8 @@ def inspect(settings: InspectionSettings) -> Inspection:
     )
     if settings.prompts and data.task != "next token":
         raise ExitServeError("--prompts is for causal language models, which continue texts.")
-    model = load_model(settings.model, data.task)
-    model.train(False)
-    if torch.cuda.is_available():
-        torch.nn.Module.cuda(model)
-    exits = _exit_layers(settings.model)
+    model = model_to_run(settings.model, data.task)
+    exits = trained_exits(settings.model) or []
     measured = measure_layers(model, data, settings.samples, settings.seed)
     with_last = _with_last(measured)
     report = {
@@ -114,11 +110,6 @@ def inspect(settings: InspectionSettings) -> Inspection:
     accuracies = {int(depth): layer["accuracy"] for depth, layer in report["layers"].items()}
     report["minimal_depth"] = {f"{one:g}": minimal_depth(accuracies, one) for one in SHARES}
     return Inspection(report, _figures(report, with_last))
-
-
-def _exit_layers(model: str) -> list[int]:
-    known = read_multi_exit(model) if Path(model).is_dir() else None
-    return [] if known is None else list(known.exit_layers)
 
 
 def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float | None]]:

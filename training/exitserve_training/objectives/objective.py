@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from exitserve_training.losses import OutputHead
 from exitserve_training.losses.head import Classifier
 from exitserve_training.losses.tokens import IGNORED
+from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 
 Metrics = dict[str, Tensor]
 """Detached scalars by name."""
@@ -68,14 +69,16 @@ class Objective(nn.Module, ABC):
     in_evaluation = True
     """Whether evaluation reports it; the per-layer cross-entropies are reported anyway."""
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, options: ObjectiveOptions, context: BuildContext) -> None:
+        """Takes what the recipe says of it, and what it is built for."""
         super().__init__()
-        self.name = name
-        self.weight = weight
+        self.name, self.weight = options.name, options.weight_for(context.hidden_size)
+        self.num_layers = context.num_layers
+        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
 
-    @abstractmethod
     def layers(self, step: int) -> Sequence[int]:
         """Depths whose hidden states it needs in this optimizer step."""
+        return self.chosen
 
     @abstractmethod
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:

@@ -80,6 +80,10 @@ class ObjectiveOptions(Strict):
         """
         return (num_layers,)
 
+    def weight_for(self, hidden_size: int) -> float:
+        """What multiplies the loss, as a number."""
+        return self.weight
+
     def build(self, context: BuildContext) -> Objective:
         """The objective itself; its module is imported here, because it imports torch."""
         module, _, name = self.implementation.partition(":")

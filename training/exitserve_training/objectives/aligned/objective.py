@@ -20,7 +20,6 @@ from exitserve_training.losses import (
     aligned_cross_entropy,
     balanced_cross_entropy,
     cosine_alignment,
-    layer_weights,
 )
 from exitserve_training.losses.head import Classifier
 from exitserve_training.objectives.aligned.options import (
@@ -60,8 +59,7 @@ class CrossEntropy(_LayerCrossEntropy):
     """Cross-entropy of the last layer alone: ordinary training."""
 
     def __init__(self, options: CrossEntropyOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        self.num_layers = context.num_layers
+        super().__init__(options, context)
         self.balanced = options.balanced
 
     def scale(self, step: int) -> Mapping[int, float]:
@@ -95,11 +93,9 @@ class Aligned(_LayerCrossEntropy):
     """
 
     def __init__(self, options: AlignedOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        self.num_layers = context.num_layers
-        layers = options.layers_used(context.exit_layers, context.num_layers)
-        self.all_layers = dict(zip(layers, layer_weights(layers, options.weights), strict=True))
-        self.inner = [layer for layer in layers if layer != self.num_layers]
+        super().__init__(options, context)
+        self.all_layers = options.scale_of(self.chosen)
+        self.inner = [layer for layer in self.chosen if layer != self.num_layers]
         self.alternate = options.alternate
         self.sample = options.sample
         self.seed = context.seed
@@ -136,13 +132,10 @@ class SeparateClassifiers(Objective):
     in_evaluation = False
 
     def __init__(self, options: SeparateClassifiersOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
+        super().__init__(options, context)
         self.alternate = options.alternate
-        self.num_layers = context.num_layers
-        layers = options.layers_used(context.exit_layers, context.num_layers)
-        scale = layer_weights(layers, options.weights)
-        self.scale = dict(zip(layers, scale, strict=True))
-        self.inner = [layer for layer in layers if layer != self.num_layers]
+        self.scale = options.scale_of(self.chosen)
+        self.inner = [layer for layer in self.chosen if layer != self.num_layers]
         self.heads = nn.ModuleDict({str(layer): _copied_head(context.head) for layer in self.inner})
         self.soft_cap = context.head.soft_cap
 
@@ -186,13 +179,8 @@ class CosineAlignment(Objective):
     """Turns the states of layers towards the last one's: L_sim of appendix C."""
 
     def __init__(self, options: CosineAlignmentOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        chosen = options.layers_used(context.exit_layers, context.num_layers)
-        self.scale = dict(zip(chosen, layer_weights(chosen, options.weights), strict=True))
-
-    def layers(self, step: int) -> Sequence[int]:
-        """See `Objective`."""
-        return tuple(self.scale)
+        super().__init__(options, context)
+        self.scale = options.scale_of(self.chosen)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
@@ -205,17 +193,14 @@ class KLToLast(HeadObjective):
     """Turns what layers predict towards what the last one predicts, or a frozen teacher's."""
 
     def __init__(self, options: KLToLastOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        self.num_layers = context.num_layers
+        super().__init__(options, context)
         self.temperature = options.temperature
-        chosen = options.layers_used(context.exit_layers, context.num_layers)
         path = options.teacher_path(context.initial_model)
         dtype = torch.bfloat16 if context.bf16 else torch.float32
         self.frozen = None if path is None else FrozenTeacher(path, dtype)
-        scale = dict(zip(chosen, layer_weights(chosen, options.weights), strict=True))
+        self.scale = options.scale_of(self.chosen)
         if self.frozen is None:
-            del scale[self.num_layers]  # which teaches
-        self.scale = scale
+            del self.scale[self.num_layers]  # which teaches
 
     def terms(self, step: int) -> Sequence[HeadTerm]:
         """See `HeadObjective`. T^2 keeps the gradients' size as T grows."""
@@ -226,7 +211,7 @@ class KLToLast(HeadObjective):
 
     def layers(self, step: int) -> Sequence[int]:
         """See `Objective`: a last layer that teaches is read, too."""
-        return sorted({*self.scale, self.num_layers} if self.frozen is None else self.scale)
+        return self.chosen
 
     def counted(self, batch: LossInputs, layer: int) -> Tensor:
         """See `HeadObjective`: tokens that the teacher, full depth, has a state for."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from exitserve.errors import ExitServeError
-from exitserve_training.layer_weights import counted_layers
+from exitserve_training.layer_weights import counted_layers, layer_weights
 from exitserve_training.objectives.options import Layers, ObjectiveOptions
 
 LayerWeights = Literal["linear", "uniform"] | list[float]
@@ -51,6 +51,10 @@ class _WeightedLayers(ObjectiveOptions):
                 f"layers."
             )
         return layers
+
+    def scale_of(self, layers: Sequence[int]) -> dict[int, float]:
+        """The weight of each of the layers that it reads."""
+        return dict(zip(layers, layer_weights(layers, self.weights), strict=True))
 
     @property
     def _needs_inner(self) -> bool:

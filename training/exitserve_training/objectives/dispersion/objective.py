@@ -6,8 +6,6 @@ whatever the depth. Added to a main loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -24,13 +22,8 @@ class SeveralLayers(Objective):
     """
 
     def __init__(self, options: SeveralLayersOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
+        super().__init__(options, context)
         self.arguments = options.loss_arguments()
-        self.chosen = options.layers_used(context.exit_layers, context.num_layers)
-
-    def layers(self, step: int) -> Sequence[int]:
-        """See `Objective`."""
-        return self.chosen
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""

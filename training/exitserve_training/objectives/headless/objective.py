@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from exitserve_training.losses import contrastive_weight_tying
-from exitserve_training.objectives.headless.options import HeadlessOptions
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
-from exitserve_training.objectives.options import BuildContext
 
 
 class Headless(Objective):
@@ -17,14 +13,6 @@ class Headless(Objective):
 
     No head runs. The negatives are the targets of the micro-batch on this process.
     """
-
-    def __init__(self, options: HeadlessOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
-        self.num_layers = context.num_layers
-
-    def layers(self, step: int) -> Sequence[int]:
-        """The last layer."""
-        return (self.num_layers,)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""

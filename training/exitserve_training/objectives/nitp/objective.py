@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from exitserve_training.losses import Projector, effective_rank, nitp
@@ -16,14 +14,10 @@ class NITP(Objective):
     """The last layer's state, projected, against the next position's shallow state."""
 
     def __init__(self, options: NITPOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight)
+        super().__init__(options, context)
         self.options = options
-        self.target_layer, self.num_layers = options.layers_used((), context.num_layers)
+        self.target_layer = self.chosen[0]
         self.projector = Projector(context.hidden_size) if options.project else nn.Identity()
-
-    def layers(self, step: int) -> Sequence[int]:
-        """The shallow target and the last layer."""
-        return (self.target_layer, self.num_layers)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`; in evaluation also the effective rank of the last layer."""

@@ -5,8 +5,6 @@ Added to a main loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,14 +22,10 @@ class OneLayer(Objective):
     """
 
     def __init__(self, options: OneLayerOptions, context: BuildContext) -> None:
-        super().__init__(options.name, options.weight_for(context.hidden_size))
-        (self.layer,) = options.layers_used(context.exit_layers, context.num_layers)
+        super().__init__(options, context)
+        (self.layer,) = self.chosen
         self.arguments = options.loss_arguments()
         self.dropout: float | None = self.arguments.pop("dropout", None)
-
-    def layers(self, step: int) -> Sequence[int]:
-        """See `Objective`."""
-        return (self.layer,)
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""

@@ -22,10 +22,6 @@ class OneLayerOptions(ObjectiveOptions):
         """See `ObjectiveOptions`."""
         return (num_layers if self.layer == "last" else self._depth(self.layer, num_layers),)
 
-    def weight_for(self, hidden_size: int) -> float:
-        """What multiplies the loss, as a number."""
-        return self.weight
-
     def loss_arguments(self) -> dict[str, Any]:
         """The loss's own options."""
         return self.model_dump(exclude=set(OneLayerOptions.model_fields))
@@ -42,7 +38,7 @@ class SimRegOptions(OneLayerOptions):
     chunk_size: int | None = Field(default=None, ge=1)
 
     def weight_for(self, hidden_size: int) -> float:
-        """See `OneLayerOptions`."""
+        """See `ObjectiveOptions`."""
         return 10.0 * math.sqrt(hidden_size / 1024) if self.weight == "auto" else self.weight
 
 
