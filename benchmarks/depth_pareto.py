@@ -84,7 +84,7 @@ def curves_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     )
     curves = {}
     for criterion in map(str, CRITERIA):
-        chosen = propose(found[0], criterion, depth, propagates=False, prices=PRICES)
+        chosen = propose(found[0], criterion, depth, prices=PRICES)
         curves[criterion] = [judged(found[1], one, depth.num_layers) for one in chosen]
     return curves
 

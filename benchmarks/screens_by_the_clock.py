@@ -30,7 +30,7 @@ from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.calibration.screening import LEVELS
 from exitserve.checkpoint.block import read_config, read_multi_exit
 from exitserve.costs.byte_costs import TokenCosts, break_even_rates
-from exitserve.costs.sources import measured_costs
+from exitserve.costs.sources import step_costs
 from exitserve.reference import load_reference
 from exitserve.reporting.report import markdown_table
 from exitserve.screens import Screen, Screens, load_screens
@@ -68,7 +68,7 @@ def shape_called(name: str, config: Mapping[str, Any], exit_layers: Sequence[int
     """Times the parts of one shape."""
     return Shape(
         name,
-        measured_costs(config, dtype="bfloat16", context=WINDOW // 2),
+        step_costs(config, dtype="bfloat16", context=WINDOW // 2).costs.of_tokens(1),
         screen_seconds(int(config["hidden_size"])),
         break_even_rates(config, exit_layers),
     )

@@ -9,8 +9,7 @@ always run at full depth.
 In mode "defer" a row that exits is not frozen: it leaves with the logits of its check, and its
 later layers are computed all the same, so that all keys and values are those of full depth.
 
-In mode "verify" tokens that exit are drafts. Full depth decides the tokens, so `decode` is plain
-greedy decoding, with a count of the drafts, and of those that full depth accepts.
+In mode "verify" no token exits: first layers draft, and full depth decides every token.
 
 Because a row's state at each layer depends only on the states of earlier tokens at that layer,
 one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 from exitserve.checkpoint.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
 from exitserve.costs.byte_costs import break_even_rates
-from exitserve.policy import ALWAYS, EXACT, NEVER, NUM_DRAFTS, ExitPolicy
+from exitserve.policy import ALWAYS, NEVER, ExitPolicy
 from exitserve.screens import Screens, load_screens
 from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
 
@@ -61,10 +60,6 @@ class Generation:
     token_ids: list[int]
     exit_layers: list[int]
     """One depth for each generated token; the first is always L."""
-    drafted: int = 0
-    """Tokens drafted (mode "verify")."""
-    accepted: int = 0
-    """Drafts that full depth agreed with, in each round up to the first that it did not."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +75,6 @@ class Look:
     is_checked: bool
     """Whether a check was made: a screen may leave it out."""
 
-    @property
-    def passes(self) -> bool:
-        """Whether the layer is confident enough, by a threshold that was due there."""
-        return self.threshold is not None and self.confidence > self.threshold
-
-
-Drafted = tuple[int, int, bool]
-"""A draft: the exit layer that proposed it, the token, whether full depth accepted it."""
-
 
 @dataclass(frozen=True)
 class Looks:
@@ -97,23 +83,6 @@ class Looks:
     token_id: int
     depth: int
     by_layer: tuple[Look, ...]
-    drafts: tuple[Drafted, ...] = ()
-    """Mode "verify": itself, if it was drafted; or those that full depth rejected for it: the one
-    in its place, and those behind."""
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Mode "verify": drafts behind a text, and what full depth makes of them."""
-
-    text: list[int]
-    most: int
-    """Tokens that might be drafted."""
-    drafts: list[int]
-    agreeing: int
-    """How many of these full depth accepts."""
-    tokens: list[int]
-    """Those, and full depth's own behind them."""
 
 
 class Reference:
@@ -167,7 +136,6 @@ class Reference:
         max_tokens: int,
         policy: ExitPolicy,
         ignore_eos: bool = False,
-        num_drafts: int = NUM_DRAFTS,
     ) -> Generation:
         """Greedy decoding, one token at a time, with a key-value cache.
 
@@ -176,10 +144,7 @@ class Reference:
             max_tokens: most tokens to generate.
             policy: when tokens exit.
             ignore_eos: go on after an end of sequence.
-            num_drafts: most tokens drafted at a time (mode "verify").
         """
-        if policy.mode == "verify":
-            return self._decode_drafting(prompt_ids, max_tokens, policy, ignore_eos, num_drafts)
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -205,7 +170,6 @@ class Reference:
         max_tokens: int,
         policy: ExitPolicy,
         ignore_eos: bool = False,
-        num_drafts: int = NUM_DRAFTS,
     ) -> Iterator[Looks]:
         """`decode`, with what every layer says to each token: to one that stopped, what it would
         have been told further up, behind the same keys and values.
@@ -215,12 +179,7 @@ class Reference:
             max_tokens: most tokens to generate.
             policy: when tokens exit.
             ignore_eos: go on after an end of sequence.
-            num_drafts: most tokens drafted at a time (mode "verify").
         """
-        if policy.mode == "verify":
-            for one in self._rounds(prompt_ids, max_tokens, policy, ignore_eos, num_drafts):
-                yield from self._watch_round(one, policy)
-            return
         from transformers import DynamicCache
 
         cache, step = DynamicCache(), list(prompt_ids)
@@ -240,122 +199,30 @@ class Reference:
             found = rows.finish(hidden)
             token = int(found.token[-1])
             logits = self.parts.classify(torch.stack([states[one][0, -1] for one in depths]))
-            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows, -1))
+            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows))
             if token in ends:
                 return
             step = [token]
-
-    def _watch_round(self, made: _Round, policy: ExitPolicy) -> Iterator[Looks]:
-        """`watch`, for the tokens of one round."""
-        text, drafts, depths = [*made.text, *made.drafts], made.drafts, self._depths
-        # 0: the text's last token
-        behind = torch.arange(len(text), device=self.device) - len(made.text) + 1
-        # Drafting ends at a token that passes no check, or with the last that might be drafted.
-        checked = (behind >= 0) & (behind < min(made.most, len(drafts) + 1))
-        rows = _FrozenRows(self, policy, checked)
-        with rows.hooked(), capture_hidden(self.parts.layers, depths) as states:
-            self._run_layers(text, cache=None)
-        first = len(made.text) - 1
-        judged: list[Drafted] = [
-            (int(rows.depth[first + place]), draft, place < made.agreeing)
-            for place, draft in enumerate(drafts)
-        ]
-        for place, token in enumerate(made.tokens):
-            row = first + place
-            logits = self.parts.classify(torch.stack([states[one][0, row] for one in depths]))
-            own = judged[place : place + 1] if place < made.agreeing else judged[place:]
-            looks = self._looks(logits, depths, rows, row)
-            yield Looks(token, depths[-1], looks, tuple(own))
 
     @property
     def _depths(self) -> tuple[int, ...]:
         """The exit layers and full depth."""
         return (*self.exit_layers, self.parts.num_layers)
 
-    def _looks(
-        self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows, row: int
-    ) -> tuple[Look, ...]:
-        """What one row of a pass was told [len(depths), V]."""
+    def _looks(self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows) -> tuple[Look, ...]:
+        """What the last row of a pass was told [len(depths), V]."""
         never = torch.full((len(depths),), NEVER, device=logits.device)
         confidences = check_logits(logits, never, criterion=self.criterion).confidence.tolist()
-        ends, found = self.eos_token_ids.tolist(), []
-        row = range(len(rows.decode))[row]
-        # Above the layer that drafted it, a token is not checked.
-        last = int(rows.depth[row]) if rows.policy.mode == "verify" else depths[-1]
+        ends, found, row = self.eos_token_ids.tolist(), [], len(rows.decode) - 1
         read = zip(depths, logits.argmax(dim=-1).tolist(), confidences, strict=True)
         for layer, token, confidence in read:
             # At full depth, and where the policy has none, no threshold is there to pass.
-            due = bool(rows.decode[row]) and layer < self.parts.num_layers and layer <= last
+            due = bool(rows.decode[row]) and layer < self.parts.num_layers
             limit = rows.policy.thresholds_at(layer)[token in ends] if due else NEVER
             threshold = None if limit in (NEVER, ALWAYS) else limit
             is_checked = row in rows.checked.get(layer, ())
             found.append(Look(layer, token, confidence, threshold, is_checked))
         return tuple(found)
-
-    def _decode_drafting(
-        self,
-        prompt_ids: Sequence[int],
-        max_tokens: int,
-        policy: ExitPolicy,
-        ignore_eos: bool,
-        num_drafts: int,
-    ) -> Generation:
-        """Full depth's greedy tokens, drafted several at a time."""
-        rounds = list(self._rounds(prompt_ids, max_tokens, policy, ignore_eos, num_drafts))
-        generated = [token for one in rounds for token in one.tokens]
-        drafted = sum(len(one.drafts) for one in rounds)
-        accepted = sum(one.agreeing for one in rounds)
-        return Generation(generated, [self.parts.num_layers] * len(generated), drafted, accepted)
-
-    @torch.no_grad()
-    def _rounds(
-        self,
-        prompt_ids: Sequence[int],
-        max_tokens: int,
-        policy: ExitPolicy,
-        ignore_eos: bool,
-        num_drafts: int,
-    ) -> Iterator[_Round]:
-        """The rounds of mode "verify"; in the first, which reads the prompt, nothing is drafted."""
-        ends = [] if ignore_eos else self.eos_token_ids.tolist()
-        text = list(prompt_ids)
-        while (left := max_tokens - (len(text) - len(prompt_ids))) > 0:
-            most = min(num_drafts, left - 1) if len(text) > len(prompt_ids) else 0
-            drafts = self._draft(text, most, ends, policy)
-            truth = self.trace([*text, *drafts], len(text), ExitPolicy.off()).token.tolist()
-            truth = truth[len(text) - 1 :]
-            agreeing = 0
-            while agreeing < len(drafts) and drafts[agreeing] == truth[agreeing]:
-                agreeing += 1
-            tokens = truth[: agreeing + 1]
-            yield _Round(text, most, drafts, agreeing, tokens)
-            text = [*text, *tokens]
-            if text[-1] in ends:
-                break
-
-    def _draft(
-        self,
-        text: Sequence[int],
-        most: int,
-        ends: Sequence[int],
-        policy: ExitPolicy,
-    ) -> list[int]:
-        """Drafts the tokens after `text`, up to the first that passes no check.
-
-        Nothing may follow the tokens in `ends`, so those are left to full depth.
-        """
-        drafts: list[int] = []
-        while len(drafts) < most:
-            so_far = [*text, *drafts]
-            last = torch.arange(len(so_far), device=self.device) == len(so_far) - 1
-            rows = _FrozenRows(self, policy, last)
-            with rows.hooked():
-                self._run_layers(so_far, cache=None)
-            logits = rows.exit_logits.get(len(so_far) - 1)
-            if logits is None or (token := int(logits.argmax())) in ends:
-                break
-            drafts.append(token)
-        return drafts
 
     def _run_layers(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
@@ -379,7 +246,7 @@ class _FrozenRows:
 
     def __init__(self, reference: Reference, policy: ExitPolicy, decode: Tensor) -> None:
         self.ref = reference
-        self.policy = policy
+        self.policy = ExitPolicy.off() if policy.mode == "verify" else policy
         self.decode = decode
         self.frozen = torch.zeros_like(decode)
         self.depth = torch.full_like(decode, reference.parts.num_layers, dtype=torch.long)
@@ -409,7 +276,7 @@ class _FrozenRows:
     def _after(self, depth: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             hidden = hidden_of(output)[0]
-            if self.state is not None and self.policy.mode not in EXACT:
+            if self.state is not None and self.policy.mode != "defer":
                 hidden = torch.where(self.frozen[:, None], self.state, hidden)
             if depth in self.ref.exit_layers:
                 self._check(depth, hidden)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from exitserve.bench.forced import start_forced_engine
+from exitserve.bench.forced import check_forced, start_forced_engine
 from exitserve.bench.measures import Timing
 from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, speculation_of
@@ -280,7 +280,11 @@ def gpu_share(job: BenchJob) -> float | None:
 
 
 def prepare(job: BenchJob) -> None:
-    """Sets the environment of all engines: ours has a plugin that only registers classes."""
+    """Sets the environment of all engines: ours has a plugin that only registers classes.
+
+    Raises:
+        ExitServeError: see `check_forced`.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Before prepare_environment, whose default suits one server and short prompts.
     gib = math.ceil(cache_bytes(job) / 2**30)
@@ -289,6 +293,8 @@ def prepare(job: BenchJob) -> None:
         # Several start at the same time, by threads, beside which a fork may wait for ever.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     prepare_environment()
+    if job.forced is not None:
+        check_forced(*(setting.mode for setting in job.settings))
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Random weights are never confident, and drafts from a lower layer are never what
 To time the modes all the same, an engine may be told how often checks pass and drafts are
 accepted. All work is done as ever; only its outcome is replaced. The engine itself knows nothing
 of this: it is started with another model class (`exitserve.bench.forced_model`). Where the first
-layers draft (GPUs), vLLM's rejection sampler accepts by lot instead, whatever the mode.
+layers draft (modes "verify" and "defer"), vLLM's rejection sampler accepts by lot instead, which it
+does in runner V2 only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.engine.hooks.plugin import register_model
-from exitserve.engine.launch import prepare_environment, start_engine
+from exitserve.engine.launch import prepare_environment, runs_on_v2, start_engine
+from exitserve.errors import ExitServeError
 from exitserve.policy import EXACT, NUM_DRAFTS
 
 KEY = "exitserve_forced"
@@ -37,7 +39,11 @@ def start_forced_engine(
         shares: `confidence` of checks that pass, `acceptance` of drafts that are accepted.
         exits: see `start_engine`.
         llm: see `start_engine`.
+
+    Raises:
+        ExitServeError: see `check_forced`.
     """
+    check_forced((exits or {}).get("mode"))
     plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
     # Naming a plugin there turns the variable into an allow list, which `start_engine` extends.
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, plugins), KEY]))
@@ -56,6 +62,15 @@ def start_forced_engine(
             "num_speculative_tokens_per_batch_size": None,
         }
     return start_engine(model_dir, exits=exits, **forced, **llm)
+
+
+def check_forced(*modes: str | None) -> None:
+    """Raises `ExitServeError` if drafts cannot be accepted by lot on this machine."""
+    if not runs_on_v2() and (drafting := [one for one in modes if one in EXACT]):
+        raise ExitServeError(
+            f"mode {drafting[0]!r} cannot be forced on a CPU, where vLLM accepts no drafts by lot; "
+            "allowed: confidence and fixed. Measure drafts on a trained checkpoint, or on a GPU."
+        )
 
 
 def register() -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from exitserve.calibration.bounds import Gambler, min_pieces, p_value
 from exitserve.calibration.outcomes import Outcome, Summary, summarise
 from exitserve.calibration.proposals import Proposal
 from exitserve.calibration.risks import Target, wrong_ends
 from exitserve.checkpoint.calibration import OperatingPoint
-from exitserve.costs.byte_costs import TokenCosts
-from exitserve.policy import ExitPolicy, Mode
+from exitserve.costs.curves import StepCosts
+from exitserve.costs.drafting import Drafting, best_drafts, drafting_speedup
+from exitserve.policy import NUM_DRAFTS, ExitPolicy, Mode
 
 CONFIDENT = 2.0
 """The first choice to be tested is one that, on the pieces for selection, reached the capital
@@ -57,10 +58,18 @@ class Choice:
         return ExitPolicy.calibrated(self.point, mode=mode)
 
 
-def relative_cost(found: Summary, costs: TokenCosts, mode: Mode) -> float:
-    """Cost of an average token, as a share of the cost of a full-depth token."""
-    propagates = mode == "confidence"
-    return costs.of(found.mean_depth, found.checks, found.stays, propagates=propagates)
+def relative_cost(choice: Choice, found: Summary, costs: StepCosts, mode: Mode) -> float:
+    """Cost of an average token at batch 1, as a share of the cost of a full-depth token."""
+    if mode == "confidence":
+        return costs.of_tokens(1).of(found.mean_depth, found.checks, found.stays)
+    return 1.0 / drafting_speedup(costs, 1, drafting_of(choice, found, costs), found.accepted)
+
+
+def drafting_of(choice: Choice, found: Summary, costs: StepCosts) -> Drafting:
+    """How a server of mode "defer" with these thresholds drafts at batch 1."""
+    ((layer, _),) = choice.proposal.thresholds
+    way = Drafting(exit_layer=layer, drafts=0, checks=True)
+    return replace(way, drafts=best_drafts(costs, 1, way, found.accepted, NUM_DRAFTS))
 
 
 def weighted_loss(one: Outcome, target: Target, most_tokens: int) -> float:

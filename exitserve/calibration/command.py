@@ -39,7 +39,7 @@ from exitserve.checkpoint.calibration import (
 from exitserve.checkpoint.files import check_writable, is_writable, link_files
 from exitserve.checkpoint.hub import BLOCK_FILE, is_adapter, local_adapter, local_checkpoint
 from exitserve.errors import ExitServeError
-from exitserve.policy import BY_CONFIDENCE, Mode
+from exitserve.policy import BY_CONFIDENCE, NUM_DRAFTS, Mode
 
 if TYPE_CHECKING:
     from exitserve.calibration.outcomes import Piece, Source
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.risks import Target
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.calibration.unfinished import Recall
-    from exitserve.costs.byte_costs import TokenCosts
+    from exitserve.costs.curves import StepCosts
     from exitserve.reference import Reference
     from exitserve.reporting.progress import StepProgress
     from exitserve.windows import Documents, Window
@@ -59,10 +59,11 @@ _ELSEWHERE = "--out DIR writes a checkpoint of links to its files, with the thre
 
 _HELP = """\
 Chooses exit layers and a threshold for each, so that tokens cost as little as possible while a
-target is kept: by default, that 99 % of the tokens are those of full depth. The choice is made on
-one part of the text and tested on another, with a finite-sample guarantee: with 95 % confidence,
-the target holds on text of the same kind. Thresholds go into the checkpoint's config.json, where
-`exitserve serve` finds them; a report with plots goes into --out.
+target is kept: by default, that 99 % of the tokens are those of full depth. In mode defer it is one
+layer, the one that drafts. The choice is made on one part of the text and tested on another, with a
+finite-sample guarantee: with 95 % confidence, the target holds on text of the same kind. Thresholds
+go into the checkpoint's config.json, where `exitserve serve` finds them; a report with plots goes
+into --out.
 
 FILE is held-out text (or .jsonl with a "text" on each line), of the kind that will be served.
 Half of the windows serve as prompts only: the model continues them, and the promise is tested on
@@ -372,7 +373,7 @@ def _job(
         others=tuple(targets[1:]),
         mode=mode,
         delta=delta,
-        costs=_costs(args, config),
+        costs=_costs(args, config, mode),
         exit_checks=args.exit_checks,
         break_even={} if args.exit_checks == "all" else break_even_rates(config, block.exit_layers),
         fewest_ends=min_pieces(end_limit(targets[0]), delta),
@@ -380,16 +381,19 @@ def _job(
     )
 
 
-def _costs(args: argparse.Namespace, config: dict[str, Any]) -> TokenCosts:
-    """What the parts of a token cost, at a context of half a window."""
-    from exitserve.costs.byte_costs import serving_dtype, shape_of, token_bytes
-    from exitserve.costs.sources import measured_costs
+def _costs(args: argparse.Namespace, config: dict[str, Any], mode: Mode) -> StepCosts:
+    """What the parts of a step cost, at a context of half a window."""
+    from exitserve.costs import devices
+    from exitserve.costs.byte_costs import serving_dtype, shape_of
+    from exitserve.costs.sources import MOST_TOKENS, step_costs
 
     context = args.window // 2
     if args.costs == BYTES:
-        return token_bytes(shape_of(config, serving_dtype(config, args.dtype)), context)
+        shape = shape_of(config, serving_dtype(config, args.dtype))
+        return devices.roofline(shape, devices.BYTES, context, MOST_TOKENS)
     device = None if args.costs == MEASURED else args.costs
-    return measured_costs(config, dtype=None, context=context, device=device)
+    rows = (1, NUM_DRAFTS + 1) if mode == "defer" else (1,)
+    return step_costs(config, batch_sizes=rows, context=context, device=device).costs
 
 
 def _windows(args: argparse.Namespace, directory: Path, documents: Documents) -> list[Window]:

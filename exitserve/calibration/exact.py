@@ -1,7 +1,8 @@
-"""Outcomes of exits whose keys and values stay exact (mode "defer"), without the oracle.
+"""Outcomes of drafting (mode "defer"), without the oracle.
 
-There, no token's exit changes what a later token sees. So one full-depth pass over a piece tells
-what any thresholds give: where each token stops, and what its exit says.
+Keys and values are exact there, so no token's exit changes what a later token sees. One full-depth
+pass over a piece tells what any threshold gives: which tokens are final at the draft layer, and
+what it says of the others.
 
 Shapes: P pieces, N tokens of all of them.
 """
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from exitserve.calibration.outcomes import Outcome
 from exitserve.calibration.scores import ExitScores, Reading, all_scores
-from exitserve.policy import NEVER, ExitPolicy
+from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
 
@@ -41,36 +42,27 @@ class ExactOutcomes:
 
         Args:
             oracle: with the criterion and the screens that are served.
-            policy: of mode "defer".
+            policy: of mode "defer", with a threshold at one layer.
         """
-        full = oracle.parts.num_layers
-        runs = torch.ones(len(self._piece), dtype=torch.bool)
-        agrees, early_ends = runs.clone(), torch.zeros_like(runs)
-        depth, checks = torch.full(runs.shape, full), torch.zeros(runs.shape)
-        nats = self._nats[full]
-        for layer, scores in sorted(self._scores.items()):
-            if policy.thresholds_at(layer)[0] >= NEVER:
-                continue
-            checked = runs & _opened(oracle, layer, scores, policy)
-            leaves = checked & _passes(oracle, layer, scores, policy)
-            checks += checked
-            depth = torch.where(leaves, layer, depth)
-            nats = torch.where(leaves, self._nats[layer], nats)
-            agrees = torch.where(leaves, scores.agrees, agrees)
-            early_ends |= leaves & scores.ends
-            runs &= ~leaves
+        full, ((layer, *_),) = oracle.parts.num_layers, policy.by_layer
+        scores = self._scores[layer]
+        checked = _opened(oracle, layer, scores, policy)
+        leaves = checked & _passes(oracle, layer, scores, policy)
+        nats = torch.where(leaves, self._nats[layer], self._nats[full])
         followed = (self._counts - 1.0).clamp(min=1.0)
         columns = {
-            "agreement": self._sums(agrees) / self._counts,
-            "depth": self._sums(depth) / self._counts,
-            "checks": self._sums(checks) / self._counts,
-            "stays": self._sums(runs) / self._counts,
+            "agreement": self._sums(scores.agrees | ~leaves) / self._counts,
+            "depth": self._sums(torch.where(leaves, layer, full)) / self._counts,
+            "checks": self._sums(checked) / self._counts,
+            "stays": self._sums(~leaves) / self._counts,
             "nats": self._sums(nats) / followed,
             "full_nats": self._sums(self._nats[full]) / followed,
+            "accepted": self._sums(leaves | scores.agrees) / self._counts,
         }
         means = zip(*(column.tolist() for column in columns.values()), strict=True)
+        early_ends = leaves & scores.ends
         ends = self._sums(early_ends).long().tolist()
-        wrong = self._sums(early_ends & ~agrees).long().tolist()
+        wrong = self._sums(early_ends & ~scores.agrees).long().tolist()
         return [
             Outcome(
                 source=piece.source,

@@ -47,6 +47,9 @@ class Outcome:
     """Ends of sequence that exited early."""
     wrong_ends: int
     """Those of them that are not full depth's token."""
+    accepted: float = 0.0
+    """In mode "defer", the share of tokens that exit or that their exit has right anyway: those
+    whose draft would be accepted."""
 
 
 def run_at_full_depth(
@@ -94,6 +97,7 @@ class Summary:
     stays: float
     perplexity: float
     full_perplexity: float
+    accepted: float
 
 
 def summarise(outcomes: Iterable[Outcome]) -> Summary:
@@ -114,4 +118,5 @@ def summarise(outcomes: Iterable[Outcome]) -> Summary:
         stays=weighted_mean([one.stays for one in every]),
         perplexity=math.exp(weighted_mean([one.nats for one in every])),
         full_perplexity=math.exp(weighted_mean([one.full_nats for one in every])),
+        accepted=weighted_mean([one.accepted for one in every]),
     )

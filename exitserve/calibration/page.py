@@ -104,7 +104,7 @@ def _choice(choice: Choice, job: CalibrationJob) -> dict[str, Any]:
         "mean_depth": round(found.mean_depth, 4),
         "perplexity": round(found.perplexity, 4),
         "full_depth_perplexity": round(found.full_perplexity, 4),
-        "cost": round(relative_cost(found, job.costs, job.mode), 4),
+        "cost": round(relative_cost(choice, found, job.costs, job.mode), 4),
     }
 
 
@@ -172,6 +172,9 @@ def choices(data: Mapping[str, Any]) -> list[str]:
         ends = [value < 1.0 for value in (one["eos_thresholds"] or {}).values()]
         if exits:
             also = ", ends of sequence too" if any(ends) else ""
+            if "drafts" in one["found"]:
+                count, accepted = one["found"]["drafts"], one["found"]["accepted"]
+                also += f"; {count:g} drafts at a time there, of which {accepted:.1%} are accepted"
             lines.append(f"{one['target']}: exit at {', at '.join(exits)}{also}")
     return lines
 

@@ -48,7 +48,6 @@ def propose(
     criterion: str,
     costs: TokenCosts,
     *,
-    propagates: bool,
     screened: bool = False,
     prices: Sequence[float] = PRICES,
 ) -> list[Proposal]:
@@ -58,15 +57,12 @@ def propose(
         scores: by exit layer, of tokens that ran at full depth.
         criterion: whose confidence is compared with thresholds.
         costs: of the parts of a token.
-        propagates: whether keys and values of layers not run are paid for.
         screened: whether screens spare checks: then those that pass are what is paid for, nearly.
         prices: of a wrong token, descending.
     """
     found: dict[tuple[tuple[int, float], ...], Proposal] = {}
     for price in prices:
-        thresholds = _ThresholdSearch(
-            scores, criterion, costs, price, propagates, screened
-        ).best_thresholds()
+        thresholds = _ThresholdSearch(scores, criterion, costs, price, screened).best_thresholds()
         if thresholds:
             found.setdefault(thresholds, Proposal(criterion, thresholds, price))
     return list(found.values())
@@ -124,15 +120,14 @@ class _ThresholdSearch:
         criterion: str,
         costs: TokenCosts,
         price: float,
-        propagates: bool,
         screened: bool,
     ) -> None:
         self._layers = sorted(scores)
         self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]
         # Ends of sequence have thresholds of their own (`end_thresholds`).
         self._may_exit = [~scores[layer].ends for layer in self._layers]
-        full = costs.of(costs.num_layers, 0.0, 1.0, propagates=propagates)
-        bare = [costs.of(layer, 0.0, 0.0, propagates=propagates) for layer in self._layers]
+        full = costs.of(costs.num_layers, 0.0, 1.0)
+        bare = [costs.of(layer, 0.0, 0.0) for layer in self._layers]
         self._check = costs.of(0, 1.0, 0.0) - costs.of(0, 0.0, 0.0)
         self._screened = screened
         self._stay = full

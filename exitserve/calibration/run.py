@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
     by_risk,
+    drafting_of,
     mean_risk,
     passing_choices,
     relative_cost,
@@ -42,8 +43,8 @@ from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.checkpoint.decoder import hidden_of
-from exitserve.costs.byte_costs import TokenCosts
-from exitserve.policy import EXACT, ExitPolicy, Mode
+from exitserve.costs.curves import StepCosts
+from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference
 from exitserve.reporting.progress import StepProgress
 from exitserve.screens import Screen, Screens
@@ -68,7 +69,7 @@ class CalibrationJob:
     mode: Mode
     delta: float
     """One less the confidence level."""
-    costs: TokenCosts
+    costs: StepCosts
     exit_checks: str
     """The one of `EXIT_CHECKS` with which it will be served; "all": no screens are made."""
     break_even: Mapping[int, float]
@@ -142,6 +143,15 @@ class CalibrationResult:
         )
 
 
+class _Path(NamedTuple):
+    """Proposals of one criterion, and its curve."""
+
+    proposals: list[Proposal]
+    """The safest first."""
+    curve: list[Choice]
+    """Those that were measured, the safest first."""
+
+
 class Calibrator:
     """Runs pieces through the oracle, and keeps the full-depth pass of each."""
 
@@ -172,29 +182,19 @@ class Calibrator:
         advance = steps.begin("reading every exit", len(parts.select))
         readings = self._read("select", parts.select, advance)
         scores = all_scores(readings)
-        if self._job.mode in EXACT:
+        if self._drafts:
             advance = steps.begin("reading the test", len(parts.test))
             tested = self._read("test", parts.test, advance)
             self._exact = [
                 (ExactOutcomes(readings), set(parts.select)),
                 (ExactOutcomes(tested), set(parts.test)),
             ]
-        few = _first_of_each(parts.select, COMPARED)
-        prices = FINE_PRICES if self._job.mode in EXACT else PRICES
-        compared: dict[str, Selection] = {}
-        for criterion in map(str, criteria):
-            found = self._proposed(scores, criterion, prices)
-            advance = steps.begin(
-                f"comparing criteria: {criterion}", len(found).bit_length() * len(few)
-            )
-            oracle = self._oracle_with(criterion)
-            compared[criterion] = self._selection(found, oracle, scores, few, advance)
-            compared[criterion].find(self._job.target)
-        curves = {name: by_risk(one.choices, self._job.target) for name, one in compared.items()}
+        few = parts.select if self._drafts else _first_of_each(parts.select, COMPARED)
+        compared = {str(one): self._compared(str(one), scores, few, steps) for one in criteria}
+        curves = {name: one.curve for name, one in compared.items()}
         criterion = min(curves, key=lambda one: self._cost_at_target(curves[one]))
-        oracle = self._oracle_with(criterion)
+        found, oracle = compared[criterion].proposals, self._oracle_with(criterion)
         trial = self._trial(oracle, parts.test)
-        found = self._proposed(scores, criterion, prices)
         most = (len(found) + BETWEEN * len(self._targets)) * len(parts.select)
         advance = steps.begin(f"measuring choices: {criterion}", most)
         selection = self._selection(found, oracle, scores, parts.select, advance)
@@ -213,18 +213,38 @@ class Calibrator:
     def _targets(self) -> tuple[Target, ...]:
         return (self._job.target, *self._job.others)
 
-    def _proposed(
-        self, scores: Mapping[int, ExitScores], criterion: str, prices: Sequence[float]
-    ) -> list[Proposal]:
-        propagates = self._job.mode == "confidence"
-        return propose(
-            scores,
-            criterion,
-            self._job.costs,
-            propagates=propagates,
-            screened=bool(self._screens),
-            prices=prices,
-        )
+    @property
+    def _drafts(self) -> bool:
+        """Whether servers will draft, by the layers up to one exit."""
+        return self._job.mode == "defer"
+
+    def _compared(
+        self,
+        criterion: str,
+        scores: Mapping[int, ExitScores],
+        pieces: Sequence[Piece],
+        steps: _StepCounter,
+    ) -> _Path:
+        """A criterion's proposals, measured around the target: at the draft layer where that costs
+        least, or at all exit layers."""
+        oracle, paths = self._oracle_with(criterion), []
+        ways = [{layer: own} for layer, own in scores.items()] if self._drafts else [scores]
+        for used in ways:
+            found = self._proposed(used, criterion)
+            most = len(found).bit_length() * len(pieces)
+            advance = steps.begin(f"comparing criteria: {criterion}", most)
+            selection = self._selection(found, oracle, scores, pieces, advance)
+            selection.find(self._job.target)
+            paths.append(_Path(found, by_risk(selection.choices, self._job.target)))
+        return min(paths, key=lambda one: self._cost_at_target(one.curve))
+
+    def _proposed(self, scores: Mapping[int, ExitScores], criterion: str) -> list[Proposal]:
+        costs = self._job.costs.of_tokens(1)
+        if not self._drafts:
+            return propose(scores, criterion, costs, screened=bool(self._screens), prices=PRICES)
+        # Each token is checked when it is judged, whatever the threshold, and nothing propagates.
+        costs = replace(costs, check=0.0, fill=0.0)
+        return propose(scores, criterion, costs, prices=FINE_PRICES)
 
     def _selection(
         self,
@@ -242,7 +262,7 @@ class Calibrator:
                 advance()
             return replace(choice, outcomes=tuple(outcomes))
 
-        return Selection(found, measure, cheap=self._job.mode in EXACT)
+        return Selection(found, measure, cheap=self._drafts)
 
     def _ends(self, scores: Mapping[int, ExitScores], proposal: Proposal) -> dict[int, float]:
         least = self._job.target.agreement
@@ -252,7 +272,7 @@ class Calibrator:
         key = choice.proposal, piece
         if key not in self._outcomes:
             policy = choice.policy(self._job.mode)
-            if self._job.mode in EXACT:
+            if self._drafts:
                 group = next(one for one, members in self._exact if piece in members)
                 found = zip(group.pieces, group.of(oracle, policy), strict=True)
                 self._outcomes |= {(choice.proposal, one): outcome for one, outcome in found}
@@ -311,7 +331,7 @@ class Calibrator:
         return Reference(own.model, own.exit_layers, ends, kind, screens, rates)
 
     def _cost(self, choice: Choice) -> float:
-        return relative_cost(summarise(choice.outcomes), self._job.costs, self._job.mode)
+        return relative_cost(choice, summarise(choice.outcomes), self._job.costs, self._job.mode)
 
     def _cost_at_target(self, curve: Sequence[Choice]) -> float:
         """Cost at which a criterion just keeps the target, interpolated; full depth's if never."""
@@ -350,7 +370,11 @@ class Calibrator:
 
     def _point(self, best: Choice, target: Target, trial: PromiseTest) -> OperatingPoint:
         """The choice with its promise, and with its means over the test pieces."""
-        found = trial.summary(best)
+        found, costs = trial.summary(best), self._job.costs
+        drafts = {}
+        if self._drafts:
+            count = drafting_of(best, found, costs).drafts
+            drafts = {"drafts": count, "accepted": round(found.accepted, 4)}
         return replace(
             best.point,
             agreement=target.agreement,
@@ -359,8 +383,9 @@ class Calibrator:
                 "mean_depth": round(found.mean_depth, 4),
                 "perplexity": round(found.perplexity, 4),
                 "full_depth_perplexity": round(found.full_perplexity, 4),
-                "cost": round(relative_cost(found, self._job.costs, self._job.mode), 4),
+                "cost": round(relative_cost(best, found, costs, self._job.mode), 4),
                 "checks": round(found.checks, 4),
+                **drafts,
             },
         )
 

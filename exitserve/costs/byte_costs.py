@@ -112,30 +112,18 @@ class TokenCosts:
     rest: float = 0.0
     """Cost of every token at any depth: embedding, sampling, the engine's own work."""
 
-    def of(self, depth: float, checks: float, stays: float, *, propagates: bool = True) -> float:
+    def of(self, depth: float, checks: float, stays: float) -> float:
         """The mean cost of tokens, as a share of full depth's.
 
         Args:
             depth: mean number of layers run.
             checks: mean number of times the head was read for a check.
             stays: share of tokens that ran all layers, and then the head.
-            propagates: see `DecodeStep`.
         """
         full = self.rest + self.num_layers * self.layer + self.head
-        fill = self.fill * (self.num_layers - depth) if propagates else 0.0
+        fill = self.fill * (self.num_layers - depth)
         heads = checks * self.check + stays * self.head
         return (self.rest + depth * self.layer + fill + heads) / full
-
-
-def token_bytes(shape: DecoderShape, context: int = 0) -> TokenCosts:
-    """`TokenCosts` in bytes read, for a token whose attention reads `context` others."""
-    return TokenCosts(
-        num_layers=shape.num_layers,
-        layer=shape.layer_bytes + context * shape.kv_token_bytes,
-        fill=shape.kv_projection_bytes,
-        check=shape.head_bytes,
-        head=shape.head_bytes,
-    )
 
 
 def serving_dtype(config: Mapping[str, Any], asked: str | None = None) -> str:

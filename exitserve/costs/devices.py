@@ -14,6 +14,7 @@ On a CPU arithmetic is not free, however few rows there are:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ DEVICES = {
 }
 
 
+BYTES = Device(bandwidth=1.0, peak=math.inf)
+"""Of no device: a part's seconds are the bytes that it reads."""
 CPU_BANDWIDTH = 20e9
 """Bytes of weights a second, of a few cores."""
 CPU_ROW_SHARE = 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exitserve.checkpoint.block import context_length_of
-from exitserve.costs.byte_costs import DecoderShape, TokenCosts, serving_dtype, shape_of
+from exitserve.costs.byte_costs import DecoderShape, serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.devices import FIGURES_NOTE, device_named, roofline
 from exitserve.errors import ExitServeError
@@ -71,22 +71,6 @@ def step_costs(
             ),
         )
     return replace(source, notes=(*source.notes, *notes))
-
-
-def measured_costs(
-    config: Mapping[str, Any],
-    *,
-    dtype: str | None = None,
-    batch: int = 1,
-    context: int = 0,
-    device: str | None = None,
-) -> TokenCosts:
-    """Seconds that each part costs one token, in a batch whose rows all do the same.
-
-    Arguments and errors as in `step_costs`.
-    """
-    source = step_costs(config, dtype=dtype, batch_sizes=(batch,), context=context, device=device)
-    return source.costs.of_tokens(batch)
 
 
 def _measured(

@@ -7,8 +7,7 @@ server would decode: each stops at its own depth and predicts the next token, wh
   the depth at which each token stopped.
 - Agreement: the share of tokens whose greedy next token is that of full depth on the same text.
 
-In mode "verify" full depth decides every token, so both are those of full depth. Tokens that exit
-are counted as drafts there.
+In mode "verify" full depth decides every token, so both are those of full depth.
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ class SettingQuality:
     setting: EvalSetting
     by_depth: dict[int, Tally] = field(default_factory=dict)
     """All exit layers, ascending, then full depth; some may have no tokens."""
-    drafted: int = 0
-    accepted: int = 0
 
     @property
     def whole(self) -> Tally:
@@ -117,14 +114,9 @@ def _add_window(
     last = reference.parts.num_layers
     depth = torch.full((count,), last, device=reference.device)
     agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats
-    if policy.mode != "off":
+    if policy.mode not in ("off", "verify"):
         found = run_with_exits(reference, ids, prompt_tokens, policy, full)
-        if policy.mode == "verify":
-            exited = found.depth[:count] < last
-            quality.drafted += int(exited.sum())
-            quality.accepted += int((exited & found.agrees[:count]).sum())
-        else:
-            depth, agrees, nats = found.depth[:count], found.agrees[:count], found.nats
+        depth, agrees, nats = found.depth[:count], found.agrees[:count], found.nats
     for layer, tally in quality.by_depth.items():
         here = depth == layer
         tally.add(agrees[here], nats[here])

@@ -29,6 +29,8 @@ NOT_TIMED: dict[str, Any] = {
     "load_wall_speedup": None,
     "limit_speedup": None,
     "efficiency": None,
+    "drafted": None,
+    "accepted": None,
 }
 """Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
@@ -130,8 +132,6 @@ def case_of(
         "depth_speedup": rounded(full / quality.mean_depth),
         "agreement": rounded(whole.agreement),
         "perplexity": rounded(perplexity),
-        "drafted": quality.drafted if verifies else None,
-        "accepted": quality.accepted if verifies else None,
         "exit_layers": {str(depth): tally.tokens for depth, tally in quality.by_depth.items()},
         "perplexity_retention": None
         if perplexity is None or full_perplexity is None

@@ -22,8 +22,8 @@ Count = Annotated[int, Field(ge=0)]
 
 Outcome = Literal["stopped", "went_on", "drafted", "screened", "unchecked", "not_reached"]
 """What became of a token at a layer. stopped: it was sent from there. went_on: it was checked, and
-not confident enough. drafted: confident enough, so that in mode "verify" the layer's token was
-drafted, unless it ends the answer. screened: a screen left the check out. unchecked: it passed by,
+not confident enough. drafted: in mode "verify" the layer's token is drafted, and full
+depth judges it. screened: a screen left the check out. unchecked: it passed by,
 since its request has no threshold there, or nobody drafted there, or its position runs all layers.
 not_reached: it stopped below."""
 
@@ -50,10 +50,10 @@ class LayerTrace:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DraftTrace:
-    """A draft that full depth judged (mode "verify")."""
+    """A draft that full depth judges (mode "verify")."""
 
     layer: Layer
-    """The exit layer that proposed it."""
+    """The exit layer that proposes it."""
     token_id: Count
     text: str
     accepted: bool
@@ -73,8 +73,7 @@ class TokenTrace:
     layers: tuple[LayerTrace, ...]
     """The exit layers, ascending, and full depth."""
     drafts: tuple[DraftTrace, ...] | None = None
-    """Itself, if it was drafted and accepted. Or those rejected when full depth gave this token:
-    the one in its place, and what had been drafted behind that. None where there were none."""
+    """What is drafted for its place, behind the text before it. None where nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -119,30 +118,37 @@ def traced_tokens(
     def text_of(token_id: int) -> str:
         return str(tokenizer.decode([token_id]))
 
-    def layer(look: Look, looks: Looks) -> LayerTrace:
+    def layer(look: Look, looks: Looks, draft: Look | None) -> LayerTrace:
         return LayerTrace(
             layer=look.layer,
-            outcome=_outcome(look, looks),
+            outcome="drafted" if look is draft else _outcome(look, looks),
             token_id=look.token_id,
             text=text_of(look.token_id),
             confidence=round(look.confidence, 6),
             threshold=look.threshold,
         )
 
+    drafts_at = policy.first_exit(reference.exit_layers) if policy.mode == "verify" else None
     prompt_ids = tokenizer.encode(prompt)
     texts = TokenTexts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), prompt_ids)
     for index, looks in enumerate(reference.watch(prompt_ids, max_tokens, policy)):
-        drafts = tuple(
-            DraftTrace(layer=layer, token_id=token, text=text_of(token), accepted=accepted)
-            for layer, token, accepted in looks.drafts
-        )
+        made = (look for look in looks.by_layer if index and look.layer == drafts_at)
+        draft, drafts = next(made, None), None
+        if draft is not None:
+            token = draft.token_id
+            accepted = token == looks.token_id
+            drafts = (
+                DraftTrace(
+                    layer=draft.layer, token_id=token, text=text_of(token), accepted=accepted
+                ),
+            )
         yield TokenTrace(
             index=index,
             token_id=looks.token_id,
             text=texts.add(looks.token_id),
             depth=looks.depth,
-            layers=tuple(layer(look, looks) for look in looks.by_layer),
-            drafts=drafts or None,
+            layers=tuple(layer(look, looks, draft) for look in looks.by_layer),
+            drafts=drafts,
         )
 
 
@@ -150,7 +156,7 @@ def _outcome(look: Look, looks: Looks) -> Outcome:
     if look.layer >= looks.depth:
         return "stopped" if look.layer == looks.depth else "not_reached"
     if look.is_checked:
-        return "drafted" if look.passes else "went_on"
+        return "went_on"
     return "unchecked" if look.threshold is None else "screened"
 
 

@@ -17,6 +17,7 @@ def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
     found = rules.calibrated
     points = () if found is None else (*found.points, found.chosen)
     promising = {one.agreement: one for one in points if one.agreement is not None}
+    layers = rules.exit_layers
     return {
         "modes": list(rules.modes),
         "criterion": rules.criterion,
@@ -25,7 +26,7 @@ def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
         "promises": [
             {
                 "agreement": agreement,
-                "thresholds": dict(promising[agreement].thresholds),
+                "thresholds": dict(promising[agreement].at(layers).thresholds),
                 "found": dict(promising[agreement].found),
             }
             for agreement in sorted(promising)

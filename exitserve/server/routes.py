@@ -224,6 +224,7 @@ async def stats(raw_request: Request) -> JSONResponse:
                 "by_layer": {
                     layer: {"exit_threshold": threshold, "eos_threshold": _finite(ends)}
                     for layer, threshold, ends in rules.default.by_layer
+                    if layer in rules.exit_layers
                 },
             },
             "offers": offers(rules, chats=server.chats),

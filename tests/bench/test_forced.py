@@ -8,6 +8,13 @@ import pytest
 
 from exitserve.bench.forced import start_forced_engine
 from exitserve.engine.launch import greedy_params, start_plain_engine
+from exitserve.errors import ExitServeError
+
+
+@pytest.mark.parametrize("mode", ["verify", "defer"])
+def test_drafts_are_not_accepted_by_lot_on_a_cpu(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(ExitServeError, match="allowed: confidence and fixed"):
+        start_forced_engine(tmp_path, {"confidence": 0.8, "acceptance": 0.9}, exits={"mode": mode})
 
 
 def test_beside_plain_vllm_as_often_as_asked_for(

@@ -17,6 +17,7 @@ from exitserve.calibration import options, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint.block import read_config, read_multi_exit
+from exitserve.checkpoint.calibration import Calibration
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
 from exitserve.policy import ExitPolicy
@@ -136,6 +137,8 @@ def test_a_calibrated_model_keeps_its_promise(
     assert found.chosen.agreement == 0.8
     assert found.chosen.thresholds, "exits that pay nothing are no result"
     assert found.chosen.found["mean_depth"] < 23
+    if mode == "defer":
+        assert_drafts_at_one_layer(model, found)
     assert found.provenance["data"]["name"] == "calibrate.jsonl"
     assert agreement_afterwards(model, corpora[1], {"exit_threshold": "auto"}) >= 0.8
     once = {1} if mode == "confidence" else set()  # else one full-depth pass tells all
@@ -148,6 +151,15 @@ def test_a_calibrated_model_keeps_its_promise(
     assert rules.default == rules.policy_for({"exit_threshold": "auto"}), "the server's default"
     assert check_rules(model, {"mode": "off"}).default.mode == "off"
     assert rules.policy_for({"exit_target": 0.55}).mode == mode
+
+
+def assert_drafts_at_one_layer(model: Path, found: Calibration) -> None:
+    """All targets at one, so that a server that drafts there keeps them all."""
+    (layer,) = {one for point in found.by_name().values() for one in point.thresholds}
+    own = found.chosen.found
+    assert 1 <= own["drafts"] <= 4 and found.agreement_at[layer] < own["accepted"] <= 1
+    assert own["cost"] < 1
+    assert check_rules(model, {}).exit_layers == (layer,)
 
 
 def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpora) -> None:

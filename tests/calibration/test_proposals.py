@@ -58,9 +58,7 @@ def total(
 @pytest.mark.parametrize("price", [0.7, 2.0, 6.0])
 def test_one_threshold_is_the_best_of_all(screened: bool, price: float) -> None:
     scores = scores_of((6,))
-    (found,) = propose(
-        scores, "max_prob", COSTS, propagates=True, screened=screened, prices=[price]
-    )
+    (found,) = propose(scores, "max_prob", COSTS, screened=screened, prices=[price])
     own = total(scores, dict(found.thresholds), price, screened=screened)
     confidence = scores[6].confidence["max_prob"].sort(descending=True).values
     between = ((confidence[FEWEST:] + confidence[FEWEST - 1 : -1]) / 2).tolist()
@@ -74,7 +72,7 @@ def test_one_threshold_is_the_best_of_all(screened: bool, price: float) -> None:
 def test_no_change_of_one_threshold_is_better(monkeypatch, seed: int, price: float) -> None:
     monkeypatch.setattr(module, "FEWEST", 1)  # else a layer that few tokens reach is left out
     scores = scores_of((3, 6, 9), seed)
-    (found,) = propose(scores, "max_prob", COSTS, propagates=True, prices=[price])
+    (found,) = propose(scores, "max_prob", COSTS, prices=[price])
     own = total(scores, dict(found.thresholds), price)
     for layer, value in itertools.product((3, 6, 9), (0.2, 0.5, 0.7, 0.8, 0.9, 0.97, None)):
         changed = {k: v for k, v in found.thresholds if k != layer}

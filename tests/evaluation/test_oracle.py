@@ -95,12 +95,7 @@ def test_deferred_tokens_harm_only_themselves(reference, windows) -> None:
     assert deferred.whole.agreeing > propagated.whole.agreeing
 
 
-def test_verifying_is_full_depth_with_drafts_counted(reference, windows) -> None:
-    full, deferred, verified = seen_of(
-        reference, windows, FULL, by_confidence(0.15, "defer"), by_confidence(0.15, "verify")
-    )
+def test_verifying_is_full_depth(reference, windows) -> None:
+    full, verified = seen_of(reference, windows, FULL, by_confidence(0.15, "verify"))
     assert verified.whole == full.whole
     assert verified.mean_depth == LAYERS
-    exited = deferred.whole.tokens - deferred.by_depth[LAYERS].tokens
-    assert verified.drafted == exited > 0
-    assert verified.accepted == deferred.whole.agreeing - deferred.by_depth[LAYERS].agreeing

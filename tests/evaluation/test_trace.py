@@ -35,7 +35,7 @@ def test_texts_joined_are_the_text(prompt: str, answer: str) -> None:
     assert "".join(texts.add(one) for one in answer.encode()) == answer
 
 
-@pytest.mark.parametrize("mode", ["confidence", "defer", "off"])
+@pytest.mark.parametrize("mode", ["confidence", "defer", "verify", "off"])
 def test_watching_changes_nothing(make_checkpoint, mode: str) -> None:
     """What is looked at beyond a token's exit leaves no key or value behind."""
     reference = load_reference(str(make_checkpoint("llama")))
@@ -53,29 +53,6 @@ def test_watching_changes_nothing(make_checkpoint, mode: str) -> None:
         assert all(look.confidence <= look.threshold for look in above)
 
 
-def test_watching_drafts(make_checkpoint) -> None:
-    """The rounds of `decode`; a draft that full depth accepted is the token, one that it rejected
-    is not."""
-    reference = load_reference(str(make_checkpoint("llama")), exit_checks="all")
-    policy, ids = ExitPolicy.confidence(0.1, mode="verify"), [ord(c) for c in PROMPT]
-    decoded = reference.decode(ids, 40, policy, num_drafts=3)
-    seen = list(reference.watch(ids, 40, policy, num_drafts=3))
-    assert [one.token_id for one in seen] == decoded.token_ids
-    assert {one.depth for one in seen} == {6}
-    drafts = [one for looks in seen for one in looks.drafts]
-    assert (len(drafts), sum(stands for *_, stands in drafts)) == (
-        decoded.drafted,
-        decoded.accepted,
-    )
-    assert 0 < decoded.accepted < decoded.drafted
-    for looks in filter(lambda one: one.drafts, seen):
-        layer, token, stands = looks.drafts[0]
-        (there,) = [look for look in looks.by_layer if look.layer == layer]
-        assert there.passes and there.is_checked and there.token_id == token
-        assert stands == (token == looks.token_id)
-        assert not any(look.is_checked for look in looks.by_layer if look.layer > layer)
-
-
 def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path) -> None:
     import jsonschema
 
@@ -88,7 +65,14 @@ def test_the_command_writes_what_the_schema_says(make_checkpoint, tmp_path: Path
         jsonschema.validate(written, schema())
         assert written["prompt"] == PROMPT and written["fields"]["exit_threshold"] == 0.08
     assert min(token["depth"] for token in early["tokens"]) < 6
-    assert {token["depth"] for token in drafted["tokens"] if "drafts" in token} == {6}
+    assert {token["depth"] for token in drafted["tokens"]} == {6}
+    first, *others = drafted["tokens"]
+    assert "drafts" not in first
+    for token in others:
+        (draft,), (there, *_) = token["drafts"], token["layers"]
+        assert there["outcome"] == "drafted" and draft["layer"] == there["layer"] == 2
+        assert draft["token_id"] == there["token_id"]
+        assert draft["accepted"] == (there["token_id"] == token["token_id"])
     assert not (tmp_path / "report.json").exists()
 
 

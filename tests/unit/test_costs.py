@@ -18,8 +18,8 @@ from exitserve.costs.byte_costs import (
     serving_dtype,
     shape_of,
     step_bytes,
-    token_bytes,
 )
+from exitserve.costs.devices import BYTES, roofline
 from exitserve.errors import ExitServeError
 
 # D = 8, F = 16, 4 heads and 2 kv heads of 2, V = 32, two bytes a number:
@@ -155,7 +155,7 @@ def test_a_token_alone_costs_what_its_step_reads(depth: int, checks: int, contex
     """`TokenCosts` says for one token what `step_bytes` says for its step, as a share."""
     one = step(depth, contexts=(context,), checks=checks)
     share = step_bytes(TINY, one) / step_bytes(TINY, full_depth(TINY, one))
-    costs = token_bytes(TINY, context)
+    costs = roofline(TINY, BYTES, context, 1).of_tokens(1)
     assert costs.of(depth, checks, float(depth == 4)) == pytest.approx(share)
 
 
