@@ -18,8 +18,8 @@ from exitserve_training.classification.inputs import batch_rows, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
 from exitserve_training.inspect.condensation import trend
-from exitserve_training.inspect.data import load_inspection_data
-from exitserve_training.inspect.inspection import InspectionSettings, inspect
+from exitserve_training.inspect.data import InspectionSettings, load_inspection_data
+from exitserve_training.inspect.inspection import inspect
 from exitserve_training.inspect.measurements import measure_layers
 from exitserve_training.inspect.probe import linear_probe
 from exitserve_training.models import load_model, model_config
@@ -52,11 +52,10 @@ def curve(folder: Path) -> Measured:
 
 def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
     """Mean cosine and effective rank by depth, and the trend of the cosines."""
-    data = load_inspection_data(str(folder), texts, {}, rows=rows, length=256, batch_size=8, seed=0)
+    data = load_inspection_data(InspectionSettings(str(folder), texts, rows=rows, length=256))
     model = load_model(str(folder))
     model.train(False)
     measured = measure_layers(model, data, 1, 0)
-    assert measured.condensation is not None
     means = measured.condensation.means()
     rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
     return {
@@ -147,9 +146,8 @@ def shifted(folder: Path, images: Path, rows: int = 1000) -> Measured:
                 grey = ImageOps.grayscale(Image.open(path)).convert("RGB")
                 blurred = grey.filter(ImageFilter.GaussianBlur(0.7))
                 blurred.save(Path(other) / kind.name / f"{path.stem}.png")
-        data = load_inspection_data(
-            str(folder), [other], {}, rows=rows, length=None, batch_size=100, seed=0
-        )
+        settings = InspectionSettings(str(folder), [other], rows=rows, batch_size=100)
+        data = load_inspection_data(settings)
         model = load_model(str(folder), data.task)
         model.train(False)
         measured = measure_layers(model, data, 1, 0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM
 
+from exitserve_training.draws import Masking
 from exitserve_training.forward import ExitPass, MultiExitForward, Quality
 from exitserve_training.losses.tokens import IGNORED
-from exitserve_training.masking import Masking
 from exitserve_training.objectives.aligned.options import AlignedOptions, CrossEntropyOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.registry import AnyObjective

@@ -221,7 +221,7 @@ def test_a_used_output_folder_is_not_touched(
 
 def test_command_and_recipe_import_nothing_heavy() -> None:
     code = (
-        "import sys, exitserve_training.commands, exitserve_training.recipe_help;"
+        "import sys, exitserve_training.commands;"
         "import exitserve_training.recipe;"
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )

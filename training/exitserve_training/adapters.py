@@ -24,14 +24,9 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
     Raises:
         ExitServeError: the target modules are not in the model.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ModuleNotFoundError as error:
-        raise ExitServeError(
-            f"lora needs the package {error.name!r}; install the extra: "
-            f"pip install 'exitserve[train]'."
-        ) from error
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works; PEFT annotates int

@@ -116,13 +116,8 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
 def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
     if recipe.data.format != "chat":
         return TrainingArguments
-    try:
-        from trl.trainer.sft_config import SFTConfig
-    except ModuleNotFoundError as error:
-        raise ExitServeError(
-            f"data.format=chat needs the package {error.name!r}; install the extra: "
-            f"pip install 'exitserve[train]'."
-        ) from error
+    from trl.trainer.sft_config import SFTConfig
+
     kind: type[TrainingArguments] = SFTConfig
     return kind
 

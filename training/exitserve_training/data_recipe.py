@@ -47,27 +47,17 @@ class OwnChats(Strict):
 
 
 _ONLY_FOR = {
-    "own_chats": ("chat",),
-    "loss_on": ("chat",),
-    "packing": ("chat",),
-    "python_source": ("text",),
-    "validation_split": ("text", "chat", "labelled"),
-    "order": ("text",),
-    "document_end": ("text",),
-    "from_run": ("text",),
-    "exclude": ("text",),
-    "max_file_bytes": ("text",),
-    "max_package_bytes": ("text",),
-    "max_bytes": ("text",),
+    **dict.fromkeys(("own_chats", "loss_on", "packing"), ("chat",)),
+    **dict.fromkeys(("python_source", "exclude", "order", "document_end", "from_run"), ("text",)),
+    **dict.fromkeys(("max_file_bytes", "max_package_bytes", "max_bytes"), ("text",)),
     "max_repeated_lines": ("text",),
-    "dataset": ("text", "chat", "labelled"),
+    **dict.fromkeys(
+        ("validation_split", "dataset", "sequence_length"), ("text", "chat", "labelled")
+    ),
     "text_field": ("text", "labelled"),
-    "pair_field": ("labelled",),
-    "label_field": ("labelled",),
-    "columns": ("labelled",),
+    **dict.fromkeys(("pair_field", "label_field", "columns"), ("labelled",)),
     "max_rows": ("labelled", "images"),
     "augment": ("images",),
-    "sequence_length": ("text", "chat", "labelled"),
 }
 """Keys of `data` that some formats only can use."""
 

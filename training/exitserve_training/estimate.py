@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from exitserve.errors import ExitServeError
+from exitserve_training.adapters import with_adapters
 from exitserve_training.arguments import training_arguments
 from exitserve_training.losses.head_losses import chunk_size
 from exitserve_training.models import build_config, build_model
@@ -28,7 +27,13 @@ from exitserve_training.objectives.weighted_sum import build_objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.preparation import TrainingSetup, training_setup
 from exitserve_training.recipe import Recipe
-from exitserve_training.throughput import flops_per_token, measured_rates, teacher_parameters
+from exitserve_training.throughput import (
+    flops_per_token,
+    head_width,
+    measured_rates,
+    teacher_parameters,
+    teachers,
+)
 from exitserve_training.tokenization import load_tokenizer
 
 GIB = 2**30
@@ -100,16 +105,18 @@ def estimate(recipe: Recipe) -> Estimate:
         parts = model_parts(model)
         own = _objective_parameters(recipe, setup, model, parts)
     arguments = training_arguments(recipe)
-    trained = _trained(recipe, model, parts) + own
+    parameters = model.num_parameters()
     # PEFT keeps adapters in float32.
     small = recipe.weights == "bfloat16" and recipe.lora is None
     rows, length = arguments.per_device_train_batch_size, recipe.data.sequence_length
-    checkpointed = bool(arguments.gradient_checkpointing)
     micro_tokens = rows * length
-    parameters = model.num_parameters()
-    frozen = _teacher_parameters(recipe)
+    frozen = sum(teacher_parameters(path) for path in teachers(recipe) if path is not None)
     accumulated = micro_tokens * arguments.gradient_accumulation_steps
     flops = accumulated * flops_per_token(recipe, parts, config)
+    kept = micro_tokens * _kept_per_token(config, parts, bool(arguments.gradient_checkpointing))
+    # With adapters these alone learn.
+    learning = model if recipe.lora is None else with_adapters(model, recipe.lora)
+    trained = own + sum(p.numel() for p in learning.parameters() if p.requires_grad)
     rates = measured_rates(arguments.device, torch.bfloat16 if recipe.bf16 else torch.float32)
     return Estimate(
         parameters=parameters,
@@ -119,9 +126,7 @@ def estimate(recipe: Recipe) -> Estimate:
             "a frozen teacher's": (2 if recipe.bf16 else 4) * frozen,
             "gradients": (2 if small else 4) * trained,
             "optimizer states": (4 if recipe.optimizer == "muon" else 6 if small else 8) * trained,
-            "states kept for backward": micro_tokens
-            * _kept_per_token(config, parts, checkpointed)
-            * (2 if recipe.bf16 else 4),
+            "states kept for backward": kept * (2 if recipe.bf16 else 4),
             "logits of a chunk": 3
             * 4
             * min(micro_tokens, chunk_size(arguments.device, config.vocab_size))
@@ -164,40 +169,13 @@ def _objective_parameters(
     return sum(p.numel() for p in build_objectives(chosen, context).parameters())
 
 
-def _trained(recipe: Recipe, model: PreTrainedModel, parts: ModelParts) -> int:
-    """Parameters of the model that learn, or of its adapters."""
-    if recipe.lora is not None:
-        named = recipe.lora.target_modules
-        return sum(
-            recipe.lora.rank * sum(module.weight.shape)
-            for name, module in parts.layers.named_modules()
-            if isinstance(module, nn.Linear | Conv1D)
-            and (isinstance(named, str) or name.rpartition(".")[2] in named)
-        )
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _teacher_parameters(recipe: Recipe) -> int:
-    teachers = (o for o in recipe.objectives if isinstance(o, KLToLastOptions))
-    paths = (options.teacher_path(recipe.model) for options in teachers)
-    return sum(teacher_parameters(path) for path in paths if path is not None)
-
-
-def _kept_per_token(config: PreTrainedConfig, parts: ModelParts, checkpointed: bool) -> int:
+def _kept_per_token(config: Any, parts: ModelParts, checkpointed: bool) -> int:
     """Numbers that backward needs of each token: per layer 6 D, the heads' twice, and 4 I."""
-    sizes: Any = config
-    hidden = int(sizes.hidden_size)
-    if checkpointed:
-        # What enters each layer, and one layer whole while it runs again.
-        return parts.num_layers * hidden + _kept_by_layer(sizes, hidden)
-    return parts.num_layers * _kept_by_layer(sizes, hidden)
-
-
-def _kept_by_layer(sizes: Any, hidden: int) -> int:
-    heads = int(sizes.num_attention_heads)
-    width = int(getattr(sizes, "head_dim", None) or hidden // heads)
-    keys = int(getattr(sizes, "num_key_value_heads", None) or heads)
-    inner = int(getattr(sizes, "intermediate_size", None) or 4 * hidden)
-    if hasattr(sizes, "num_experts_per_tok"):
-        inner = sizes.num_experts_per_tok * int(getattr(sizes, "moe_intermediate_size", inner))
-    return 6 * hidden + 2 * width * (2 * heads + 2 * keys) + 4 * inner
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    keys = int(getattr(config, "num_key_value_heads", None) or heads)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    if hasattr(config, "num_experts_per_tok"):
+        inner = config.num_experts_per_tok * int(getattr(config, "moe_intermediate_size", inner))
+    by_layer = 6 * hidden + 2 * head_width(config) * (2 * heads + 2 * keys) + 4 * inner
+    # Checkpointed: what enters each layer, and one layer whole while it runs again.
+    return parts.num_layers * hidden + by_layer if checkpointed else parts.num_layers * by_layer

@@ -143,7 +143,7 @@ def write_own_chats(
         return
     # Another seed than before: the same would ask the same again.
     writer = Writer(model, length=length, count=missing, seed=seed + len(known))
-    chats = _chats(_Interview(writer, own, turns, known), writer, missing)
+    chats = _interview(writer, own, turns, known, missing)
     with writer, file.open("a", encoding="utf-8") as out:
         for messages in counted(chats, "own chats", own.count, len(known)):
             out.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
@@ -161,66 +161,48 @@ def _questions(file: Path) -> set[str]:
     return {json.loads(line)["messages"][-2]["content"] for line in kept.splitlines()}
 
 
-class _Interview:
-    """Asks a writer for questions, and for the answers to those that are of use."""
+def _interview(
+    writer: Writer, own: OwnChats, turns: ChatTurns, known: set[str], missing: int
+) -> Iterator[list[Message]]:
+    """Asks for questions, and for the answers to those of use; yields chats as they are done.
 
-    def __init__(self, writer: Writer, own: OwnChats, turns: ChatTurns, known: set[str]) -> None:
-        self._writer, self._turns, self._known = writer, turns, set(known)
-        self._temperatures = cycle(_TEMPERATURES if own.temperature is None else (own.temperature,))
-        self._answering: dict[int, str] = {}
-        """The questions, by the numbers of their answers."""
-        self._numbers = count()
-        self.tries = 0
-        """Questions so far."""
-
-    def ask(self) -> None:
-        """Asks for one question."""
-        self.tries += 1
-        self._writer.ask(
-            next(self._numbers),
-            self._turns.beginning,
-            max_tokens=self._turns.longest_question,
-            temperature=1.0,
-            top_p=_TOP_P,
-            stop_token_ids=self._turns.ends,
-        )
-
-    def take(self) -> Iterator[list[Message]]:
-        """Chats that are done; asks for the answers to new questions."""
-        for said in self._writer.take():
-            text = self._turns.text(said.tokens)
-            if said.number in self._answering:
-                question = self._answering.pop(said.number)
-                if text:
-                    yield self._turns.messages(question, text)
-            elif said.has_ended and text not in self._known and self._turns.is_plain(said.tokens):
-                self._known.add(text)
-                self._answer(text)
-
-    def _answer(self, question: str) -> None:
-        number = next(self._numbers)
-        self._answering[number] = question
-        self._writer.ask(
-            number,
-            self._turns.prompt(question),
-            max_tokens=None,  # up to the longest chat
-            temperature=next(self._temperatures),
-            stop_token_ids=self._turns.ends,
-        )
-
-
-def _chats(interview: _Interview, writer: Writer, missing: int) -> Iterator[list[Message]]:
-    """Chats as they are done; no more are begun than are missing, so that none is thrown away."""
-    done = 0
+    No more are begun than are missing, so that none is thrown away.
+    """
+    temperatures = cycle(_TEMPERATURES if own.temperature is None else (own.temperature,))
+    numbers, tries, done = count(), 0, 0
+    answering: dict[int, str] = {}  # the questions, by the numbers of their answers
     while done < missing:
         while writer.waiting < min(2 * writer.rows, missing - done):
-            if interview.tries == _MOST_TRIES * missing:
+            if tries == _MOST_TRIES * missing:
                 raise ExitServeError(
-                    f"of {interview.tries:,} questions that the model wrote, {done:,} came to a "
-                    f"chat; the others were empty, did not end within {_LONGEST_QUESTION} tokens, "
-                    f"or were repeated. Give chats as data.files instead."
+                    f"of {tries:,} questions that the model wrote, {done:,} came to a chat; the "
+                    f"others were empty, did not end within {_LONGEST_QUESTION} tokens, or were "
+                    f"repeated. Give chats as data.files instead."
                 )
-            interview.ask()
-        for messages in interview.take():
-            done += 1
-            yield messages
+            tries += 1
+            writer.ask(
+                next(numbers),
+                turns.beginning,
+                max_tokens=turns.longest_question,
+                temperature=1.0,
+                top_p=_TOP_P,
+                stop_token_ids=turns.ends,
+            )
+        for said in writer.take():
+            text = turns.text(said.tokens)
+            if said.number in answering:
+                question = answering.pop(said.number)
+                if text:
+                    done += 1
+                    yield turns.messages(question, text)
+            elif said.has_ended and text not in known and turns.is_plain(said.tokens):
+                known.add(text)
+                number = next(numbers)
+                answering[number] = text
+                writer.ask(
+                    number,
+                    turns.prompt(text),
+                    max_tokens=None,  # up to the longest chat
+                    temperature=next(temperatures),
+                    stop_token_ids=turns.ends,
+                )

@@ -162,19 +162,23 @@ def load_packed(folder: Path, key: str) -> datasets.DatasetDict | None:
     return packed
 
 
-def keep_in_order(folder: Path, key: str, packed: datasets.DatasetDict, scratch: Path) -> None:
-    """Like `save_packed`, of what `streamed.pack_in_order` left in `scratch`."""
+def save_packed(folder: Path, key: str, packed: datasets.DatasetDict, scratch: Path) -> None:
+    """Keeps the packed data, so that a resumed run sees the same sequences in the same order.
+
+    Args:
+        folder: the run's, for data.
+        key: what the data depend on.
+        packed: both sides.
+        scratch: has the `TRAIN_FILE` of `streamed.pack_in_order`, if that packed them.
+    """
     own = folder / key
-    own.mkdir(parents=True)
-    shutil.move(scratch / TRAIN_FILE, own / TRAIN_FILE)
-    (own / "rows").write_text(str(len(packed["train"])), encoding="utf-8")
-    packed["validation"].save_to_disk(str(own / "validation"))
-    (folder / "key").write_text(key, encoding="utf-8")
-
-
-def save_packed(folder: Path, key: str, packed: datasets.DatasetDict) -> None:
-    """Keeps the packed data, so that a resumed run sees the same sequences in the same order."""
-    packed.save_to_disk(str(folder / key))
+    if (scratch / TRAIN_FILE).is_file():
+        own.mkdir(parents=True)
+        shutil.move(scratch / TRAIN_FILE, own / TRAIN_FILE)
+        (own / "rows").write_text(str(len(packed["train"])), encoding="utf-8")
+        packed["validation"].save_to_disk(str(own / "validation"))
+    else:
+        packed.save_to_disk(str(own))
     (folder / "key").write_text(key, encoding="utf-8")
 
 

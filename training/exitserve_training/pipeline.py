@@ -134,7 +134,7 @@ def _checked_arguments(recipe: Recipe) -> TrainingArguments:
 def _trainer(
     recipe: Recipe, setup: TrainingSetup, prepared: TrainerInputs, arguments: TrainingArguments
 ) -> MultiExitTraining:
-    gradients = Gradients(recipe.adagc and recipe.adagc.model_dump())
+    gradients = Gradients(None if recipe.adagc is None else recipe.adagc.model_dump())
     callbacks: list[TrainerCallback] = [Clock(), gradients, StopOnTerm()]
     if TENSORBOARD in reporters(recipe):
         logs = TensorBoardCallback()  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ from transformers import (
     DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     default_data_collator,
     set_seed,
 )
@@ -26,11 +25,10 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
-from exitserve_training.augmentation import Augmentation
+from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
 from exitserve_training.layer_weights import counted_layers
-from exitserve_training.masking import Masking
 from exitserve_training.models import (
     build_config,
     build_model,
@@ -45,13 +43,7 @@ from exitserve_training.models import (
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.registry import check_layers
 from exitserve_training.optimizers import check_kahan
-from exitserve_training.packing import (
-    TRAIN_FILE,
-    fingerprint,
-    keep_in_order,
-    load_packed,
-    save_packed,
-)
+from exitserve_training.packing import fingerprint, load_packed, save_packed
 from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
@@ -172,11 +164,8 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
                 processor.save_pretrained(folder)
                 if recipe.data.format == "chat":
                     _write_held_out(folder, data, processor)
-                if (Path(scratch) / TRAIN_FILE).is_file():
-                    keep_in_order(folder, key, data, Path(scratch))
-                    data = load_packed(folder, key)
-                else:
-                    save_packed(folder, key, data)
+                save_packed(folder, key, data, Path(scratch))
+                data = load_packed(folder, key)
     assert data is not None
     task_inputs, collator = _task_inputs(recipe, setup, processor)
     return TrainerInputs(
@@ -224,7 +213,7 @@ def _known_processor(recipe: Recipe, folder: str) -> Any:
 
 
 def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> PreTrainedModel:
-    names = _label_names(data) if setup.task == "class" else None
+    names = data["train"].features["labels"].names if setup.task == "class" else None
     tokenizer = processor if recipe.data.format != "images" else None
     dtype = torch.bfloat16 if recipe.weights == "bfloat16" else torch.float32
     if recipe.model is not None:
@@ -243,10 +232,6 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     return model
 
 
-def _label_names(data: datasets.DatasetDict) -> list[str]:
-    return list(data["train"].features["labels"].names)
-
-
 def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:
     """How batches become inputs and labels, and their collator."""
     match recipe.data.format, setup.task:
@@ -261,16 +246,7 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
 
             return NextToken(), chat_collator(recipe, processor)
         case _, "hidden token":
-            return MaskedToken(_masking(recipe, processor)), default_data_collator
+            masking = Masking.of(processor, recipe.mask_share, recipe.seed)
+            return MaskedToken(masking), default_data_collator
         case _:
             return NextToken(), default_data_collator
-
-
-def _masking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Masking:
-    return Masking(
-        share=recipe.mask_share,
-        mask_id=int(tokenizer.mask_token_id),
-        vocab_size=len(tokenizer),
-        special_ids=tuple(tokenizer.all_special_ids),
-        seed=recipe.seed,
-    )

@@ -8,10 +8,10 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from exitserve.reporting.report import versions
 from exitserve_training.recipe import Recipe
 
 FILE = "training_run.json"
@@ -33,9 +33,8 @@ def training_run(recipe: Recipe) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git_revision(),
-        "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions(_PACKAGES),
         "recipe": recipe.model_dump(mode="json"),
     }
 
@@ -55,13 +54,6 @@ def read_training_run(output_dir: Path) -> dict[str, Any]:
         return {}
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return run
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision() -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from exitserve_training.classification.labelled import (
     encode_texts,
     load_split_examples,
 )
+from exitserve_training.draws import Masking
 from exitserve_training.folder import OWN_CHATS
 from exitserve_training.models import known_classes
 from exitserve_training.packing import pack_split, packed_by_run
@@ -43,14 +44,15 @@ def read_data(
         scratch: a folder for data that do not fit into memory.
     """
     if recipe.data.format == "images":
-        processor = _image_processor(recipe, setup.config)
-        return _read_images(recipe, setup, processor), processor
+        return _read_examples(recipe, setup, _image_processor(recipe, setup.config))
     if recipe.data.format == "chat":
         return _read_chats(recipe)
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
     tokenizer = load_tokenizer(path) if path else None
     if recipe.data.format == "labelled":
-        return _read_labelled(recipe, setup, tokenizer)
+        return _read_examples(recipe, setup, tokenizer)
+    if tokenizer is not None and setup.task == "hidden token":
+        Masking.of(tokenizer, recipe.mask_share, recipe.seed)  # before data are read
     if recipe.data.from_run is not None:
         if tokenizer is None:
             raise ExitServeError(
@@ -92,25 +94,14 @@ def _packed(
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     """Sequences of the recipe's documents, and the tokenizer, trained if there is none."""
     data = recipe.data
-    if data.order == "source":
-        if tokenizer is None:
-            tokenizer = _trained_tokenizer(recipe, ordered_texts(data), setup.task)
-        _check_mask(setup.task, tokenizer)
-        return pack_in_order(data, tokenizer, scratch), tokenizer
-    split = load_split(data, recipe.seed)
+    split = None if data.order == "source" else load_split(data, recipe.seed)
     if tokenizer is None:
-        tokenizer = _trained_tokenizer(recipe, [doc.text for doc in split.train], setup.task)
-    _check_mask(setup.task, tokenizer)
+        texts = ordered_texts(data) if split is None else (doc.text for doc in split.train)
+        tokenizer = _trained_tokenizer(recipe, texts, setup.task)
+    if split is None:
+        return pack_in_order(data, tokenizer, scratch), tokenizer
     length, blocks = data.sequence_length, data.validation_blocks
     return pack_split(split, tokenizer, length, blocks, data.document_end), tokenizer
-
-
-def _check_mask(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    if task == "hidden token" and tokenizer.mask_token_id is None:
-        raise ExitServeError(
-            "this tokenizer has no mask token, which a masked language model needs; set "
-            "tokenizer.path to that of a masked model."
-        )
 
 
 def _trained_tokenizer(recipe: Recipe, texts: Iterable[str], task: Task) -> PreTrainedTokenizerBase:
@@ -119,39 +110,26 @@ def _trained_tokenizer(recipe: Recipe, texts: Iterable[str], task: Task) -> PreT
     return train_bpe(texts, size, length, task=task)
 
 
-def _read_labelled(
-    recipe: Recipe, setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+def _read_examples(
+    recipe: Recipe, setup: TrainingSetup, processor: Any
+) -> tuple[datasets.DatasetDict, Any]:
+    """Texts or images with their classes, and the tokenizer, trained if there is none."""
     train, held_out = load_split_examples(recipe.data, recipe.seed)
-    sides = {"train": train, "validation": held_out}
     names = class_names(train, known_classes(setup.config) if recipe.model else None)
-    if tokenizer is None:
+    if processor is None:
         pairs: list[Any] = list(train.inputs)
         texts = [text for pair in pairs for text in pair if text is not None]
-        tokenizer = _trained_tokenizer(recipe, texts, setup.task)
-    length = recipe.data.sequence_length
-    encoded = {
-        name: encode_texts(side, class_numbers(side, names), tokenizer, length)
-        for name, side in sides.items()
-    }
-    return datasets.DatasetDict(_with_names(encoded, names)), tokenizer
-
-
-def _read_images(recipe: Recipe, setup: TrainingSetup, processor: Any) -> datasets.DatasetDict:
-    train, held_out = load_split_examples(recipe.data, recipe.seed)
-    names = class_names(train, known_classes(setup.config) if recipe.model else None)
-    side, channels = int(processor.size["height"]), len(processor.image_mean)
-    sides = {"train": train, "validation": held_out}
-    encoded = {name: encode_images(one, names, side, channels) for name, one in sides.items()}
-    return datasets.DatasetDict(_with_names(encoded, names))
-
-
-def _with_names(
-    sides: dict[str, datasets.Dataset], names: Sequence[str]
-) -> dict[str, datasets.Dataset]:
-    """Makes the class names part of the data, where resumed runs find them."""
-    classes = datasets.ClassLabel(names=list(names))
-    return {name: side.cast_column("labels", classes) for name, side in sides.items()}
+        processor = _trained_tokenizer(recipe, texts, setup.task)
+    sides = datasets.DatasetDict()
+    for name, side in {"train": train, "validation": held_out}.items():
+        labels = class_numbers(side, names)
+        if recipe.data.format == "images":
+            rows = encode_images(side, labels, processor)
+        else:
+            rows = encode_texts(side, labels, processor, recipe.data.sequence_length)
+        # The names are part of the data, where resumed runs find them.
+        sides[name] = rows.cast_column("labels", datasets.ClassLabel(names=names))
+    return sides, processor
 
 
 def _image_processor(recipe: Recipe, config: PreTrainedConfig) -> Any:

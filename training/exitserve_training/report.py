@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from exitserve.reporting.report import markdown_table
 from exitserve_training.parts import Task
 
 SCHEMA_VERSION = 1
@@ -70,13 +71,11 @@ class TrainingReport:
             f"{self.tokens_seen:,} tokens, {self.seconds:,.0f} s. "
             f"Held out: {self.validation_tokens:,} {self._unit}s.",
             "",
-            "| " + " | ".join(self._headers()) + " |",
-            "|---" * len(self._headers()) + "|",
+            markdown_table(self._headers(), self._rows()),
         ]
-        lines += ["| " + " | ".join(row) + " |" for row in self._rows()]
         if self.metrics:
-            lines += ["", "| measured on the held-out text | |", "|---|---|"]
-            lines += [f"| {name} | {value:.4g} |" for name, value in self.metrics.items()]
+            measured = [[name, f"{value:.4g}"] for name, value in self.metrics.items()]
+            lines += ["", markdown_table(["measured on the held-out text", ""], measured)]
         return "\n".join(lines) + "\n"
 
     def table(self) -> Table:

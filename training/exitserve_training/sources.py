@@ -7,7 +7,8 @@ import hashlib
 import random
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -63,8 +64,8 @@ def load_split(recipe: DataRecipe, seed: int) -> Split:
     """
     documents = _distinct(list(read_documents(recipe)))
     random.Random(seed).shuffle(documents)
-    documents = list(within_packages(documents, recipe.max_package_bytes))
-    documents = _within_limit(documents, recipe.max_bytes)
+    in_packages = within(documents, recipe.max_package_bytes, lambda doc: doc.package)
+    documents = list(within(in_packages, recipe.max_bytes))
     if not documents:
         raise ExitServeError("data gives no document; check data.files, exclude and the limits.")
     if recipe.validation_files or recipe.validation_split is not None:
@@ -111,24 +112,22 @@ def read_documents(recipe: DataRecipe, *, in_pieces: bool = False) -> Iterator[D
     """
     limit = recipe.max_file_bytes
     yield from _read_files(recipe.files, recipe.text_field, limit, in_pieces)
-    others: list[Iterator[Document]] = []
-    if recipe.dataset is not None:
-        others.append(_read_dataset(recipe, recipe.dataset_split, in_pieces))
-    others += [python_documents(place, recipe.exclude) for place in recipe.python_source]
-    for documents in others:
-        yield from _short(documents, limit)
+    yield from _short(_read_dataset(recipe, recipe.dataset_split, in_pieces), limit)
+    for place in recipe.python_source:
+        yield from _short(python_documents(place, recipe.exclude), limit)
 
 
 def read_held_out(recipe: DataRecipe, *, in_pieces: bool = False) -> Iterator[Document]:
     """What the recipe holds out by name."""
     yield from _read_files(recipe.validation_files, recipe.text_field, None, in_pieces)
-    if recipe.validation_split is not None:
-        yield from _read_dataset(recipe, recipe.validation_split, in_pieces)
+    yield from _read_dataset(recipe, recipe.validation_split, in_pieces)
 
 
-def _read_dataset(recipe: DataRecipe, split: str, streaming: bool) -> Iterator[Document]:
-    rows = load_dataset(recipe, split, streaming=streaming)
-    return table_documents(rows, str(recipe.dataset), recipe.text_field)
+def _read_dataset(recipe: DataRecipe, split: str | None, streaming: bool) -> Iterator[Document]:
+    """The texts of a split of the `datasets` id, where there are both."""
+    if recipe.dataset is not None and split is not None:
+        rows = load_dataset(recipe, split, streaming=streaming)
+        yield from table_documents(rows, recipe.dataset, recipe.text_field)
 
 
 def _distinct(documents: Sequence[Document]) -> list[Document]:
@@ -162,24 +161,17 @@ def _telling_lines(text: str) -> list[str]:
     return [line for line in stripped if len(line) >= _TELLING_LENGTH]
 
 
-def within_packages(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
-    """Leaves out what goes over so many bytes of one package of `python_source`."""
+def within(
+    documents: Iterable[Document],
+    limit: int | None,
+    part: Callable[[Document], str] = lambda _: "",
+) -> Iterator[Document]:
+    """Leaves out what goes over so many bytes in all, or of each `part`."""
     used: Counter[str] = Counter()
     for document in documents:
-        used[document.package] += len(document.text.encode())
-        if limit is None or used[document.package] <= limit:
+        used[part(document)] += len(document.text.encode())
+        if limit is None or used[part(document)] <= limit:
             yield document
-
-
-def _within_limit(documents: list[Document], limit: int | None) -> list[Document]:
-    if limit is None:
-        return documents
-    kept, used = [], 0
-    for document in documents:
-        used += len(document.text.encode())
-        if used <= limit:
-            kept.append(document)
-    return kept
 
 
 def _short(documents: Iterator[Document], limit: int | None) -> Iterator[Document]:
@@ -209,10 +201,17 @@ def _read_files(
 
 def _read_rows(path: Path, text_field: str) -> Iterator[Document]:
     kind = "parquet" if path.suffix == ".parquet" else "json"
-    try:
+    with names_invalid(path):
         # Streamed: a cache keyed by path would hide later changes of the file.
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
         yield from table_documents(rows, str(path), text_field)
+
+
+@contextmanager
+def names_invalid(path: Path) -> Iterator[None]:
+    """Raises `ExitServeError` with a table's path where the block cannot read it."""
+    try:
+        yield
     except ExitServeError:
         raise
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
@@ -269,10 +268,8 @@ def read_table(path: Path) -> datasets.Dataset:
     # Kept in memory: a cache keyed by path would hide later changes of the file.
     table = datasets.Dataset
     read = table.from_parquet if path.suffix == ".parquet" else table.from_json
-    try:
+    with names_invalid(path):
         return read(str(path), keep_in_memory=True)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 
 def read_tables(
@@ -311,24 +308,18 @@ def table_documents(rows: Any, name: str, text_field: str) -> Iterator[Document]
     Raises:
         ExitServeError: there is no such column.
     """
-    if rows.column_names is not None:
-        _check_column(name, list(rows.column_names), text_field)
+    # Of some streams the columns are known by their rows only.
+    if rows.column_names is not None and text_field in rows.column_names:
         rows = rows.select_columns([text_field])
     for number, row in enumerate(rows):
-        # Of some streams the columns are known by their rows only.
         if text_field not in row:
-            _check_column(name, list(row), text_field)
+            raise ExitServeError(
+                f"'{name}' has no column {text_field!r}; it has: {', '.join(row)}. "
+                f"Set data.text_field.{nearest(text_field, row)}"
+            )
         text = row[text_field]
         if isinstance(text, str) and text:
             yield Document(f"{name}#{number}", text)
-
-
-def _check_column(name: str, columns: list[str], text_field: str) -> None:
-    if text_field not in columns:
-        raise ExitServeError(
-            f"'{name}' has no column {text_field!r}; it has: {', '.join(columns)}. "
-            f"Set data.text_field.{nearest(text_field, columns)}"
-        )
 
 
 def python_documents(place: str, exclude: Sequence[str]) -> Iterator[Document]:
@@ -343,10 +334,8 @@ def python_documents(place: str, exclude: Sequence[str]) -> Iterator[Document]:
         name = f"{place}/{inside}"
         if any(fnmatch(name, pattern) for pattern in exclude):
             continue
-        try:
+        # The standard library's own tests hold files that are broken on purpose.
+        with suppress(UnicodeDecodeError, OSError):
             text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            # The standard library's own tests hold files that are broken on purpose.
-            continue
-        if text.strip():
-            yield Document(name, text)
+            if text.strip():
+                yield Document(name, text)

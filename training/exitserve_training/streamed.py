@@ -21,12 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.packing import TRAIN_FILE, check_sides, sequences, spread_over
-from exitserve_training.sources import (
-    Document,
-    read_documents,
-    read_held_out,
-    within_packages,
-)
+from exitserve_training.sources import Document, read_documents, read_held_out, within
 
 TOKENIZER_CHARACTERS = 100_000_000
 """A tokenizer is trained on the first so many, in which it counts words."""
@@ -47,7 +42,7 @@ def pack_in_order(
 ) -> datasets.DatasetDict:
     """Packs both sides as `packing.pack_split` does, by way of files in `scratch`.
 
-    `train` is the beginning of `scratch`'s `TRAIN_FILE`, for `keep_in_order`. What is held out is
+    `train` is the beginning of `scratch`'s `TRAIN_FILE`, for `save_packed`. What is held out is
     `validation_split` or `validation_files`, or else the last sequences.
 
     Raises:
@@ -75,7 +70,7 @@ def ordered_documents(recipe: DataRecipe) -> Iterator[Document]:
     """
     used = 0
     documents = read_documents(recipe, in_pieces=True)
-    for document in within_packages(documents, recipe.max_package_bytes):
+    for document in within(documents, recipe.max_package_bytes, lambda doc: doc.package):
         used += len(document.text.encode())
         if recipe.max_bytes is not None and used > recipe.max_bytes:
             return

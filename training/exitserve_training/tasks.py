@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exitserve_training.augmentation import Augmentation
+from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.losses.tokens import IGNORED
-from exitserve_training.masking import Masking
 
 
 @dataclass(frozen=True)

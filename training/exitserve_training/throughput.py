@@ -81,25 +81,31 @@ def flops_per_token(recipe: Recipe, parts: ModelParts, config: Any) -> float:
         p.numel() * (_share_of_experts(config) if ".experts." in f".{name}." else 1.0)
         for name, p in parts.layers.named_parameters()
     )
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // attention_heads(config))
+    width = head_width(config)
     # Scores and values of the tokens before, half of the sequence on average.
     attention = (
-        2.0 * parts.num_layers * recipe.data.sequence_length * attention_heads(config) * width
+        2.0 * parts.num_layers * recipe.data.sequence_length * config.num_attention_heads * width
     )
+    exits = recipe.exit_layers
+    chosen_layers = list(range(1, parts.num_layers)) if exits == "all" else exits
     passes = 4.0 if recipe.training.get("gradient_checkpointing") else 3.0
-    read = layers_read(recipe.objectives, _exits(recipe, parts), parts.num_layers)
-    return passes * (2.0 * body + attention) + 6.0 * read * head + _teachers(recipe, head)
+    read = layers_read(recipe.objectives, chosen_layers, parts.num_layers)
+    # The model's own last layer is read once more where it teaches.
+    taught = sum(head if path is None else teacher_parameters(path) for path in teachers(recipe))
+    return passes * (2.0 * body + attention) + 6.0 * read * head + 2.0 * taught
+
+
+def head_width(config: Any) -> int:
+    """Numbers of an attention head."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _share_of_experts(config: Any) -> float:
     """Of a mixture's experts, those that run for a token."""
     every = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     return float(getattr(config, "num_experts_per_tok", every)) / every
-
-
-def attention_heads(config: Any) -> int:
-    """Of a layer."""
-    return int(config.num_attention_heads)
 
 
 def layers_read(
@@ -126,27 +132,16 @@ def layers_read(
     return len(always) + drawn
 
 
-def _teachers(recipe: Recipe, head: float) -> float:
-    """Of teachers' passes; the model's own last layer is read once more where it teaches."""
-    total = 0.0
-    for options in recipe.objectives:
-        if not isinstance(options, KLToLastOptions):
-            continue
-        path = options.teacher_path(recipe.model)
-        total += 2.0 * (head if path is None else teacher_parameters(path))
-    return total
+def teachers(recipe: Recipe) -> list[str | None]:
+    """Of each objective with a teacher its directory or hub id; None: the model's last layer."""
+    options = [o for o in recipe.objectives if isinstance(o, KLToLastOptions)]
+    return [one.teacher_path(recipe.model) for one in options]
 
 
 def teacher_parameters(path: str) -> int:
     """Of a directory or hub id, by its config alone."""
     with torch.device("meta"):
         return build_model(model_config(path)).num_parameters()
-
-
-def _exits(recipe: Recipe, parts: ModelParts) -> list[int]:
-    if recipe.exit_layers == "all":
-        return list(range(1, parts.num_layers))
-    return recipe.exit_layers
 
 
 class Throughput:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exitserve_training.augmentation import Augmentation
 from exitserve_training.classification.labelled import read_examples
 from exitserve_training.data_recipe import DataRecipe
+from exitserve_training.draws import Augmentation
 
 
 def test_tables_are_read_as_they_are(tmp_path: Path) -> None:

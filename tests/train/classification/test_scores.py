@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from exitserve_training.classification.scores import scores
+from exitserve_training.classification.evaluation import scores
 
 
 def test_two_classes_by_hand() -> None:

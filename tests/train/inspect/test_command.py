@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.cli import run
 from exitserve_training.inspect.command import build_parser
+from exitserve_training.inspect.data import InspectionSettings
 from exitserve_training.inspect.generation import cut_to
-from exitserve_training.inspect.inspection import InspectionSettings, inspect
+from exitserve_training.inspect.inspection import inspect
 
 MakeCheckpoint = Callable[..., Path]
 

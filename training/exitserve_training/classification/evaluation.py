@@ -7,6 +7,7 @@ noisy machine hits both.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -26,7 +27,6 @@ from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
-from exitserve_training.classification.scores import Scores, scores
 from exitserve_training.data_recipe import data_from
 from exitserve_training.losses.head import Classifier
 from exitserve_training.models import check_model, known_classes, model_to_run, trained_exits
@@ -35,6 +35,8 @@ from exitserve_training.objectives.options import BuildContext
 from exitserve_training.parts import ModelParts, model_parts
 
 Inputs = dict[str, Tensor]
+Scores = dict[str, float | None]
+"""What GLUE scores classifiers by: accuracy, F1 (MRPC, QQP) and Matthews (CoLA)."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,37 @@ def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) ->
     if known is None:
         return dict.fromkeys(("accuracy", "f1", "matthews"))
     return scores(predictions.classes, known, num_classes)
+
+
+def scores(predicted: Tensor, known: Tensor, num_classes: int) -> Scores:
+    """Accuracy, F1 of the second of two classes, and Matthews' correlation.
+
+    F1 is None with more classes than two. Either is 0 where its denominator is, as in
+    scikit-learn.
+
+    Args:
+        predicted: class numbers [N].
+        known: the right ones [N].
+        num_classes: K.
+    """
+    pairs = known * num_classes + predicted
+    counts = torch.bincount(pairs, minlength=num_classes**2).double()
+    table = counts.reshape(num_classes, num_classes)
+    right, total = float(table.trace()), float(table.sum())
+    found: Scores = {"accuracy": right / total, "matthews": _matthews(table), "f1": None}
+    if num_classes == 2:
+        both = float(table[1].sum() + table[:, 1].sum())
+        found["f1"] = 2.0 * float(table[1, 1]) / both if both else 0.0
+    return found
+
+
+def _matthews(table: Tensor) -> float:
+    """Of counts [known, predicted]: R_K of Gorodkin (2004), phi of two classes."""
+    known, predicted = table.sum(1), table.sum(0)
+    total = float(table.sum())
+    covariance = float(table.trace()) * total - float(known @ predicted)
+    spread = (total**2 - float(predicted @ predicted)) * (total**2 - float(known @ known))
+    return covariance / math.sqrt(spread) if spread > 0.0 else 0.0
 
 
 def _predictions(

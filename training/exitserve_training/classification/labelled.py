@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.data_recipe import DataRecipe
-from exitserve_training.sources import load_dataset, matching_files, read_table
+from exitserve_training.sources import load_dataset, matching_files, names_invalid, read_table
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -135,10 +135,7 @@ def class_numbers(examples: Examples, names: Sequence[str]) -> list[int]:
 
 
 def encode_texts(
-    examples: Examples,
-    labels: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
+    examples: Examples, labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> datasets.Dataset:
     """Columns `input_ids` (and what else the tokenizer gives) and `labels`, unpadded."""
     encoded = tokenized(examples, tokenizer, length, verbose=False)
@@ -154,19 +151,17 @@ def tokenized(examples: Examples, tokenizer: Any, length: int, **options: Any) -
     return tokenizer(first, second, truncation=True, max_length=length, **options)
 
 
-def encode_images(
-    examples: Examples, names: Sequence[str], side: int, channels: int = 3
-) -> datasets.Dataset:
-    """Columns `pixels` (uint8 [channels, side, side]) and `labels`.
+def encode_images(examples: Examples, labels: Sequence[int], processor: Any) -> datasets.Dataset:
+    """Columns `pixels` (uint8 [channels, side, side], as the processor has them) and `labels`.
 
     Raises:
         ExitServeError: a file is not a readable image.
     """
+    side, channels = int(processor.size["height"]), len(processor.image_mean)
     features = datasets.Features(
         pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
     )
-    pixels = read_pixels(examples, side, channels)
-    columns = {"pixels": pixels, "labels": np.asarray(class_numbers(examples, names))}
+    columns = {"pixels": read_pixels(examples, side, channels), "labels": np.asarray(labels)}
     table = datasets.Dataset.from_dict(columns, features=features)
     return table.with_format("torch")
 
@@ -219,7 +214,7 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
     if path.suffix not in (".tsv", ".csv"):
         return read_table(path)
     tabs = path.suffix == ".tsv"
-    try:
+    with names_invalid(path):
         return datasets.Dataset.from_csv(
             str(path),
             keep_in_memory=True,
@@ -229,8 +224,6 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
             # "None", "NA" and the like are texts, not gaps.
             keep_default_na=False,
         )
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 
 def _add_rows(
@@ -270,10 +263,10 @@ def _images(patterns: Sequence[str], needs_classes: bool) -> Examples:
                 f"no folder '{pattern}'; images lie in one folder for each class, such as "
                 f"'{pattern}/cat/1.jpg'."
             )
-        found = sorted(p for p in folder.glob("*/*") if p.suffix.lower() in IMAGE_SUFFIXES)
+        found = _images_in(folder, "*/*")
         classes += [path.parent.name for path in found]
         if not found and not needs_classes:
-            found = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            found = _images_in(folder, "*")
             classes += [""] * len(found)
         if not found:
             raise ExitServeError(
@@ -282,3 +275,7 @@ def _images(patterns: Sequence[str], needs_classes: bool) -> Examples:
             )
         paths += found
     return Examples(paths, classes)
+
+
+def _images_in(folder: Path, pattern: str) -> list[Path]:
+    return sorted(p for p in folder.glob(pattern) if p.suffix.lower() in IMAGE_SUFFIXES)

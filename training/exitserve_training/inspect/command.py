@@ -87,7 +87,8 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.sentence_model and not args.prompts:
         raise ExitServeError("--sentence-model measures what --prompts writes; give --prompts.")
     from exitserve.reporting.report import prepare_out_dir, publish, terminal_table
-    from exitserve_training.inspect.inspection import InspectionSettings, inspect
+    from exitserve_training.inspect.data import InspectionSettings
+    from exitserve_training.inspect.inspection import inspect
     from exitserve_training.inspect.page import HEADERS, markdown, rows, summary
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)

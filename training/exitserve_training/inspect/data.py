@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from exitserve.errors import ExitServeError
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
-from exitserve_training.masking import Masking
-from exitserve_training.models import check_fits, model_config
+from exitserve_training.draws import Masking
+from exitserve_training.models import check_fits, known_classes, model_config
 from exitserve_training.packing import pack
 from exitserve_training.parts import Task, task_of
 from exitserve_training.sources import Document, read_documents
@@ -28,6 +28,29 @@ from exitserve_training.tokenization import load_tokenizer
 
 MASKED_SHARE = 0.15
 """Of the tokens of a masked model's text, as in its training (BERT's share)."""
+
+
+@dataclass(frozen=True)
+class InspectionSettings:
+    """The options of the command line."""
+
+    model: str
+    """Directory or hub id."""
+    data: Sequence[str]
+    """Files, globs, or folders of images."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """`text_field` and the like, as in a recipe's `data`."""
+    rows: int = 200
+    """At most so many sequences, texts or images, drawn by the seed."""
+    samples: int = 4000
+    length: int | None = None
+    """Tokens of a sequence of text; None for 256, or the model's context if shorter."""
+    batch_size: int = 8
+    seed: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    sentence_model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,97 +72,58 @@ class InspectionData:
         return sum(len(batch.labels) for batch in self.batches)
 
 
-def load_inspection_data(
-    model: str,
-    files: Sequence[str],
-    fields: Mapping[str, Any],
-    *,
-    rows: int,
-    length: int | None,
-    batch_size: int,
-    seed: int,
-) -> InspectionData:
-    """Reads the data for a checkpoint.
-
-    Args:
-        model: directory or hub id; its config says what kind it is.
-        files: files, globs, or folders of images.
-        fields: `text_field` and the like, as in a recipe's `data`.
-        rows: at most so many sequences, texts or images, drawn by the seed.
-        length: tokens of a sequence of text; None for 256, or the model's context if shorter.
-        batch_size: B.
-        seed: of the draw.
+def load_inspection_data(settings: InspectionSettings) -> InspectionData:
+    """Reads the data for a checkpoint, whose config says what kind it is.
 
     Raises:
         ExitServeError: the model or the data cannot be read, or do not go together.
     """
-    config = model_config(model)
+    config = model_config(settings.model)
     task = task_of((config.architectures or ["?"])[0])
     if task == "class":
-        return _classifier_data(model, config, files, fields, rows, batch_size, seed)
-    tokenizer = load_tokenizer(model)
+        return _classifier_data(settings, config)
+    tokenizer = load_tokenizer(settings.model)
     context = int(config.max_position_embeddings)
-    length = min(256, context) if length is None else length
+    length = min(256, context) if settings.length is None else settings.length
     check_fits(config, tokenizer, length)
-    recipe = data_from({"files": list(files), **fields, "sequence_length": length})
+    recipe = data_from({"files": list(settings.data), **settings.fields, "sequence_length": length})
     documents = list(read_documents(recipe))
     packed = pack(documents, tokenizer, length)
     if not len(packed):
         raise ExitServeError(
             f"the data have fewer than {length} tokens; give more, or a lower --sequence-length."
         )
-    order = list(range(len(packed)))
-    random.Random(seed).shuffle(order)
-    ids = torch.tensor(packed.select(order[:rows])["input_ids"])
+    ids = torch.tensor(packed.select(_drawn(len(packed), settings))["input_ids"])
     task_inputs: TaskInputs = NextToken()
     if task == "hidden token":
-        task_inputs = _masked_inputs(tokenizer, seed)
-    parts = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
+        task_inputs = MaskedToken(Masking.of(tokenizer, MASKED_SHARE, settings.seed))
+    parts = torch.split(ids, settings.batch_size)
     batches = [task_inputs(None, {"input_ids": part}) for part in parts]
     masks = [torch.ones_like(part, dtype=torch.bool) for part in parts]
     return InspectionData(task, batches, masks, tokenizer, documents)
 
 
-def _masked_inputs(tokenizer: Any, seed: int) -> MaskedToken:
-    if tokenizer.mask_token_id is None:
-        raise ExitServeError("this model's tokenizer has no mask token, so nothing can be masked.")
-    return MaskedToken(
-        Masking(
-            share=MASKED_SHARE,
-            mask_id=int(tokenizer.mask_token_id),
-            vocab_size=len(tokenizer),
-            special_ids=tuple(tokenizer.all_special_ids),
-            seed=seed,
-        )
+def _drawn(count: int, settings: InspectionSettings) -> list[int]:
+    """The rows to look at, of so many."""
+    order = list(range(count))
+    random.Random(settings.seed).shuffle(order)
+    return order[: settings.rows]
+
+
+def _classifier_data(settings: InspectionSettings, config: PreTrainedConfig) -> InspectionData:
+    recipe = data_from(
+        {"format": data_format(config), "files": list(settings.data), **settings.fields}
     )
-
-
-def _classifier_data(
-    model: str,
-    config: PreTrainedConfig,
-    files: Sequence[str],
-    fields: Mapping[str, Any],
-    rows: int,
-    batch_size: int,
-    seed: int,
-) -> InspectionData:
-    recipe = data_from({"format": data_format(config), "files": list(files), **fields})
     examples = read_examples(recipe, recipe.files, recipe.dataset_split)
-    order = list(range(len(examples)))
-    random.Random(seed).shuffle(order)
-    examples = examples.at(order[:rows])
-    names = [name for _, name in sorted((config.id2label or {}).items())]
-    encode = encoder(model, config)
+    examples = examples.at(_drawn(len(examples), settings))
+    names, encode = known_classes(config), encoder(settings.model, config)
     batches, masks = [], []
-    for part in batch_rows(examples, batch_size):
+    for part in batch_rows(examples, settings.batch_size):
         some = examples.at(part)
         inputs = encode(some)
         labels = torch.tensor(class_numbers(some, names))[:, None]
         batches.append(TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
-        if "attention_mask" in inputs:
-            masks.append(inputs["attention_mask"].bool())
-        else:
-            masks.append(torch.ones(len(some), 0, dtype=torch.bool))
+        masks.append(inputs.get("attention_mask", torch.ones(len(some), 0)).bool())
     return InspectionData("class", batches, masks, None, [])
 
 

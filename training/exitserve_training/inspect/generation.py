@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,20 +26,14 @@ Embed = Callable[[str], Tensor]
 """A text to its embedding [D]."""
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """What to generate from, how much, and the seed."""
-
-    prompts: list[list[int]]
-    new_tokens: int
-    seed: int
-
-
 def generate_texts(
     model: PreTrainedModel,
     tokenizer: Any,
     depths: Sequence[int],
-    generation: GenerationSettings,
+    prompts: Sequence[list[int]],
+    *,
+    new_tokens: int,
+    seed: int,
     embed: Embed | None,
 ) -> dict[str, Any]:
     """Continues every prompt at every depth; returns means by depth and one sample each.
@@ -49,7 +42,9 @@ def generate_texts(
         model: a decoder in evaluation mode.
         tokenizer: its tokenizer.
         depths: where it is cut, the full depth among them.
-        generation: prompts, length, seed.
+        prompts: token ids.
+        new_tokens: to write after each.
+        seed: of the sampling.
         embed: for coherence; None leaves it out.
     """
     diversities: dict[str, float] = {}
@@ -59,24 +54,24 @@ def generate_texts(
     for depth in tqdm(depths, desc="writing", disable=None):
         written = []
         with cut_to(model, depth):
-            for prompt in generation.prompts:
-                torch.manual_seed(generation.seed)
-                written.append(_continued(model, prompt, generation.new_tokens))
+            for prompt in prompts:
+                torch.manual_seed(seed)
+                written.append(_continued(model, prompt, new_tokens))
         diversities[str(depth)] = sum(map(diversity, written)) / len(written)
         texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in written]
         samples[str(depth)] = texts[0]
         if embed is not None:
-            before = [str(tokenizer.decode(ids)) for ids in generation.prompts]
+            before = [str(tokenizer.decode(ids)) for ids in prompts]
             # Eq. 5: the cosine of a prompt's and its continuation's embedding.
             pairs = (torch.stack([embed(text or " ") for text in side]) for side in (before, texts))
             coherences[str(depth)] = float(cosines(*pairs).mean())
     return {
-        "prompts": len(generation.prompts),
-        "new_tokens": generation.new_tokens,
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
         "top_p": TOP_P,
         "diversity": diversities,
         "coherence": coherences or None,
-        "prompt": str(tokenizer.decode(generation.prompts[0])),
+        "prompt": str(tokenizer.decode(prompts[0])),
         "samples": samples,
     }
 

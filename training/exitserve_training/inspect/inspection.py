@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from exitserve.errors import ExitServeError
 from exitserve.reporting.report import machine, versions
 from exitserve_training.inspect import plots
 from exitserve_training.inspect.condensation import trend
-from exitserve_training.inspect.data import InspectionData, load_inspection_data, prompts
-from exitserve_training.inspect.generation import (
-    GenerationSettings,
-    generate_texts,
-    sentence_embedder,
+from exitserve_training.inspect.data import (
+    InspectionData,
+    InspectionSettings,
+    load_inspection_data,
+    prompts,
 )
+from exitserve_training.inspect.generation import generate_texts, sentence_embedder
 from exitserve_training.inspect.measurements import LayerMeasurements, measure_layers
 from exitserve_training.inspect.probe import linear_probe, minimal_depth
 from exitserve_training.inspect.similarity import (
@@ -43,24 +44,6 @@ QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class InspectionSettings:
-    """The options of the command line."""
-
-    model: str
-    data: list[str]
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    rows: int = 200
-    samples: int = 4000
-    length: int | None = None
-    batch_size: int = 8
-    seed: int = 0
-    prompts: int = 0
-    prompt_tokens: int = 32
-    new_tokens: int = 64
-    sentence_model: str | None = None
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The report and its pictures."""
 
@@ -74,15 +57,7 @@ def inspect(settings: InspectionSettings) -> Inspection:
     Raises:
         ExitServeError: the model or the data cannot be read, or states are not finite.
     """
-    data = load_inspection_data(
-        settings.model,
-        settings.data,
-        settings.fields,
-        rows=settings.rows,
-        length=settings.length,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-    )
+    data = load_inspection_data(settings)
     if settings.prompts and data.task != "next token":
         raise ExitServeError("--prompts is for causal language models, which continue texts.")
     model = model_to_run(settings.model, data.task)
@@ -114,12 +89,13 @@ def inspect(settings: InspectionSettings) -> Inspection:
 
 def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float | None]]:
     """The measurements that are one number for each depth."""
-    rows, classes = _frequent(measured.classes())
+    labels = measured.classes()
+    rows, classes = _frequent(labels)
     half = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     first, second = half[: len(half) // 2], half[len(half) // 2 :]
     found: dict[str, dict[str, float | None]] = {}
     for depth in range(1, measured.num_layers + 1):
-        states, labels = measured.features(depth), measured.classes()
+        states = measured.features(depth)
         loss = measured.nats[depth] / max(measured.labelled, 1)
         found[str(depth)] = {
             "loss": loss,
@@ -175,17 +151,15 @@ def _with_last(measured: LayerMeasurements) -> dict[int, Tensor]:
 
 
 def _condensation(measured: LayerMeasurements) -> dict[str, Any]:
-    assert measured.condensation is not None
     means = measured.condensation.means()
     rho, tau = trend(means) if len(means) > 1 else (0.0, 0.0)
-    return {
-        "condensation": {
-            "mean_cosine": {str(depth): mean for depth, mean in means.items()},
-            "spearman": rho,
-            "kendall": tau,
-            "histograms": measured.condensation.histograms().tolist(),
-        }
+    found = {
+        "mean_cosine": {str(depth): mean for depth, mean in means.items()},
+        "spearman": rho,
+        "kendall": tau,
+        "histograms": measured.condensation.histograms().tolist(),
     }
+    return {"condensation": found}
 
 
 def _generated_texts(
@@ -199,8 +173,8 @@ def _generated_texts(
             f"no text of the data is {settings.prompt_tokens} tokens long; lower --prompt-tokens."
         )
     embed = sentence_embedder(settings.sentence_model) if settings.sentence_model else None
-    generation = GenerationSettings(begun, settings.new_tokens, settings.seed)
-    return generate_texts(model, data.tokenizer, depths, generation, embed)
+    sampled = {"new_tokens": settings.new_tokens, "seed": settings.seed}
+    return generate_texts(model, data.tokenizer, depths, begun, embed=embed, **sampled)
 
 
 def _figures(report: Mapping[str, Any], with_last: Mapping[int, Tensor]) -> dict[str, Figure]:
@@ -213,32 +187,22 @@ def _figures(report: Mapping[str, Any], with_last: Mapping[int, Tensor]) -> dict
 
     # A probe is fitted to frequent tokens alone, which are easier than all.
     among = "" if report["task"] == "class" else f", {MOST_CLASSES} most frequent tokens"
-    accuracies = {
-        "shared head": curve("accuracy"),
-        f"linear probe{among}": curve("probe_accuracy"),
-    }
-    figures = {
-        "accuracy": plots.by_depth(
-            {name: curve for name, curve in accuracies.items() if curve},
-            "accuracy",
-            exit_layers=exits,
-        ),
-        "loss": plots.by_depth({"shared head": curve("loss")}, "loss (nats)", exit_layers=exits),
-        "effective_rank": plots.by_depth(
-            {"states of a sequence": curve("effective_rank")},
-            "effective rank",
-            exit_layers=exits,
-        ),
-        "similarity": plots.heat_map(
-            {"COS": torch.tensor(report["cos"]), "CKA": torch.tensor(report["cka"])}, depths
-        ),
-    }
-    figures["cosine_with_last"] = plots.box_plot(with_last, "cosine with the last layer")
+    names = {"accuracy": "shared head", "probe_accuracy": f"linear probe{among}"}
+    accuracies = {label: found for name, label in names.items() if (found := curve(name))}
+    losses, ranks = {"shared head": curve("loss")}, {"a sequence": curve("effective_rank")}
     spread = report["condensation"]
-    figures["condensation"] = plots.stacked_histograms(
-        torch.tensor(spread["histograms"]),
-        depths,
-        means={int(depth): mean for depth, mean in spread["mean_cosine"].items()},
-        title=f"Spearman {spread['spearman']:.2f}, Kendall {spread['kendall']:.2f}",
-    )
-    return figures
+    return {
+        "accuracy": plots.by_depth(accuracies, "accuracy", exits),
+        "loss": plots.by_depth(losses, "loss (nats)", exits),
+        "effective_rank": plots.by_depth(ranks, "effective rank", exits),
+        "similarity": plots.heat_map(
+            {name.upper(): torch.tensor(report[name]) for name in ("cos", "cka")}, depths
+        ),
+        "cosine_with_last": plots.box_plot(with_last, "cosine with the last layer"),
+        "condensation": plots.stacked_histograms(
+            torch.tensor(spread["histograms"]),
+            depths,
+            means=list(spread["mean_cosine"].values()),
+            title=f"Spearman {spread['spearman']:.2f}, Kendall {spread['kendall']:.2f}",
+        ),
+    }

@@ -27,6 +27,7 @@ class LayerMeasurements:
     """Sums and samples of one pass, by depth 1..L."""
 
     num_layers: int
+    condensation: Condensation
     labelled: int = 0
     """Positions with a label."""
     nats: dict[int, float] = field(default_factory=dict)
@@ -39,7 +40,6 @@ class LayerMeasurements:
     """How many sequences those are of."""
     states: dict[int, list[Tensor]] = field(default_factory=dict)
     labels: list[Tensor] = field(default_factory=list)
-    condensation: Condensation | None = None
 
     def features(self, depth: int) -> Tensor:
         """The sampled states [N, D] at a depth, the same positions at each."""
@@ -63,7 +63,7 @@ def measure_layers(
     """
     parts = model_parts(model)
     depths = range(1, parts.num_layers + 1)
-    measured = LayerMeasurements(parts.num_layers, condensation=Condensation(depths))
+    measured = LayerMeasurements(parts.num_layers, Condensation(depths))
     generator = torch.Generator().manual_seed(seed)
     per_batch = max(1, -(-samples // len(data.batches)))
     device = next(model.parameters()).device
@@ -107,7 +107,6 @@ def _measure(
     kept = states.flatten(0, 1)[chosen].float().cpu()
     measured.states.setdefault(depth, []).append(kept)
     tokens = mask if mask.shape[1] else torch.ones_like(hidden[..., 0], dtype=torch.bool)
-    assert measured.condensation is not None
     measured.condensation.add(depth, hidden, tokens)
     ranks = float(effective_rank(hidden.float(), mask=tokens)) * len(labels)
     measured.ranks[depth] = measured.ranks.get(depth, 0.0) + ranks

@@ -28,18 +28,13 @@ _MOST_TICKS = 13
 
 
 def by_depth(
-    curves: Mapping[str, Mapping[int, float]],
-    ylabel: str,
-    *,
-    title: str = "",
-    exit_layers: Sequence[int] = (),
+    curves: Mapping[str, Mapping[int, float]], ylabel: str, exit_layers: Sequence[int]
 ) -> Figure:
     """Draws one or several quantities against depth.
 
     Args:
         curves: a label each, shown if there are several, and the values by depth.
         ylabel: what the values are, with their unit.
-        title: above the plot.
         exit_layers: depths to mark with a vertical line.
     """
     figure, axes = _panel()
@@ -53,7 +48,7 @@ def by_depth(
         label = "exit layer" if number == 0 else "_"
         axes.axvline(depth, color="#777777", linestyle=":", zorder=0, label=label)
     axes.set_xticks(_named(sorted({depth for curve in curves.values() for depth in curve})))
-    _name(axes, title, ylabel)
+    _name(axes, "", ylabel)
     axes.grid(alpha=0.25)
     if len(curves) > 1 or exit_layers:
         # As many to a line as fit the figure, whose width takes about 85 letters and lines.
@@ -112,7 +107,7 @@ def box_plot(samples_by_depth: Mapping[int, Tensor], ylabel: str) -> Figure:
 
 
 def stacked_histograms(
-    histograms: Tensor, depths: Sequence[int], *, means: Mapping[int, float], title: str = ""
+    histograms: Tensor, depths: Sequence[int], *, means: Sequence[float], title: str
 ) -> Figure:
     """Draws histograms of cosines as columns of a heat map over depth.
 
@@ -122,7 +117,7 @@ def stacked_histograms(
     Args:
         histograms: [L, bins], the share of pairs in each of equal bins over [-1, 1].
         depths: the L depths.
-        means: mean cosine by depth, drawn as a line.
+        means: mean cosine at each depth, drawn as a line.
         title: above the plot.
     """
     figure, axes = _panel()
@@ -135,8 +130,7 @@ def stacked_histograms(
         cmap="viridis",
         norm=PowerNorm(0.5, vmin=0.0),
     )
-    places = range(len(depths))
-    axes.plot(places, [means[depth] for depth in depths], color="white", marker="o", label="mean")
+    axes.plot(range(len(depths)), means, color="white", marker="o", label="mean")
     axes.legend(loc="lower left", fontsize=8, facecolor="#555555", labelcolor="white")
     _tick_depths(axes, depths)
     _name(axes, title, "cosine of two tokens' states (no unit)")

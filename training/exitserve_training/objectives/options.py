@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -83,6 +83,10 @@ class ObjectiveOptions(Strict):
     def weight_for(self, hidden_size: int) -> float:
         """What multiplies the loss, as a number."""
         return self.weight
+
+    def loss_arguments(self) -> dict[str, Any]:
+        """The loss's own options."""
+        return self.model_dump(exclude={"name", "weight", "layer", "layers"})
 
     def build(self, context: BuildContext) -> Objective:
         """The objective itself; its module is imported here, because it imports torch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,10 +23,6 @@ class SeveralLayersOptions(ObjectiveOptions):
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """See `ObjectiveOptions`."""
         return self._depths(self.layers, exit_layers, num_layers)
-
-    def loss_arguments(self) -> dict[str, Any]:
-        """The loss's own options."""
-        return self.model_dump(exclude=set(SeveralLayersOptions.model_fields))
 
 
 class DispersionOptions(SeveralLayersOptions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,10 +21,6 @@ class OneLayerOptions(ObjectiveOptions):
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """See `ObjectiveOptions`."""
         return (num_layers if self.layer == "last" else self._depth(self.layer, num_layers),)
-
-    def loss_arguments(self) -> dict[str, Any]:
-        """The loss's own options."""
-        return self.model_dump(exclude=set(OneLayerOptions.model_fields))
 
 
 class SimRegOptions(OneLayerOptions):
