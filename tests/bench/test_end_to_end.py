@@ -1,9 +1,11 @@
-"""The real thing on a tiny random checkpoint: two engines, interleaved, and a report."""
+"""The real thing on a tiny random checkpoint: engines, interleaved, and a report."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exitserve.bench import engines
 from exitserve.bench.command import add_command
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
+from exitserve.engine.launch import stop_engine
 from exitserve.errors import ExitServeError
 
 NUM_LAYERS, EXIT_LAYERS = 6, (2, 4)
 REQUESTS, MAX_TOKENS = 2, 24
-MODES = (
-    "plain",
-    "off",
-    "confidence",
-    "defer",
-    "verify",
-    "rival",
-    "rival",
-)
+MODES = ("plain", "off", "confidence", "defer", "verify")
 # Requests of other sizes would do; two batch sizes show that batch 2 is one batch, batch 1 two.
 ARGUMENTS = (
     f"--thresholds 0.1 --modes confidence,defer,verify --num-drafts 3 --batch-sizes 1,2 "
@@ -99,20 +94,39 @@ def check_case(case: dict[str, Any]) -> None:
         assert case["mean_depth"] < case["mean_layers_run"]
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rest between engines: what one does while another is timed changes no count."""
+@pytest.fixture(params=["one process", pytest.param("processes", marks=pytest.mark.nightly)])
+def rivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is compared too. Engines in one process have nobody who polls for a second after each
+    message, as vLLM's workers do; what "ngram" imports stops another engine's start there.
+    """
+    # No rest between engines: what one does while another is timed changes no count.
     monkeypatch.setattr(engines, "SETTLE_SECONDS", 0)
+    if request.param == "processes":
+        yield ["draft", "ngram"]
+        return
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    arguments, ended = engines._arguments, list[Any]()
+    here = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 64 << 20}
+    monkeypatch.setattr(engines, "_arguments", lambda job: arguments(job) | here)
+    # They share what the end of one takes along: all end together.
+    monkeypatch.setattr(engines, "stop_engine", ended.append)
+    yield ["draft"]
+    for engine in ended:
+        stop_engine(engine)
+    # vLLM remembers the environment as it was; the next test may change it.
+    importlib.import_module("vllm.envs").disable_envs_cache()
 
 
-@pytest.mark.usefixtures("at_once")
-def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_end_to_end(
+    rivals: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out, prompts = tmp_path / "tiny", tmp_path / "out", tmp_path / "prompts.jsonl"
     save_tiny(model)
     lines = [{"prompt_token_ids": [5, 9, 17]}, {"prompt_token_ids": list(range(20, 60))}]
     prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     # The model as its own draft model is always right.
-    work = ("--rivals", f"draft:{model},ngram", "--prompts", str(prompts), "--out", str(out))
+    names = ",".join(f"draft:{model}" if one == "draft" else one for one in rivals)
+    work = ("--rivals", names, "--prompts", str(prompts), "--out", str(out))
     arguments = (str(model), *work, *ARGUMENTS.split())
 
     assert bench(*arguments) == 0
@@ -123,13 +137,14 @@ def test_bench_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["synthetic"] is False
     assert report["settings"]["prefix_caching"] is False
     assert report["settings"]["dtype"] == "float32"
+    modes = [*MODES, *["rival" for _ in rivals]]
     assert [(case["batch_size"], case["mode"]) for case in report["cases"]] == [
-        (size, mode) for size in (1, 2) for mode in MODES
+        (size, mode) for size in (1, 2) for mode in modes
     ]
     for case in report["cases"]:
         check_case(case)
     # The same requests exit at the same layers whoever shares the batch.
-    halves = report["cases"][: len(MODES)], report["cases"][len(MODES) :]
+    halves = report["cases"][: len(modes)], report["cases"][len(modes) :]
     for alone, shared in zip(*halves, strict=True):
         assert alone["exit_layers"] == shared["exit_layers"]
     for cases in halves:
