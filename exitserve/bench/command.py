@@ -42,7 +42,7 @@ MIN_TOKENS = 2
 
 _HELP = """\
 Runs the same requests through plain vLLM and through exitserve at every setting, interleaved
-and repeated, and writes report.json, report.md and a plot. Says first how long that takes."""
+and repeated, and writes report.json, report.md and a plot."""
 _EXAMPLES = """\
 examples:
   a checkpoint, at three confidence thresholds, beside vLLM's own drafts too:
@@ -225,18 +225,15 @@ def _default_thresholds(rules: ExitRules) -> str:
 
 def _compare(job: BenchJob, log: Path) -> dict[str, Any]:
     """Runs the comparison; what the engines write to the error stream goes to `log`."""
-    from exitserve.bench import engines, schedule
+    from exitserve.bench import engines
     from exitserve.bench.run import compare
     from exitserve.reporting.engine_logs import redirect_stderr, visible_stderr
     from exitserve.reporting.progress import share_bar
 
     with visible_stderr() as screen, redirect_stderr(log):
         engines.prepare(job)
-        count, share = len(engines.engine_names(job)), engines.gpu_share(job)
-        parts = schedule.estimate(job, count)
-        print(schedule.announcement(job, parts, count, share), file=screen)
         with share_bar(screen) as progress:
-            return compare(job, parts, progress)
+            return compare(job, progress)
 
 
 def _publish(out: Path, data: dict[str, Any]) -> None:

@@ -102,19 +102,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def steps_of(
-    depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, propagates: bool = True
-) -> list[DecodeStep]:
+def steps_of(depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> list[DecodeStep]:
     """The decode steps of one batch whose requests all started together.
 
     Args:
         depths: [B] depths of each request's decode tokens.
         prompt_lengths: [B].
-        propagates: see `Step`.
     """
     return [
         DecodeStep(
-            propagates=propagates,
             depths=tuple(row),
             # Attention reads the prompt and the generated tokens so far, its own included.
             contexts=tuple(length + index + 1 for length in prompt_lengths),
@@ -176,14 +172,9 @@ def case_of(
     timed = joined_timing(measured.repeats)
     gaps = [1e3 * gap for gap in timed.gaps]
     full = shape.num_layers
-    limit = limit_speedup(shape, measured.steps, measured.checks)
-    if measured.reads:
-        layers = statistics.fmean(one.layers for one in measured.reads)
-        heads = statistics.fmean(one.heads for one in measured.reads)
-        limit = limit_of_reads(shape, measured.steps, layers, heads)
+    limit = _limit(measured, shape)
     wall = spread(_ratios(measured.repeats, plain.repeats))
     loads = _ratios(measured.loads, plain.loads)
-    is_rival = measured.setting.mode == "rival"  # whose reads nobody counts
     return {
         "batch_size": measured.batch_size,
         "mode": measured.setting.mode,
@@ -203,8 +194,8 @@ def case_of(
         "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
         "load_wall_speedup": spread(loads) if loads else None,
-        "limit_speedup": None if is_rival else round(limit, 4),
-        "efficiency": None if is_rival else round(wall["median"] / limit, 4),
+        "limit_speedup": None if limit is None else round(limit, 4),
+        "efficiency": None if limit is None else round(wall["median"] / limit, 4),
         "agreement": None if measured.agreement is None else round(measured.agreement, 4),
         "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
         "drafted": None if measured.drafts is None else measured.drafts[0],
@@ -213,6 +204,17 @@ def case_of(
             str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})
         },
     }
+
+
+def _limit(measured: Measurements, shape: DecoderShape) -> float | None:
+    """What reads of weights would allow; None where they give drafts and nobody counted them."""
+    if measured.reads:
+        layers = statistics.fmean(one.layers for one in measured.reads)
+        heads = statistics.fmean(one.heads for one in measured.reads)
+        return limit_of_reads(shape, measured.steps, layers, heads)
+    if measured.drafts is not None:
+        return None
+    return limit_speedup(shape, measured.steps, measured.checks)
 
 
 def _ratios(mine: Sequence[Timing], theirs: Sequence[Timing]) -> list[float]:

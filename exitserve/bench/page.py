@@ -144,13 +144,12 @@ def markdown(data: Mapping[str, Any]) -> str:
         "Wall speedup is measured throughput over plain vLLM's. Under load it is that of all "
         "tokens while each request is replaced as it ends, with the time that prompts take. The "
         "limit is what the bytes "
-        "moved would allow, and efficiency is wall speedup over it. What exits off gains is no "
-        "gain of exits: on a CPU our steps take fewer and shorter calls. Agreement is the share of "
+        "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "
         "perplexity is that model's of the generated text.",
-        "- Mean depth is where tokens stopped; layers run adds those that ran behind that (defer: "
-        "after the token was sent, or before it where that was faster) and those of rejected "
-        "drafts (verify). Accepted: drafts (verify) that full depth agreed with.",
+        "- Mean depth is where tokens stopped; layers run adds those that ran above that (defer) "
+        "and those of rejected drafts. Accepted: drafts that full depth agreed with, or that "
+        "stood without it (defer).",
         f"- {machine_line(data)}.",
         "",
     ]

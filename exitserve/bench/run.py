@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.rivals import extra_memory
-from exitserve.bench.schedule import rounds_of
-from exitserve.bench.settings import PLAIN, BenchJob, Setting
+from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
 from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
@@ -43,13 +42,15 @@ from exitserve.policy import ExitPolicy
 from exitserve.reporting.progress import ShareProgress
 from exitserve.reporting.report import machine, versions
 
+STARTED, MEASURED = 0.25, 0.9
+"""Shares of the work, roughly, that are done when the engines run and when all passes are made."""
 
-def compare(job: BenchJob, parts: Mapping[str, float], progress: ShareProgress) -> dict[str, Any]:
+
+def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
     """Runs the comparison.
 
     Args:
         job: what is compared; after `exitserve.bench.engines.prepare`.
-        parts: from `exitserve.bench.schedule.estimate`, for the progress.
         progress: see `ShareProgress`.
 
     Returns:
@@ -59,16 +60,16 @@ def compare(job: BenchJob, parts: Mapping[str, float], progress: ShareProgress) 
         ExitServeError: a prompt with its answer is longer than the model's context.
     """
     progress("starting plain vLLM and exitserve", 0.0)
-    whole = sum(parts.values())
-    begin, end = parts["starting"] / whole, 1.0 - parts["agreement"] / whole
     with running_engines(job) as engines:
         dtype, max_model_len = engines.dtype, engines.max_model_len
         _check_lengths(job, max_model_len)
         measurements = _measure(
-            job, engines, lambda doing, done: progress(doing, begin + done * (end - begin))
+            job,
+            engines,
+            lambda doing, done: progress(doing, STARTED + done * (MEASURED - STARTED)),
         )
     if not job.synthetic:
-        progress("agreement with full depth, in float32", end)
+        progress("agreement with full depth, in float32", MEASURED)
         _add_agreement(job, measurements)
     shape = shape_of(read_config(job.model_dir), dtype)
     plain = {
@@ -153,7 +154,9 @@ def _measure_batches_of(
     batch_size: int, job: BenchJob, engines: Engines, progress: ShareProgress
 ) -> list[Measurements]:
     """The passes of one batch size."""
-    rounds, requests = rounds_of(job), job.requests_in_pass(batch_size)
+    requests = job.requests_in_pass(batch_size)
+    # Repeat -1 is traced, and warms up.
+    rounds = {-1: job.settings, **{n: rotated(job.settings, n) for n in range(job.repeats)}}
     total, done = sum(map(len, rounds.values())), 0
     by_setting = {
         setting: Measurements(setting=setting, batch_size=batch_size, requests=requests)
@@ -230,11 +233,7 @@ def _traced_pass(
             depths = engines.depths(measured.setting, key)
         decoded = [request[1:] for request in depths]
         measured.depths += [depth for request in decoded for depth in request]
-        measured.steps += steps_of(
-            decoded,
-            [len(request.prompt) for request in batch],
-            propagates=measured.setting.mode != "defer",
-        )
+        measured.steps += steps_of(decoded, [len(request.prompt) for request in batch])
         prompts = (request.prompt for request in batch)
         measured.sequences += list(zip(prompts, result.tokens, strict=True))
     # Subtracting counters drops zeros, which read as 0 all the same.

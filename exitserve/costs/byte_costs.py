@@ -88,9 +88,6 @@ class DecodeStep:
     """[B] layers run by each row; L for full depth."""
     contexts: tuple[int, ...]
     """[B] tokens of each row in the cache that its attention reads."""
-    propagates: bool = True
-    """Whether layers that are not run have their K/V projections read, to propagate keys and
-    values. In mode "defer" they run later, in a step that reads them for another token anyway."""
     checks: int = 0
     """Exit checks made; each reads the head once, for all its rows together."""
 
@@ -226,8 +223,7 @@ def step_bytes(shape: DecoderShape, step: DecodeStep) -> int:
         raise ValueError(f"depths {step.depths} must lie in 1..{shape.num_layers}.")
     deepest = max(step.depths, default=0)
     weights = deepest * shape.layer_bytes
-    if step.propagates:
-        weights += (shape.num_layers - deepest) * shape.kv_projection_bytes
+    weights += (shape.num_layers - deepest) * shape.kv_projection_bytes
     heads = step.checks + (1 if deepest == shape.num_layers else 0)
     cache = sum(d * c for d, c in zip(step.depths, step.contexts, strict=True))
     return weights + heads * shape.head_bytes + cache * shape.kv_token_bytes

@@ -174,7 +174,7 @@ def _publish(data: dict[str, Any], out: Path | None) -> None:
             page.drafting_headers(data, SIZES_OF_DRAFTS),
             page.drafting_rows(data, SIZES_OF_DRAFTS),
         ),
-        page.DRAFTING_LEGENDS[data["way"]],
+        page.DRAFTING_LEGEND,
         terminal_table("Exit layers, one at a time (* the best)", headers, rows),
         page.LEGEND,
         terminal_table("Exit layers together", page.choice_headers(data), choices),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.planning.drafts import ASSUMED
 from exitserve.planning.run import gain_of, shown_layers
 from exitserve.reporting.report import machine_line, markdown_table
 
@@ -94,35 +93,8 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token "
         f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
-    advice = [_advice_line(one, data["way"]) for one in data["advice"]]
-    return [
-        *lines,
-        *(_verdict_line(one, data) for one in data["verdicts"]),
-        *advice,
-        *_together_lines(data),
-    ]
-
-
-def _together_lines(data: Mapping[str, Any]) -> list[str]:
-    """What mode confidence gives where several tokens may exit in a step (CPUs): one line."""
-    whole = data["shape"]["vocab_size"]
-    best: dict[int, Mapping[str, Any]] = {}
-    for one in data["modes"]:
-        wanted = one["mode"] == "confidence" and one["acceptance"] == ASSUMED
-        if wanted and one["draft_head_rows"] == whole:
-            known = best.get(one["batch_size"], one)
-            best[one["batch_size"]] = max(known, one, key=lambda own: float(own["wall_speedup"]))
-    if not best:
-        return []
-    found = ", ".join(
-        f"{one['wall_speedup']:.2f} at batch {size} (by layer {one['exit_layer']}, "
-        f"{one['drafts']} at a time)"
-        for size, one in best.items()
-    )
-    return [
-        f"Several tokens may come in one step (--mode confidence --num-drafts N): if {ASSUMED:.0%} "
-        f"of all tokens exit at one layer, wall speedup {found}."
-    ]
+    verdicts = [_verdict_line(one, data) for one in data["verdicts"]]
+    return [*lines, *verdicts, *map(_advice_line, data["advice"])]
 
 
 def _screens(data: Mapping[str, Any]) -> str:
@@ -149,15 +121,14 @@ def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     )
 
 
-def _advice_line(one: Mapping[str, Any], way: str) -> str:
+def _advice_line(one: Mapping[str, Any]) -> str:
     """Which mode to serve at a batch size."""
     gain, batch = f"{one['wall_speedup']:.2f}", f"Batch {one['batch_size']}:"
     if one["mode"] == "verify":
-        what = "drafts are accepted" if way == "masked" else "tokens exit there and are accepted"
         return (
             f"{batch} serve in mode verify (or defer), drafting {one['drafts']} tokens a step with "
             f"the first {one['exit_layer']} layers: wall speedup {gain} if {one['acceptance']:.0%} "
-            f"of the {what}. Measure that first: exitserve eval."
+            f"of the drafts are accepted. Measure that first: exitserve eval."
         )
     if one["mode"] == "confidence":
         return f"{batch} serve in mode confidence: wall speedup {gain} with the layers below."
@@ -215,23 +186,12 @@ def _named(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers)) or "none"
 
 
-_GAINS = (
-    "Wall speedup at the best number of drafts, in parentheses, by batch size and share of {what}"
+DRAFTING_LEGEND = (
+    "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts in "
+    "one pass. Wall speedup at the best number of drafts, in parentheses, by batch size and share "
+    "of drafts that are accepted; with the whole head or a smaller one for drafts. Mode defer is "
+    "the same at a higher share."
 )
-DRAFTING_LEGENDS = {
-    "masked": (
-        "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts "
-        f"in one pass. {_GAINS.format(what='drafts that are accepted')}; with the whole head or a "
-        "smaller one for drafts. Mode defer is the same at a higher share."
-    ),
-    "compacted": (
-        "Several tokens a step: a token that exits is followed by the next one at once, as long as "
-        "exits are sure and half of the batch takes part; then comes a pass of all layers. "
-        f"{_GAINS.format(what='tokens that exit at that layer')} (mode verify: and are accepted)."
-    ),
-}
-"""By the report's `way`."""
-
 LEGEND = (
     "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
     "active rows run (CPU); and masked, if all rows run as long as one does (CUDA graphs). "
@@ -251,7 +211,7 @@ def markdown(data: dict[str, Any]) -> str:
     lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
     drafting = [header.replace("\n", ", ") for header in drafting_headers(data)]
     lines += ["## Several tokens a step", "", markdown_table(drafting, drafting_rows(data)), ""]
-    lines += [DRAFTING_LEGENDS[data["way"]], ""]
+    lines += [DRAFTING_LEGEND, ""]
     lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
     lines += [
         f"{LEGEND} A star marks the best layers under the assumption.",

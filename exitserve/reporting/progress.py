@@ -44,9 +44,9 @@ def share_bar(stream: TextIO | None = None, *, transient: bool = False) -> Itera
         stream: instead of the error stream.
         transient: the work is short, so that nothing of it stays: neither bar nor lines.
     """
-    from rich.progress import TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
-    bars = _bars(TimeElapsedColumn(), stream=stream, transient=transient)
+    bars = _bars(TimeElapsedColumn(), TimeRemainingColumn(), stream=stream, transient=transient)
     bar = bars.add_task("", total=1.0)
     shown, begun = "", time.monotonic()
 
