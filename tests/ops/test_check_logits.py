@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from exitserve_kernels.exit_check import (
     CRITERIA,
     Criterion,
+    Reading,
     check_logits,
     finish,
-    read_logits,
     summarise_logits,
 )
+from exitserve_kernels.exit_check.reference import read
 
 LOGITS = st.lists(st.floats(-60, 60, width=32), min_size=4, max_size=40)
 ZERO = torch.zeros(1)
@@ -102,7 +103,7 @@ def test_of_the_margin_too(rows: list[list[float]], eos: int, copies: int) -> No
 def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) -> None:
     width = min(map(len, rows))
     logits = torch.tensor([row[:width] for row in rows])
-    found = read_logits(logits, criterion=criterion)
+    found = Reading.of(read(logits, criterion))
     whole = check_logits(logits, torch.zeros(len(rows)), criterion=criterion)
     # Both are float32, computed in another order.
     assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-6)
@@ -113,10 +114,10 @@ def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) ->
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_a_host_reads_what_cannot_be_read(criterion: Criterion) -> None:
-    found = read_logits(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion=criterion)
+    found = Reading.of(read(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion))
     assert all(math.isnan(one) for one in found.confidence)
-    assert read_logits(torch.ones(1, 1), criterion=criterion) == ([0], [1.0])
-    assert read_logits(torch.zeros(0, 5), criterion=criterion) == ([], [])
+    assert Reading.of(read(torch.ones(1, 1), criterion)) == ([0], [1.0])
+    assert Reading.of(read(torch.zeros(0, 5), criterion)) == ([], [])
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
@@ -134,5 +135,3 @@ def test_nan_never_exits(ends: list[int], criterion: Criterion) -> None:
 def test_unknown_criterion() -> None:
     with pytest.raises(ValueError, match="criterion 'best' is unknown; allowed: max_prob, margin"):
         check_logits(torch.zeros(1, 2), ZERO, criterion="best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="criterion 'best' is unknown"):
-        read_logits(torch.zeros(1, 2), criterion="best")  # type: ignore[arg-type]

@@ -227,8 +227,6 @@ def test_logits_are_kept_where_a_sampler_wants_them(
     assert_no_worse(wide[:, :250], plain, exact[:, :250])
     # The check reads the logits that are kept.
     assert torch.equal(own[:, 0], wide[:, :250].float().amax(1))
-    with pytest.raises(ValueError, match=r"logits has shape \(5, 260\)"):
-        summarise_slice(states, head, logits=wide[:, :260], implementation=form)
 
 
 def test_empty_batch(device: torch.device) -> None:
@@ -274,12 +272,6 @@ def test_runs_in_a_cuda_graph(device: torch.device) -> None:
     ("change", "message"),
     [
         ({"criterion": "best"}, "criterion 'best' is unknown; allowed: max_prob, margin, entropy"),
-        ({"vocab_size": 0}, "vocab_size 0 is not in 1..100"),
-        ({"soft_cap": -1.0}, "soft_cap -1.0 must be above 0"),
-        ({"bias": torch.zeros(3)}, r"bias has shape \(3,\); expected \[100\]"),
-        ({"thresholds": torch.zeros(3)}, r"thresholds has shape \(3,\); expected one for each row"),
-        ({"weight": torch.zeros(100, 7)}, r"rows \(2, 8\) and weight \(100, 7\) do not match"),
-        ({"weight": torch.zeros(100, 8).double()}, "expected the same type"),
         ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),
     ],
 )

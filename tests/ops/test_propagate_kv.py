@@ -160,26 +160,3 @@ def test_runs_in_a_cuda_graph(device: torch.device) -> None:
         fill(projected, positions, slots, captured, implementation="triton", **options)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(eager.keys, captured.keys, strict=True))
-
-
-def test_mistakes_are_named() -> None:
-    cpu = torch.device("cpu")
-    caches = caches_of(2, 8, torch.float32, cpu)
-    projected, positions, slots = inputs(4, 2, 8, torch.float32, cpu)
-    with pytest.raises(ValueError, match=r"projected has shape .* need \[N, 3, 2, 16\]"):
-        fill(projected[:, :2], positions, slots, caches)
-    with pytest.raises(ValueError, match=r"slots has shape \(3,\); expected \(4,\)"):
-        fill(projected, positions, slots[:3], caches)
-    with pytest.raises(ValueError, match=r"key_norm.gains has shape \(3, 5\); expected \(3, 8\)"):
-        fill(projected, positions, slots, caches, key_norm=KeyNorm(torch.ones(3, 5), 1e-6))
-    with pytest.raises(ValueError, match=r"rotary has 1 tables of width 8; expected 3"):
-        fill(projected, positions, slots, caches, rotary=Rotary([torch.ones(50, 8)]))
-    with pytest.raises(ValueError, match="must be contiguous, of one type and width"):
-        Rotary([torch.ones(50, 8), torch.ones(50, 6)])
-    with pytest.raises(ValueError, match="1 key caches and 0 value caches were given"):
-        Caches([torch.zeros(1, 1, 1, 1)], [])
-    with pytest.raises(ValueError, match="the value cache of layer 0 is"):
-        Caches([torch.zeros(1, 1, 1, 1)], [torch.zeros(1, 1, 1, 2)])
-    eight = caches_of(2, 8, torch.float8_e4m3fn, cpu)
-    with pytest.raises(ValueError, match="caches of 8 bits need key_scales"):
-        fill(projected, positions, slots, eight)

@@ -114,11 +114,13 @@ def test_evaluation_is_the_plain_cross_entropy_of_each_depth(
     expected = plain_losses(model, ids, ids)
     quality = evaluate(model, ids)
     assert quality.tokens.item() == 3 * 11
-    assert tuple(quality.losses) == DEPTHS
+    assert len(quality.of_layers) == 2 * len(DEPTHS)
     for layer in DEPTHS:
-        torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
+        torch.testing.assert_close(
+            quality.of_layers[f"loss_layer_{layer}"], expected[layer], **CLOSE
+        )
     own = model(input_ids=ids, labels=ids).loss.detach()
-    torch.testing.assert_close(quality.losses[NUM_LAYERS], own, **CLOSE)
+    torch.testing.assert_close(quality.of_layers[f"loss_layer_{NUM_LAYERS}"], own, **CLOSE)
 
 
 # --- labels and padding --------------------------------------------------------------------------
@@ -154,11 +156,11 @@ def test_padding_changes_no_loss(
     alone = [ids[row : row + 1, :length] for row, length in enumerate(lengths)]
     # Means over tokens: a row counts by its tokens.
     counts = torch.tensor([length - 1.0 for length in lengths])
-    each = [evaluate(model, row).losses for row in alone]
+    each = [evaluate(model, row).of_layers for row in alone]
     assert quality.tokens.item() == counts.sum().item()
     for layer in DEPTHS:
-        expected = torch.stack([losses[layer] for losses in each]) @ counts / counts.sum()
-        torch.testing.assert_close(quality.losses[layer], expected, **CLOSE)
+        expected = torch.stack([one[f"loss_layer_{layer}"] for one in each]) @ counts / counts.sum()
+        torch.testing.assert_close(quality.of_layers[f"loss_layer_{layer}"], expected, **CLOSE)
     if not skips:
         rows = torch.stack([train_pass(model, row)[0] for row in alone])
         torch.testing.assert_close(loss, rows @ counts / counts.sum(), **CLOSE)

@@ -167,7 +167,9 @@ def test_each_depth_is_read_by_the_models_own_head() -> None:
         # Every evaluation hides the same tokens, whatever the step.
         assert quality.tokens.item() == (labels != IGNORED).sum().item()
         for layer in DEPTHS:
-            torch.testing.assert_close(quality.losses[layer], expected[layer], **CLOSE)
+            torch.testing.assert_close(
+                quality.of_layers[f"loss_layer_{layer}"], expected[layer], **CLOSE
+            )
     with torch.no_grad():
         loss, metrics = ask(model, ids, 0)
     weights = torch.tensor([1.0, 2.0, 4.0]) / 7

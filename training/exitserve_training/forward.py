@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from exitserve_training.losses import OutputHead, layer_quality
-from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
@@ -44,10 +43,9 @@ class ExitPass:
 class Quality:
     """What evaluation finds in one batch."""
 
-    losses: dict[int, Tensor]
-    """Depth to mean cross-entropy, nats per token, or per input of a classifier."""
-    accuracies: dict[int, Tensor]
-    """Depth to the share of positions whose most likely token or class is right."""
+    of_layers: Metrics
+    """`loss_layer_<l>`: mean cross-entropy, nats per token, or per input of a classifier; and
+    `accuracy_layer_<l>`: the share of positions whose most likely token or class is right."""
     tokens: Tensor
     """How many tokens or inputs those means are over."""
     metrics: Metrics
@@ -194,15 +192,12 @@ class MultiExitForward:
 
     def _quality(self, batch: LossInputs) -> Quality:
         own = self.objectives.classifiers()
-        losses: dict[int, Tensor] = {}
-        accuracies: dict[int, Tensor] = {}
+        found: Metrics = {}
         for layer in self.eval_layers:
             head = own.get(layer, self.head)
-            losses[layer], accuracies[layer] = layer_quality(
-                batch.hidden[layer], head, batch.labels
-            )
-        tokens = (batch.labels != IGNORED).sum()
-        return Quality(losses, accuracies, tokens, self.objectives.measure(batch))
+            loss, accuracy = layer_quality(batch.hidden[layer], head, batch.labels)
+            found |= {f"loss_layer_{layer}": loss, f"accuracy_layer_{layer}": accuracy}
+        return Quality(found, batch.labelled.sum(), self.objectives.measure(batch))
 
     def _after_layer(
         self, depth: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any

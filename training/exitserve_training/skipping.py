@@ -11,7 +11,6 @@ Shapes: B rows, T tokens, L layers, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -120,14 +119,12 @@ class SkippedPositions:
         self._decided.add(layer)
         rows = self.may_exit & (self.depth == self.num_layers)
         thresholds = self.thresholds[:, None].expand_as(rows)[rows]
-        states = hidden.detach()[rows]
-        bounds = [*range(0, len(states), CHUNK_TOKENS), len(states)]
+        pieces = (torch.split(one, CHUNK_TOKENS) for one in (hidden.detach()[rows], thresholds))
         exits = [
-            check_logits(classifier(states[start:end]).float(), thresholds[start:end]).exits
-            for start, end in pairwise(bounds)
+            check_logits(classifier(states).float(), above).exits
+            for states, above in zip(*pieces, strict=True)
         ]
-        if exits:
-            self.depth[rows] = torch.where(torch.cat(exits), layer, self.num_layers)
+        self.depth[rows] = torch.where(torch.cat(exits), layer, self.num_layers)
 
     def metrics(self) -> dict[str, Tensor]:
         """For the log: the share of tokens frozen, and the mean depth."""

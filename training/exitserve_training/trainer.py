@@ -298,13 +298,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             with torch.no_grad(), self.accelerator.autocast():
                 found: Quality = model(**inputs, exit_pass=request)
             weight = found.tokens * min(rows, 1)
-            kinds = {"loss": found.losses, "accuracy": found.accuracies}
-            means = {
-                f"{kind}_layer_{layer}": value
-                for kind, of_layer in kinds.items()
-                for layer, value in of_layer.items()
-            }
-            for name, value in {**means, **found.metrics}.items():
+            for name, value in {**found.of_layers, **found.metrics}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value * weight
             tokens += weight
         model.train(was_training)

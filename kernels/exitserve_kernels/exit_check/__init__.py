@@ -6,7 +6,7 @@ unless a sampler needs those of the rows that exit. The formulas are in README.m
 
 A check has two steps: `summarise_slice` (from states and weights) or `summarise_logits` (from
 logits that a library computed), then `finish` over the slices of all ranks. `check_logits` does
-both for logits of the whole vocabulary; `read_logits` is the same for a host that decides itself.
+both for logits of the whole vocabulary.
 
 Shapes: B rows, D hidden, V vocabulary, R slices of it (ranks of tensor parallelism).
 """
@@ -34,7 +34,6 @@ __all__ = [
     "criterion_of",
     "finish",
     "join",
-    "read_logits",
     "summarise_logits",
     "summarise_slice",
 ]
@@ -122,17 +121,11 @@ def summarise_slice(
         logits: [B, columns of the head], of any floating type and with contiguous rows: receives
             the logits, so that sampling needs no second pass over the head.
         implementation: `auto`, `triton` or `torch`.
-
-    Raises:
-        ValueError: shapes or types do not match.
     """
     reference.check_shapes(rows, head, None if norm is None else norm.gain)
-    shape = (rows.shape[0], head.columns)
-    if logits is not None and (logits.shape != shape or logits.stride(1) != 1):
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}; expected "
-            f"{shape} with contiguous rows."
-        )
+    if logits is not None:
+        assert logits.shape == (len(rows), head.columns), "logits are [B, columns of the head]"
+        assert logits.stride(1) == 1, "rows of logits are contiguous"
     if choose("exit_check", rows.device, implementation) == "torch" or not rows.shape[0]:
         return reference.summarise(rows, head, norm, first_token, logits)
     from exitserve_kernels.exit_check import fused
@@ -179,23 +172,12 @@ def check_logits(
     Arguments as in `summarise_logits` and `finish`.
 
     Raises:
-        ValueError: shapes or options do not match.
-    """
-    criterion_of(criterion)
-    _check_thresholds(len(logits), thresholds, end_thresholds)
-    return Decision(
-        *reference.decided_by_logits(logits, thresholds, criterion, end_tokens, end_thresholds)
-    )
-
-
-def read_logits(logits: Tensor, *, criterion: Criterion = "max_prob") -> Reading:
-    """Reads logits [B, V] of the whole vocabulary.
-
-    Raises:
         ValueError: the criterion is unknown.
     """
     criterion_of(criterion)
-    return Reading.of(reference.read(logits, criterion))
+    return Decision(
+        *reference.decided_by_logits(logits, thresholds, criterion, end_tokens, end_thresholds)
+    )
 
 
 def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:
@@ -229,22 +211,17 @@ def finish(
         implementation: `auto`, `triton` or `torch`.
 
     Raises:
-        ValueError: shapes or the criterion are wrong.
+        ValueError: the criterion is unknown.
     """
     criterion_of(criterion)
-    if summaries.dim() != 3 or summaries.shape[-1] != len(FIELDS):
-        raise ValueError(
-            f"summaries have shape {tuple(summaries.shape)}; expected [B, R, {len(FIELDS)}]."
-        )
-    _check_thresholds(len(summaries), thresholds, end_thresholds)
+    assert summaries.shape[2:] == (len(FIELDS),), "summaries are [B, R, 6]"
+    for given in (thresholds, end_thresholds):
+        assert given is None or given.shape == summaries.shape[:1], "a threshold for each row"
     if choose("exit_check", summaries.device, implementation) == "torch" or not len(summaries):
         whole = reference.join(summaries)
+        fields = reference.Fields(*whole.unbind(dim=-1))
         confidence, exits = reference.decided(
-            reference.Fields(*whole.unbind(dim=-1)),
-            thresholds,
-            criterion,
-            vocab_size,
-            end_thresholds,
+            fields, thresholds, criterion, vocab_size, end_thresholds
         )
     else:
         from exitserve_kernels.exit_check import fused
@@ -254,11 +231,3 @@ def finish(
         )
     top, total, token, *_ = whole.unbind(dim=-1)
     return ExitCheck(token.to(torch.int64), top, total, confidence, exits)
-
-
-def _check_thresholds(rows: int, thresholds: Tensor, end_thresholds: Tensor | None) -> None:
-    for name, given in (("thresholds", thresholds), ("end_thresholds", end_thresholds)):
-        if given is not None and given.shape != (rows,):
-            raise ValueError(
-                f"{name} has shape {tuple(given.shape)}; expected one for each row, [{rows}]."
-            )

@@ -58,29 +58,14 @@ class Head(NamedTuple):
 
 
 def check_shapes(rows: Tensor, head: Head, gain: Tensor | None) -> None:
-    """Raises `ValueError` if shapes or types do not match."""
-    weight = head.weight
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"rows {tuple(rows.shape)} and weight {tuple(weight.shape)} do not match; "
-            f"expected [B, D] and [V, D]."
-        )
-    if rows.dtype != weight.dtype:
-        raise ValueError(
-            f"rows are {rows.dtype} and weight is {weight.dtype}; expected the same type."
-        )
-    if not 0 < head.columns <= weight.shape[0]:
-        raise ValueError(
-            f"vocab_size {head.columns} is not in 1..{weight.shape[0]}, the weight's rows."
-        )
-    if head.soft_cap is not None and head.soft_cap <= 0:
-        raise ValueError(f"soft_cap {head.soft_cap} must be above 0, or None for no cap.")
-    vectors = (("bias", head.bias, 0), ("ends", head.ends, 0), ("norm.gain", gain, 1))
-    for name, vector, side in vectors:
-        if vector is not None and vector.shape != weight.shape[side : side + 1]:
-            raise ValueError(
-                f"{name} has shape {tuple(vector.shape)}; expected [{weight.shape[side]}]."
-            )
+    """Asserts that a head fits the rows [B, D]."""
+    tokens, width = head.weight.shape
+    assert rows.dim() == 2 and rows.shape[1] == width, "rows are [B, D], the weight is [V, D]"
+    assert rows.dtype == head.weight.dtype, "rows and weight are of one type"
+    assert 0 < head.columns <= tokens, "vocab_size is one of the weight's rows at most"
+    assert head.soft_cap is None or head.soft_cap > 0, "a cap is above 0, or None"
+    for vector, length in ((head.bias, tokens), (head.ends, tokens), (gain, width)):
+        assert vector is None or vector.shape == (length,), "bias and ends are [V], a gain is [D]"
 
 
 def summarise(
@@ -109,19 +94,12 @@ def summarise(
         scores = scores.to(rows.dtype).float()
     if kept is not None:
         kept.copy_(scores)
-    return of_logits(scores, None if head.ends is None else head.ends[: head.columns], first_token)
+    ends = None if head.ends is None else head.ends[: head.columns]
+    return stacked(fields_of(scores, ends, first_token))
 
 
-def of_logits(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) -> Tensor:
-    """The summary [B, 6] of float32 logits [B, V]; `ends` is a mask [V]."""
-    top, total, token, *others, end = fields_of(logits)
-    if ends is not None:
-        end = logits.masked_fill(~ends, -math.inf).amax(dim=-1)
-    return torch.stack([top, total, (token + first_token).float(), *others, end], dim=-1)
-
-
-def fields_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields for float32 logits [B, V], without ends."""
+def fields_of(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) -> Fields:
+    """The fields for float32 logits [B, V]; `ends` is a mask [V]."""
     top = logits.amax(dim=-1)
     # argmax may return any token of a tie; the first is the same on every rank and in every tile.
     places = torch.arange(logits.shape[1], device=logits.device)
@@ -131,8 +109,11 @@ def fields_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     powers = shifted.exp()
     # 0 times infinity: a logit of -inf adds nothing.
     weighted = (shifted * powers).masked_fill(logits == -math.inf, 0.0)
-    no_end = torch.full_like(top, -math.inf)
-    return top, powers.sum(dim=-1), token, others.amax(dim=-1), weighted.sum(dim=-1), no_end
+    end = torch.full_like(top, -math.inf)
+    if ends is not None:
+        end = logits.masked_fill(~ends, -math.inf).amax(dim=-1)
+    sums = powers.sum(dim=-1), weighted.sum(dim=-1)
+    return Fields(top, sums[0], token + first_token, others.amax(dim=-1), sums[1], end)
 
 
 def of_written(logits: Tensor, criterion: str, ends: Tensor | None, first_token: int = 0) -> Fields:
@@ -195,7 +176,7 @@ def read(logits: Tensor, criterion: str) -> Tensor:
     over the logits. As one tensor [2, B] of float64, which holds both exactly, since each transfer
     to the host takes as long as an operation.
     """
-    fields = Fields(*fields_of(logits.float()))
+    fields = fields_of(logits.float())
     confidence = confidence_of(fields, criterion, logits.shape[1])
     return torch.stack([fields.token.double(), confidence.double()])
 

@@ -57,15 +57,9 @@ class Rotary:
             tables: for each of S layers [positions, R]: cosines, then sines; contiguous, of one
                 type and width. Layers may share one.
             interleaved: pairs are neighbours (GPT-J); otherwise R / 2 apart (NeoX).
-
-        Raises:
-            ValueError: there is no table, or tables differ.
         """
-        kinds = {(table.dtype, *table.shape[1:]) for table in tables}
-        if len(kinds) != 1 or not all(table.is_contiguous() for table in tables):
-            raise ValueError(
-                f"rotary tables must be contiguous, of one type and width, not {kinds}."
-            )
+        assert len({(table.dtype, *table.shape[1:]) for table in tables}) == 1, "tables are alike"
+        assert all(table.is_contiguous() for table in tables)
         self.tables, self.interleaved = list(tables), interleaved
         self.addresses = _addresses(self.tables)
         shared = {id(table): table for table in self.tables}
@@ -101,26 +95,12 @@ class Caches:
             values: the same for values.
             key_scales: [S, H] float32; keys are divided by them, for caches of 8 bits.
             value_scales: the same for values.
-
-        Raises:
-            ValueError: there is no layer, or layers differ.
         """
-        if not keys or len(keys) != len(values):
-            raise ValueError(
-                f"{len(keys)} key caches and {len(values)} value caches were given; expected "
-                f"equal numbers, at least 1."
-            )
+        assert len(keys) == len(values), "keys and values of the same layers"
         first = keys[0]
-        for name, caches in (("key", keys), ("value", values)):
-            for layer, cache in enumerate(caches):
-                same = cache.shape == first.shape and cache.stride() == first.stride()
-                if not same or cache.dtype != first.dtype or cache.dim() != 4:
-                    raise ValueError(
-                        f"the {name} cache of layer {layer} is {cache.dtype} "
-                        f"{tuple(cache.shape)} with strides {cache.stride()}; expected four "
-                        f"dimensions, the same as the first's: {first.dtype} "
-                        f"{tuple(first.shape)}, {first.stride()}."
-                    )
+        for cache in (*keys, *values):
+            same = cache.shape == first.shape and cache.stride() == first.stride()
+            assert same and cache.dtype == first.dtype and cache.dim() == 4, "caches are alike"
         self.keys, self.values = list(keys), list(values)
         self.layers, self.heads, self.head_size = len(keys), first.shape[2], first.shape[3]
         self.key_scales, self.value_scales = key_scales, value_scales
@@ -159,9 +139,6 @@ def fill(
         key_norm: applied before the rotation.
         rotary: of the keys.
         implementation: `auto`, `triton` or `torch`.
-
-    Raises:
-        ValueError: shapes do not match.
     """
     _check(projected, positions, slots, caches, key_norm, rotary)
     # Other stores can only be written by their own code.
@@ -186,32 +163,16 @@ def _check(
 ) -> None:
     layers, heads, size = caches.layers, caches.heads, caches.head_size
     rows = projected.shape[0]
-    if projected.shape != (rows, layers, 2, heads * size):
-        raise ValueError(
-            f"projected has shape {tuple(projected.shape)}; these caches need "
-            f"[N, {layers}, 2, {heads * size}]."
-        )
-    if positions.shape != (rows,):
-        raise ValueError(f"positions has shape {tuple(positions.shape)}; expected ({rows},).")
-    if slots.shape not in ((rows,), (layers, rows)):
-        raise ValueError(
-            f"slots has shape {tuple(slots.shape)}; expected ({rows},) or ({layers}, {rows})."
-        )
+    assert projected.shape == (rows, layers, 2, heads * size), "projected is [N, S, 2, H * P]"
+    assert positions.shape == (rows,), "positions are [N]"
+    assert slots.shape in ((rows,), (layers, rows)), "slots are [N] or [S, N]"
     if key_norm is not None:
-        shape = tuple(key_norm.gains.shape)
-        if shape not in ((layers, size), (layers, heads * size)):
-            raise ValueError(
-                f"key_norm.gains has shape {shape}; expected ({layers}, {size}) or "
-                f"({layers}, {heads * size})."
-            )
+        gains = key_norm.gains.shape
+        assert gains in ((layers, size), (layers, heads * size)), "gains are [S, P] or [S, H * P]"
     if rotary is not None:
         width = rotary.tables[0].shape[1]
-        if len(rotary.tables) != layers or width % 2 or not 0 < width <= size:
-            raise ValueError(
-                f"rotary has {len(rotary.tables)} tables of width {width}; expected {layers}, of "
-                f"an even width up to {size}."
-            )
+        assert len(rotary.tables) == layers, "a rotary table for each layer"
+        assert width % 2 == 0 and 0 < width <= size, "rotary tables have an even width up to P"
     if isinstance(caches, Caches) and caches.keys[0].dtype in EIGHT_BITS:
-        scaled = caches.key_scales is not None and caches.value_scales is not None
-        if not scaled:
-            raise ValueError("caches of 8 bits need key_scales and value_scales.")
+        assert caches.key_scales is not None, "caches of 8 bits need scales"
+        assert caches.value_scales is not None, "caches of 8 bits need scales"
