@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from exitserve.reference import load_reference
@@ -62,19 +64,28 @@ def test_preempted_requests_freeze_where_they_did(
     assert harness.counter("vllm:num_preemptions") > 0
 
 
-def test_compiled_segments(start, model, jobs, expected) -> None:
+def test_compiled_segments(start, make_checkpoint, random_jobs, expect, job) -> None:
+    """Of one layer each, which a compiler is done with soonest."""
+    model = make_checkpoint("llama", exits=(1, 2), num_hidden_layers=3)
+    fields: list[dict[str, Any]] = [{"exit_threshold": 0.1}, {"exit_threshold": 0.3}, {}]
+    fields.append({"exit_layer": 1})
+    jobs = [
+        job(one.prompt, fields[index % 4], 30) for index, one in enumerate(random_jobs(count=8))
+    ]
+    expected = [expect(load_reference(str(model)), one) for one in jobs]
+    assert set(_depths(expected)) == {1, 2, 3}
     harness = start(model, enforce_eager=False, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected["screened"]
+    assert harness.run(jobs) == expected
 
 
 def test_tensor_parallel(start, model, jobs, expected, monkeypatch) -> None:
     """Every rank takes the same branch, and the cache of each holds its own heads."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     harness = start(model, tensor_parallel_size=2, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected["screened"]
     assert harness.run(jobs, every=2) == expected["screened"]
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_without_a_head_of_its_own(
     start, expect, oracle, random_jobs, make_checkpoint, monkeypatch
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.nightly
 def test_exits_that_the_device_decides(start, oracle, expect, make_checkpoint, random_jobs) -> None:
     model = make_checkpoint("llama")
     jobs = random_jobs(max_tokens=12)

@@ -76,6 +76,7 @@ def test_graphs_that_break_inside_a_branch_are_refused(start, model, monkeypatch
         start(model, exits=EXITS, max_model_len=96)
 
 
+@pytest.mark.nightly
 def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> None:
     """Each rank keeps its slice of the logits, and all decide alike."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
