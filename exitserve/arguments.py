@@ -36,13 +36,49 @@ def add_out_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     parser.add_argument("--overwrite", action="store_true", help="replace a report in DIR")
 
 
-def add_revision(parser: argparse.ArgumentParser) -> None:
-    """Adds `--revision`, for MODELs that are hub ids."""
+def add_model_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    model: str = "checkpoint directory or hub id",
+    adapter: bool = True,
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Adds a command that takes MODEL, `--revision`, and `--adapter` for `with_adapter`.
+
+    Args:
+        subparsers: of the command line.
+        name: of the command.
+        run: runs it; returns the exit code.
+        model: what MODEL may be.
+        adapter: whether the command takes one.
+        texts: `help`, `description` and more for argparse.
+    """
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, formatter_class=formatter, **texts
+    )
+    parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument(
         "--revision",
         metavar="R",
         help="branch, tag or commit of a MODEL that is a hub id (default: its default branch)",
     )
+    if adapter:
+        add_adapter(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def exit_layers_of(text: str) -> list[int]:
+    """Reads `4,8`, as argparse's `type`."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of layers; write for example 4,8"
+        ) from error
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:

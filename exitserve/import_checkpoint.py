@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import add_adapter, add_revision, with_adapter
+from exitserve import arguments
+from exitserve.arguments import add_model_command, with_adapter
 from exitserve.checkpoint.block import (
     BLOCK,
     MultiExit,
@@ -66,32 +67,20 @@ class _Import:
 
 def add_import(subparsers: Any) -> None:
     """Adds the `import` command."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "import",
+        _run,
         help="name the exits of a checkpoint trained elsewhere",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
-    add_revision(parser)
-    add_adapter(parser)
     parser.add_argument(
         "--exit-layers",
-        type=_layers,
+        type=arguments.exit_layers_of,
         metavar="N,N",
         help="depths at which tokens may exit (default: what the checkpoint names)",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
-    parser.set_defaults(run=_run)
-
-
-def _layers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be whole numbers and commas, such as 4,8,16"
-        ) from None
 
 
 def _run(args: argparse.Namespace) -> int:

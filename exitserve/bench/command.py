@@ -11,9 +11,8 @@ from typing import Any
 
 from exitserve.arguments import (
     ENGINE_DTYPES,
-    add_adapter,
+    add_model_command,
     add_out_flags,
-    add_revision,
     add_threshold_flags,
     any_mode,
     at_least,
@@ -56,20 +55,17 @@ what exits can give at most; read a wall speedup beside it."""
 
 def add_command(subparsers: Any) -> None:
     """Adds `bench` to the subparsers of the command line."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "bench",
+        run,
         help="compare early exit with plain vLLM, side by side",
         description=_HELP,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory or hub id")
-    add_revision(parser)
-    add_adapter(parser)
     add_out_flags(parser)
     _add_settings(parser)
     _add_work(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import (
-    add_adapter,
-    add_revision,
+    add_model_command,
     check_context,
     numbers,
     with_adapter,
@@ -87,18 +86,15 @@ promise then holds for that text."""
 
 def add_calibrate(subparsers: Any) -> None:
     """Adds the `calibrate` command."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "calibrate",
+        run,
+        model="a checkpoint with exits: directory or hub id",
         help="choose thresholds that keep a target, with a guarantee",
         description=_HELP,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a checkpoint with exits: directory or hub id"
-    )
-    add_revision(parser)
-    add_adapter(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help="held-out text or .jsonl")
     parser.add_argument(
         "--out",
@@ -142,7 +138,7 @@ def add_calibrate(subparsers: Any) -> None:
         "that are rounded so (default %(default)s)",
     )
     add_text(parser)
-    parser.set_defaults(run=run, **RESEARCH)
+    parser.set_defaults(**RESEARCH)
 
 
 def run(args: argparse.Namespace) -> int:

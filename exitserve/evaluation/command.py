@@ -11,9 +11,8 @@ from typing import Any
 
 from exitserve.arguments import (
     DEFAULT_THRESHOLDS,
-    add_adapter,
+    add_model_command,
     add_out_flags,
-    add_revision,
     add_threshold_flags,
     any_mode,
     at_least,
@@ -51,16 +50,14 @@ examples:
 
 def add_command(subparsers: Any) -> None:
     """Adds `eval` to the subparsers of the command line."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "eval",
+        run,
         help="measure quality against depth: perplexity, agreement, and why tokens stop",
         description=_HELP,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint directory or hub id")
-    add_revision(parser)
-    add_adapter(parser)
     add_out_flags(parser)
     exits = parser.add_argument_group("what is compared with full depth")
     add_threshold_flags(exits, default=DEFAULT_THRESHOLDS)
@@ -83,7 +80,7 @@ def add_command(subparsers: Any) -> None:
         "--windows", type=int, default=64, metavar="N", help="at most so many (%(default)s)"
     )
     text.add_argument("--prompt", metavar="TEXT", help="a text to continue, for traces")
-    parser.set_defaults(run=run, **RESEARCH)
+    parser.set_defaults(**RESEARCH)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.arguments import (
+    add_model_command,
     add_out_flags,
-    add_revision,
     batch_sizes_of,
     calibrated_checks,
 )
@@ -47,17 +47,16 @@ examples:
 
 def add_command(subparsers: Any) -> None:
     """Adds `plan` to the subparsers of the command line."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "plan",
+        run,
+        model="a checkpoint directory, config.json or hub id",
+        adapter=False,
         help="what exits can give on this machine, before any training",
         description=_HELP,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a checkpoint directory, config.json or hub id"
-    )
-    add_revision(parser)
     parser.add_argument(
         "--batch-sizes",
         default="1,8,32",
@@ -87,7 +86,6 @@ def add_command(subparsers: Any) -> None:
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
     )
     add_out_flags(parser, required=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

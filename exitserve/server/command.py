@@ -7,7 +7,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from exitserve.arguments import add_adapter, add_revision, threshold_or_auto, with_adapter
+from exitserve.arguments import (
+    add_model_command,
+    exit_layers_of,
+    threshold_or_auto,
+    with_adapter,
+)
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.calibration import EXIT_CHECKS
 from exitserve.engine.launch import (
@@ -46,16 +51,14 @@ Requests choose their exits in vllm_xargs:
 
 def add_serve(subparsers: Any) -> None:
     """Adds the `serve` command."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "serve",
+        serve,
         help="serve a model on vLLM, each token at its own depth",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
-    add_revision(parser)
-    add_adapter(parser)
     _add_default(parser)
     _add_exits(parser)
     parser.add_argument(
@@ -71,7 +74,7 @@ def add_serve(subparsers: Any) -> None:
         action="store_true",
         help="also serve a page to try the model: /exitserve/playground",
     )
-    parser.set_defaults(run=serve, takes_rest=True)
+    parser.set_defaults(takes_rest=True)
 
 
 def _add_default(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +107,7 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     """Where and how tokens may exit."""
     parser.add_argument(
         "--exit-layers",
-        type=_layers,
+        type=exit_layers_of,
         metavar="N,N",
         help="layers where tokens may exit (default: the checkpoint's)",
     )
@@ -127,15 +130,6 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
         help="requests that begin while more than N run, themselves included, run at full depth; "
         "then answers depend on the load (default: they do not)",
     )
-
-
-def _layers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of layers; write for example 4,8"
-        ) from error
 
 
 MAY_LOSE = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import add_adapter, add_revision, check_context, with_adapter
+from exitserve.arguments import add_model_command, check_context, with_adapter
 from exitserve.checkpoint.block import context_length_of, num_layers_of, read_config
 from exitserve.checkpoint.first_layers import check_depth, doubt, trained_depths
 from exitserve.costs.byte_costs import serving_dtype
@@ -32,15 +32,13 @@ DEFAULT_CONTEXT = 4096
 
 def add_truncate(subparsers: Any) -> None:
     """Adds the `truncate` command."""
-    parser = subparsers.add_parser(
+    parser = add_model_command(
+        subparsers,
         "truncate",
+        _truncate,
         help="write the first layers as a shallower, ordinary checkpoint",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
-    add_revision(parser)
-    add_adapter(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     depth = parser.add_argument_group("how deep (one of these)")
     depth.add_argument("--layers", type=int, metavar="N", help="keep the first N layers")
@@ -66,9 +64,8 @@ def add_truncate(subparsers: Any) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="text or JSON lines on which to measure perplexity, for the model card",
+        help="text or .jsonl on which to measure perplexity, for the model card",
     )
-    parser.set_defaults(run=_truncate)
 
 
 def _truncate(args: argparse.Namespace) -> int:
