@@ -45,14 +45,16 @@ class MultiExitMixin:
         self.host: HostLoop | None = None
         self.device: DeviceLoop | None = None
         self.drafting: DraftingLoop | None = None
+        # Runner V2 captures passes whole, so the device must decide.
+        on_device: bool = vllm_config.use_v2_model_runner
         if self._state.rules.num_drafts:
             segments = self._make_segments(vllm_config, screens=self._head.screens, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)
-            self.drafting = DraftingLoop(self, segments, self._head, draft_head, most)
+            self.drafting = DraftingLoop(
+                self, segments, self._head, draft_head, most, in_graphs=on_device
+            )
             return
-        # Runner V2 captures passes whole, so the device must decide.
-        on_device: bool = vllm_config.use_v2_model_runner
         screens = self._head.screens
         self._segments = self._make_segments(vllm_config, screens=screens, masked=on_device)
         model: Any = self
@@ -137,7 +139,7 @@ class MultiExitMixin:
         plain = partial(super().forward, input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]  # of the vLLM class
         embed = partial(model.embed, input_ids, positions, inputs_embeds)
         if self.drafting is not None:
-            return self.drafting.run(positions, embed())
+            return self.drafting.run(positions, embed, plain)
         if self.host is not None:
             return self.host.run(positions, embed, plain)
         assert self.device is not None

@@ -1,9 +1,10 @@
 """The passes of a model that drafts with its first layers.
 
-A pass of the full model leaves every token's state after the draft layer behind. In mode "defer" a
-token whose state there is confident is final: the sampler gets the logits of that state in place of
-full depth's. So drafts above the threshold are accepted, whatever full depth would say, and also
-the token that follows the last draft may be final. Keys and values are full depth's throughout.
+In mode "defer" a pass keeps every token's state after the draft layer. A token whose state there is
+confident is final: the sampler gets the logits of that state in place of full depth's. So drafts
+above the threshold are accepted, whatever full depth would say, and also the token that follows the
+last draft may be final. Keys and values are full depth's throughout. Where no token may be final,
+the pass is vLLM's own; but a GPU replays one graph for all passes.
 
 What a request gets does not depend on how many tokens were drafted, nor on which: full depth or
 the state at the draft layer decides each token by itself (`exitserve.reference`, mode "defer").
@@ -14,11 +15,14 @@ Shapes: T tokens, S sampled positions, D hidden, V vocabulary, R tensor-parallel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context, override_forward_context
 
+from exitserve.engine.compat.context import batch_shape
 from exitserve.engine.drafting.head import DraftHead
 from exitserve.engine.drafting.requests import Judged
 from exitserve.engine.layers.exit_head import ExitHead
@@ -35,6 +39,8 @@ class DraftingLoop:
         head: ExitHead,
         draft_head: DraftHead,
         most_tokens: int,
+        *,
+        in_graphs: bool,
     ) -> None:
         """Takes a model's parts.
 
@@ -44,8 +50,10 @@ class DraftingLoop:
             head: the model's.
             draft_head: the part of it that drafts read.
             most_tokens: of a pass.
+            in_graphs: whether passes are replayed from graphs, as runner V2 does.
         """
         self._model, self._head, self._draft_head = model, head, draft_head
+        self._in_graphs = in_graphs
         self._first, self._rest = segments
         self._most_tokens = most_tokens
         self._room: _Room | None = None
@@ -60,8 +68,27 @@ class DraftingLoop:
         """See `ExitHead`."""
         return self._head.least_score(layer, threshold)
 
-    def run(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Runs the embedded tokens [T, D] of a pass through all layers; returns normed states."""
+    def run(
+        self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
+    ) -> Tensor:
+        """Runs a pass; returns normed states [T, D].
+
+        Args:
+            positions: [T].
+            embed: gives the first layer's input [T, D].
+            plain: vLLM's own pass.
+        """
+        if self._in_graphs:
+            return self._run_keeping(positions, embed())
+        if batch_shape() is None:  # a warm-up, which compiles both
+            # Passes count their mixture-of-experts layers in the forward context.
+            with override_forward_context(replace(get_forward_context())):
+                self._run_keeping(positions, embed())
+            return plain()
+        return plain() if self._judged is None else self._run_keeping(positions, embed())
+
+    def _run_keeping(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Runs embedded tokens [T, D], and keeps their states after the draft layer."""
         if self._room is None:
             self._room = _Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
         room = self._room
