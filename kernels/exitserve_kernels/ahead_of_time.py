@@ -1,7 +1,5 @@
 """What `benchmarks/ops/ahead_of_time.py` compiles, for GPUs that need not be present."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

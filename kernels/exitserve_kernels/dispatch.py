@@ -1,7 +1,5 @@
 """Chooses the form of an operation: Triton on a GPU, PyTorch elsewhere, unless asked otherwise."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Functions that the fused forms share. Imports Triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

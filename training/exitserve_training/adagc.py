@@ -14,8 +14,6 @@ the average, and does not scale down other tensors. An average can grow by the f
 followed slowly, and a longer warm-up does not help, since it keeps the smallest norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA): put on by PEFT, kept, and merged into the checkpoint at the end."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipe's `training` as arguments of the Hugging Face Trainer, or of TRL's for chats."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

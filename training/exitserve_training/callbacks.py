@@ -1,7 +1,5 @@
 """Callbacks of a run: its clock, its end by the clock, and the check and clipping of gradients."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rows of chats as data sets have them: messages, tools, calls and thinking, checked one by one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

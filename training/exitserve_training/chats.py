@@ -4,8 +4,6 @@ TRL's `SFTTrainer` takes the rows with `labels`, as prepared here, so that a row
 trained on is reported by its name before a run writes anything.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import random

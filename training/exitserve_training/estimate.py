@@ -8,8 +8,6 @@ memory traffic (`throughput`); whatever else a step does comes on top.
 Shapes: D hidden, I intermediate, V vocabulary, T tokens of a sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder of a run: checks before it starts, and the checkpoints to resume from."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Hidden states are taken, and positions frozen, by hooks on the decoder layers th
 whole run: with gradient checkpointing a layer runs again in backward, and must do the same again.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal

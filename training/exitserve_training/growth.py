@@ -9,8 +9,6 @@ With n times the layers, state l of the model is state n * l of the grown one, s
 to n times their depth.
 """
 
-from __future__ import annotations
-
 import copy
 
 from torch import nn

@@ -1,7 +1,5 @@
 """How much each layer's cross-entropy counts: the weights of the aligned-training paper, eq. 3."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from exitserve.errors import ExitServeError

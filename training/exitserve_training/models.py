@@ -1,7 +1,5 @@
 """The model to train: from scratch by a config, or loaded from a directory or hub id."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,6 @@ when they are added. Kahan's sum keeps what was lost in one more bfloat16 number
 where float32 has 16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any

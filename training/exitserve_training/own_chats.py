@@ -4,8 +4,6 @@ Given its chat template up to where a user speaks, and nothing else, a chat mode
 ask; then it answers (Magpie, Xu et al. 2024, arXiv 2406.08464).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import count, cycle

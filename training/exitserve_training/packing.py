@@ -1,7 +1,5 @@
 """Packing: documents become one stream of tokens, cut into sequences of equal length."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

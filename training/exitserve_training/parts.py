@@ -5,8 +5,6 @@ classifiers can be trained with several exits too, and classifiers run with earl
 (`exitserve_training.classification`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """One training run, from recipe to report."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import math

@@ -1,7 +1,5 @@
 """Where a checkpoint comes from: command line, versions, revision, resolved recipe."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

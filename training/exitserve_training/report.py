@@ -1,7 +1,5 @@
 """The training report: `report.json` for programs, `report.md` for people."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ Without it training may send all tokens to a few experts. SimReg's Mixtral and N
 are such models.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

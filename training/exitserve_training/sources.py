@@ -1,7 +1,5 @@
 """Documents: read text, JSONL, Parquet, a `datasets` id, or this installation's Python source."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """The base of all that a recipe can hold. Imports no torch."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -4,8 +4,6 @@ Shapes: B rows, T tokens, S positions that predict (T, or 1 for a class), C chan
 pixels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ measured, by one large product in the dtype of the run.
 Shapes: D hidden, L layers, T tokens of a sequence, V vocabulary.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

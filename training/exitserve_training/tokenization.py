@@ -1,7 +1,5 @@
 """Tokenizers: load one, or train a byte-level BPE on the run's training documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a long run needs of its surroundings: lines of progress, and to be stopped at any time."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

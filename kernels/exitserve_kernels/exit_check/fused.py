@@ -8,8 +8,6 @@ bits.
 Shapes: B rows, D hidden, V vocabulary, S slices (tiles or ranks).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, D hidden, V vocabulary, R slices.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ for a CPU's attention, implement `KVStore`.
 Shapes: N rows, S layers filled, H kv heads, P head size, R rotated part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

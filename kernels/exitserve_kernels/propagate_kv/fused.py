@@ -3,8 +3,6 @@
 Shapes: N rows, S layers, H kv heads, P head size, R rotated part of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

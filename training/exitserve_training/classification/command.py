@@ -1,7 +1,5 @@
 """The command. Light to import: torch is loaded once the arguments are known."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any, TypeVar

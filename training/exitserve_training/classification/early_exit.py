@@ -8,8 +8,6 @@ that has left costs nothing more.
 Shapes: B rows, T positions, D hidden, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Both run the same batches in one process, in turn; times are ratios within a rou
 noisy machine hits both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Inputs of a classifier, made with the checkpoint's tokenizer or image processor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path

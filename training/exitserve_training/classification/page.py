@@ -1,7 +1,5 @@
 """The pages: a table for the terminal, Markdown, and the plot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

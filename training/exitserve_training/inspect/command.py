@@ -1,7 +1,5 @@
 """The command. Light to import: torch is loaded once the arguments are known."""
 
-from __future__ import annotations
-
 import argparse
 
 from exitserve.arguments import add_adapter, add_out_flags, at_least, with_adapter

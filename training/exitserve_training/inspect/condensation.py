@@ -12,8 +12,6 @@ cosine 0 with all, itself included. Both are averaged over sequences, each count
 B rows (sequences), T tokens, D hidden, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Language models read text cut into sequences, masked ones with some tokens maske
 read labelled rows or images. Shapes: B rows, T tokens.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Aligned-training paper, section 4 and appendix C: continuations by nucleus sampl
 paper embeds texts with SimCSE; any encoder of sentences will do, if it is the same for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

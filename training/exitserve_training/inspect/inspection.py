@@ -1,7 +1,5 @@
 """All measurements of one checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ histograms of condensation, and a sample of positions for what compares layers. 
 T positions, S positions that predict, N sampled positions, D hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """The pages: a table for the terminal, and Markdown with the pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

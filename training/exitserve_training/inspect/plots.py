@@ -4,8 +4,6 @@ Each function returns a figure that belongs to no window: `matplotlib.figure.Fig
 L depths, shown as equal steps in all plots but `by_depth`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Aligned-training paper, section 3: layer-wise linear probing and the minimal num
 N training samples, M test samples, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ the hidden state of the one token on which its prediction is based; features are
 computed in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

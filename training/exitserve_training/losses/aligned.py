@@ -9,8 +9,6 @@ layers are so drawn towards the features of the deep ones, and no head is added 
 `layer_weights` has the lambdas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

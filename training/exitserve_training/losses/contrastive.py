@@ -9,8 +9,6 @@ All take hidden states [B, T, D], labels [B, T] (next tokens, already shifted; -
 a mask, bool [B, T]. All but `simcse` compare the tokens of one sequence, as SimReg does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ h^l is the residual stream after layer l. The term l = L is 0 and is not compute
 share of the weights, as in the paper's sum over 1..L.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The head of a model, and what it is asked to read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -13,8 +13,6 @@ fine-tuning with plain cross-entropy, the head initialised with the input embedd
 The balanced cross-entropy (appendix B.1) is for fine-tuning classifiers on uneven classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -9,8 +9,6 @@ state of a shallow layer (about a fifth of the depth: layer 4) at the next posit
 stop-gradient: targets come from the same forward pass and are never pulled towards h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

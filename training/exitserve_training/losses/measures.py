@@ -4,8 +4,6 @@ B rows (sequences), T tokens, D hidden. Each sequence is measured by itself, ove
 tokens, and the sequences are averaged; `z.reshape(1, -1, D)` measures a batch as one cloud.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

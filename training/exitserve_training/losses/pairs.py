@@ -5,8 +5,6 @@ The similarities [T, T] exist for `ROWS` rows at a time and are computed again i
 Shapes: B rows (sequences), T tokens, D hidden, R of the T compared at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

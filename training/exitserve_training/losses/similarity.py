@@ -11,8 +11,6 @@ It is added to the cross-entropy, times 10 sqrt(D / 1024), on the last layer (se
 tau = 0.01 phi reaches e^100, beyond float32, hence log-sum-exp throughout.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -18,8 +18,6 @@ The mask, bool [B, T], says which tokens count; None for all. Sequences are aver
 than two counted tokens is left out, and with none at all the loss is 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Shapes: B rows (sequences), T tokens, D hidden.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, L layers, D hidden.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

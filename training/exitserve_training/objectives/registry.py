@@ -1,7 +1,5 @@
 """The objectives by name, and the checks across those of one recipe. Imports no torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Union

@@ -1,7 +1,5 @@
 """The weighted sum of a run's objectives, each logged by its name."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ All of the aligned-training paper: eq. 3, its alternation and cosine baseline (a
 the multi-exit model with a classifier per exit that figure 3 compares it with.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """Options of the objectives of the aligned-training paper. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 

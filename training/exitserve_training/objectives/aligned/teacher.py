@@ -1,7 +1,5 @@
 """A model that does not learn, whose predictions at full depth exits are turned to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

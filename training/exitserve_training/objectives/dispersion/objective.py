@@ -4,8 +4,6 @@ The paper aggregates "across all layers" without saying how; the mean keeps lamb
 whatever the depth. Added to a main loss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Options of the dispersion loss and of its alternatives. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The headless objective: contrastive weight tying (section 3.2)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from exitserve_training.losses import contrastive_weight_tying

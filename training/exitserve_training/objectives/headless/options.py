@@ -1,7 +1,5 @@
 """Options of headless training. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from exitserve_training.objectives.options import ObjectiveOptions

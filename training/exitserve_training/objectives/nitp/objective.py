@@ -1,7 +1,5 @@
 """The NITP objective: predicts a shallow state of the next position. Added to a main loss."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from exitserve_training.losses import Projector, effective_rank, nitp

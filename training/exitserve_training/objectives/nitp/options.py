@@ -1,7 +1,5 @@
 """Options of NITP. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

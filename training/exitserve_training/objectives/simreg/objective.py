@@ -3,8 +3,6 @@
 Added to a main loss.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Options of SimReg and of its baselines. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
