@@ -113,15 +113,16 @@ def _train_recipe(args: argparse.Namespace) -> int:
         from exitserve_training.pipeline import train
         from exitserve_training.watching import RunStoppedError
 
-        report = train(recipe)
+        try:
+            report = train(recipe)
+        except RunStoppedError as stopped:
+            print(f"exitserve: {stopped}", file=sys.stderr)
+            return _STOPPED
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}; install the extra: "
             f"pip install 'exitserve[train]'."
         ) from error
-    except RunStoppedError as stopped:
-        print(f"exitserve: {stopped}", file=sys.stderr)
-        return _STOPPED
     if report is None:
         return 0
     console = Console()

@@ -98,7 +98,7 @@ def head_width(config: Any) -> int:
 def _share_of_experts(config: Any) -> float:
     """Of a mixture's experts, those that run for a token."""
     every = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
-    return float(getattr(config, "num_experts_per_tok", every)) / every
+    return float(getattr(config, "num_experts_per_tok", every) / every)
 
 
 def layers_read(
