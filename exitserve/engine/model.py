@@ -37,8 +37,8 @@ class MultiExitMixin:
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         parent: Any = super()  # the vLLM class, to which this is a mixin
         parent.__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
-        self._state = state_of(vllm_config)
-        if self._state.rules.exit_layers:
+        self.exit_state: EngineState = state_of(vllm_config)
+        if self.exit_state.rules.exit_layers:
             refuse_unsupported(vllm_config)
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._head = self._exit_head(vllm_config, parent.compute_logits)
@@ -47,7 +47,7 @@ class MultiExitMixin:
         self.drafting: DraftingLoop | None = None
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
-        if self._state.rules.num_drafts:
+        if self.exit_state.rules.num_drafts:
             segments = self._make_segments(vllm_config, screens=self._head.screens, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
             draft_head = self._draft_head(vllm_config)
@@ -61,27 +61,27 @@ class MultiExitMixin:
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
         self.propagation = Propagation(
             lambda: [model.layer_kv(layer) for layer in layers],
-            self._state.rules.exit_layers,
+            self.exit_state.rules.exit_layers,
             longest,
         )
         parts = (self._segments, self._head, self.propagation)
         if not on_device:
             self._head.compile_parts(vllm_config)
             self.propagation.compile_parts(vllm_config)
-            self.host = HostLoop(self._state, *parts)
+            self.host = HostLoop(self.exit_state, *parts)
             return
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.device = DeviceLoop(*parts, captured)
 
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
-        rules = self._state.rules
+        rules = self.exit_state.rules
         screens = {}
         if rules.screens_file is not None:
             config = vllm_config.model_config
             screens = load_screens(
                 config.model, rules.screens_file, rules.exit_layers, config.revision
             )
-        ends = self._state.eos_token_ids
+        ends = self.exit_state.eos_token_ids
         return ExitHead(
             self,
             compute_logits,
@@ -102,7 +102,7 @@ class MultiExitMixin:
     ) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits. See `compiled_segment`."""
         model: Any = self
-        exit_layers, layers = self._state.rules.exit_layers, model.decoder_layers()
+        exit_layers, layers = self.exit_state.rules.exit_layers, model.decoder_layers()
         if not exit_layers:
             return ()
         parts = partial(
@@ -171,13 +171,8 @@ class MultiExitMixin:
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """Room on the device for an engine's requests, of which `most_rows` run together."""
         room = self.logits_room(most_rows, device)
-        return DeviceRequests(self._state, most_rows, room, device, self._head.least_score)
+        return DeviceRequests(self.exit_state, most_rows, room, device, self._head.least_score)
 
     def logits_room(self, rows: int, device: torch.device) -> Tensor:
         """Room for the logits [rows, V / R] of a pass whose exits the device decides."""
         return self._head.room(rows, self._dtype, device)
-
-    @property
-    def exit_state(self) -> EngineState:
-        """The engine's."""
-        return self._state

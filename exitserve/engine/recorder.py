@@ -24,6 +24,7 @@ class Recorder:
         self.num_layers = num_layers
         self.exit_layers = exit_layers
         self.tokens_by_depth = [0] * (num_layers + 1)
+        """Generated tokens that stopped at each depth."""
         self.checks = dict.fromkeys(exit_layers, 0)
         self.passed = dict.fromkeys(exit_layers, 0)
         self.screened = dict.fromkeys(exit_layers, 0)
@@ -31,6 +32,7 @@ class Recorder:
         self.head_passes = 0
         """Times the LM head was read for exits."""
         self.frozen_tokens = 0
+        """Whose remaining keys and values are propagated."""
         self.deferred_layers = 0
         """Run beyond the depth of tokens (mode "defer"), or for drafts that were rejected."""
         self.drafted_tokens = 0
@@ -47,27 +49,11 @@ class Recorder:
         self.checks[layer] += checks
         self.passed[layer] += passed
 
-    def count_token(self, depth: int) -> None:
-        """Counts one generated token that stopped at `depth`."""
-        self.tokens_by_depth[depth] += 1
-
-    def count_frozen(self, tokens: int) -> None:
-        """Counts tokens whose remaining keys and values are propagated."""
-        self.frozen_tokens += tokens
-
-    def count_deferred_layers(self, layers: int) -> None:
-        """Counts layers run for tokens beyond their depth (mode "defer")."""
-        self.deferred_layers += layers
-
     def count_judged(self, drafts: int, accepted: int) -> None:
         """Counts drafts of one request that a pass judged, and those that it accepted."""
         self.drafted_tokens += drafts
         self.accepted_tokens += accepted
         self.deferred_layers += (drafts - accepted) * self.num_layers
-
-    def count_layers(self, layers: int) -> None:
-        """Counts layers whose weights were read, once for all tokens that ran them together."""
-        self.layer_reads += layers
 
     def trace(self, keys: Sequence[str], request_id: str, index: int, depth: int) -> None:
         """Keeps the depth of generated token `index` of a request.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -13,11 +13,11 @@ from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 
 
-class RunningRequests(Protocol):
-    """What the worker asks of the requests of either loop."""
+class RunningRequests:
+    """The requests of an engine, as the worker knows them."""
 
     def update_counts(self) -> None:
-        """Brings the recorder's counts and traces up to date; may wait for the device."""
+        """Brings the recorder's counts and traces up to date, for which a GPU's wait for it."""
 
 
 class EngineState:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from exitserve.errors import ExitServeError
@@ -63,7 +62,9 @@ class Writer:
             count: about how many texts.
             seed: of what is sampled.
         """
-        self._model, self._waiting = model, 0
+        self._model = model
+        self.waiting = 0
+        """How many requests have no answer yet."""
         options = {
             "max_model_len": length,
             "seed": seed,
@@ -85,12 +86,7 @@ class Writer:
         """How many texts are written at once; more that wait keep the device busy."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._connection.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():
@@ -100,7 +96,7 @@ class Writer:
 
     def ask(self, number: int, prompt: Sequence[int], **sampling: Any) -> None:
         """Asks for the continuation of some token ids, by fields of vLLM's `SamplingParams`."""
-        self._waiting += 1
+        self.waiting += 1
         try:
             self._connection.send((number, list(prompt), sampling))
         except OSError as error:
@@ -108,15 +104,10 @@ class Writer:
 
     def take(self) -> list[Written]:
         """Waits until something is written; returns all that is new."""
-        assert self._waiting, "nothing was asked for"
+        assert self.waiting, "nothing was asked for"
         written: list[Written] = self._received()
-        self._waiting -= len(written)
+        self.waiting -= len(written)
         return written
-
-    @property
-    def waiting(self) -> int:
-        """How many requests have no answer yet."""
-        return self._waiting
 
     def _received(self) -> Any:
         try:

@@ -93,7 +93,7 @@ def test_who_may_not_exit_is_told_once() -> None:
             if asked:
                 Parts().run(every.rows)
             every.end()
-    every.drain(wait=True)
+    every.update_counts()
     assert every.by_slot[0].depths == [LAYERS] * 3 + [2]
     assert every.by_slot[1].depths == [LAYERS] * 4
 

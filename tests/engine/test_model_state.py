@@ -92,7 +92,7 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
         if expected:
             Parts().run(rows, padded)
         state.postprocess_state(torch.arange(2), torch.ones(2))
-    every.drain(wait=True)
+    every.update_counts()
     assert every.by_slot[0].depths == [LAYERS, 2, 2]
     assert every.by_slot[1].depths == [LAYERS, LAYERS]
     assert every._recorder.take_traces("t") == {"a": {0: LAYERS, 1: 2, 2: 2}}

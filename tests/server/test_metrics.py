@@ -38,10 +38,10 @@ def play(event: tuple[Any, ...], recorder: Recorder) -> Recorder:
     """Applies one event; a restart gives a new recorder."""
     match event:
         case ("token", depth):
-            recorder.count_token(depth)
+            recorder.tokens_by_depth[depth] += 1
         case ("check", layer, checks, passed):
             recorder.count_checks(layer, checks, min(checks, passed))
-            recorder.count_frozen(min(checks, passed))
+            recorder.frozen_tokens += min(checks, passed)
         case ("restart",):
             return Recorder(LAYERS, EXITS)
     return recorder
@@ -89,7 +89,7 @@ def test_a_restarted_worker_is_counted_on_top() -> None:
     for tokens in (5, 2):  # the second worker has counted less than the first
         recorder = Recorder(LAYERS, EXITS)
         for _ in range(tokens):
-            recorder.count_token(4)
+            recorder.tokens_by_depth[4] += 1
         metrics.update(recorder.snapshot())
     assert samples(registry)["exitserve_tokens_total", "4"] == 7
 

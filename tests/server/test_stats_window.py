@@ -36,7 +36,7 @@ def window_of(
     for seconds, depths in [(0, earlier), *steps]:
         now += seconds
         for depth, recorder in zip(depths, turns, strict=False):
-            recorder.count_token(depth)
+            recorder.tokens_by_depth[depth] += 1
         window.add(now, {rank: one.snapshot() for rank, one in enumerate(recorders)})
     return window, now
 
@@ -109,7 +109,7 @@ def test_memory_is_bounded_and_no_token_is_lost(step: float) -> None:
     recorder, window = Recorder(LAYERS, EXITS), StatsWindow()
     count = 2000
     for index in range(count):
-        recorder.count_token(4)
+        recorder.tokens_by_depth[4] += 1
         window.add(index * step, {0: recorder.snapshot()})
     assert len(window._samples) <= 130
     assert window.report((count - 1) * step)["since_start"]["tokens"] == count

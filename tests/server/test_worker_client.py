@@ -117,11 +117,11 @@ def test_nothing_is_left_waiting() -> None:
 def test_a_busy_engine_is_asked_once_and_the_last_counts_are_shown() -> None:
     async def test(engine: Engine) -> None:
         counts, registry = counts_of(engine)
-        engine.recorder.count_token(6)
+        engine.recorder.tokens_by_depth[6] += 1
         await counts.refresh()
         engine.answering.clear()
         for _ in range(10):
-            engine.recorder.count_token(6)
+            engine.recorder.tokens_by_depth[6] += 1
             began = time.monotonic()
             await asyncio.gather(*(counts.refresh(SOON) for _ in range(4)))
             assert time.monotonic() - began < 1
@@ -174,7 +174,7 @@ def test_counts_reach_the_metrics_once_and_in_order(events: list[str]) -> None:
         for event in events:
             match event:
                 case "token":
-                    engine.recorder.count_token(6)
+                    engine.recorder.tokens_by_depth[6] += 1
                     total += 1
                 case "look":
                     await counts.refresh(0.001)

@@ -14,12 +14,12 @@ def test_counts() -> None:
     recorder = Recorder(num_layers=6, exit_layers=(2, 4))
     recorder.count_checks(2, checks=5, passed=3)
     recorder.count_checks(4, checks=2, passed=0)
-    recorder.count_frozen(2)
-    recorder.count_deferred_layers(4)
+    recorder.frozen_tokens += 2
+    recorder.deferred_layers += 4
     recorder.count_judged(drafts=3, accepted=1)
-    recorder.count_layers(6)
+    recorder.layer_reads += 6
     for depth in (2, 2, 2, 6, 6):
-        recorder.count_token(depth)
+        recorder.tokens_by_depth[depth] += 1
     assert recorder.snapshot() == {
         "num_layers": 6,
         "exit_layers": [2, 4],

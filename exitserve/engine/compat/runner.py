@@ -16,11 +16,6 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 
-def request_ids(model_runner: Any) -> Callable[[], list[str]]:
-    """Reads the internal request id of each batch row, in row order."""
-    return lambda: list(model_runner.input_batch.req_ids)
-
-
 def repair_sampling_with_drafts() -> None:
     """On a CPU, lets requests whose drafts are judged have their own temperature.
 
@@ -60,16 +55,11 @@ def runner_class(own: type) -> Iterator[None]:
         names["CPUModelRunner"] = given
 
 
-def living_requests(model_runner: Any) -> Callable[[str], bool]:
-    """Tells whether a request, by its internal id, has not ended; preempted ones have not."""
-    return lambda request_id: request_id in model_runner.requests
-
-
 def watch_ends(model_runner: Any, forget: Callable[[Iterable[str]], None]) -> None:
     """Lets runner V2 tell `forget` the internal ids of requests that have ended.
 
     To a model's state, V2 tells the end of a request as it tells a preemption; and it has no
-    record of preempted requests that could be asked, as V1 has (`living_requests`).
+    record of preempted requests that could be asked, as V1 has.
     """
     finish = model_runner.finish_requests
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -41,7 +40,7 @@ class RowRequests(DraftingRequests):
     def __init__(self, runner: CPUModelRunner) -> None:
         """Takes the runner, its model loaded."""
         model: Any = runner.get_model()
-        super().__init__(model.exit_state, model.drafting.least_score)
+        super().__init__(model.exit_state, model.drafting.head.least_score)
         self._runner = runner
         self._rows: list[tuple[Request, int, int]] = []
         """Of the current pass: each row's request, its drafts, and the index of the token that its
@@ -125,15 +124,12 @@ class FirstLayersProposer(DraftModelProposer):
         loop = target_model.drafting
         assert isinstance(loop, DraftingLoop), "the model was built to draft"
         self._loop = loop
-        layers = target_model.decoder_layers()[: loop.draft_layer]
-        parts = (part for layer in layers for part in layer.modules())
-        self._names = {one.layer_name for one in parts if isinstance(one, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
-        self._recorder = target_model.exit_state.recorder
 
     def initialize_attn_backend(self, *args: Any, **more: Any) -> None:
         """The target's metadata builders are used."""
+        names = self._loop.attention_layers
         groups = [group for found in self._runner.attn_groups for group in found]
-        self._groups = [one for one in groups if self._names.intersection(one.layer_names)]
+        self._groups = [one for one in groups if names.intersection(one.layer_names)]
 
     def initialize_cudagraph_keys(self, *args: Any) -> None:
         """No graphs."""
@@ -159,11 +155,10 @@ class FirstLayersProposer(DraftModelProposer):
             with set_forward_context(
                 metadata, runner.vllm_config, num_tokens=len(rows), slot_mapping=slots
             ):
-                tokens = self._loop.draft_tokens(self._loop.draft(tokens, positions))
+                tokens = self._loop.draft_head.tokens(self._loop.draft(tokens, positions))
             found.append(tokens)
             positions = (positions + 1).clamp_(max=longest)
-        self._recorder.count_layers(count * self._loop.draft_layer)
-        self._recorder.final_heads += count
+        self._loop.count_drafts(count)
         return torch.stack(found, dim=1).tolist()
 
     def _attention(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from exitserve.engine.compat.context import batch_shape
 from exitserve.engine.drafting.head import DraftHead
@@ -52,7 +53,7 @@ class DraftingLoop:
             most_tokens: of a pass.
             in_graphs: whether passes are replayed from graphs, as runner V2 does.
         """
-        self._model, self._head, self._draft_head = model, head, draft_head
+        self._model, self.head, self.draft_head = model, head, draft_head
         self._in_graphs = in_graphs
         self._first, self._rest = segments
         self._most_tokens = most_tokens
@@ -64,9 +65,18 @@ class DraftingLoop:
         """How many layers a draft runs."""
         return self._first.end
 
-    def least_score(self, layer: int, threshold: float) -> float:
-        """See `ExitHead`."""
-        return self._head.least_score(layer, threshold)
+    @property
+    def attention_layers(self) -> set[str]:
+        """vLLM's names of the attention in the layers that drafts run."""
+        layers = self._model.decoder_layers()[: self.draft_layer]
+        parts = (part for layer in layers for part in layer.modules())
+        return {part.layer_name for part in parts if isinstance(part, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
+
+    def count_drafts(self, count: int) -> None:
+        """Counts what so many drafts of a step read."""
+        recorder = self._model.exit_state.recorder
+        recorder.layer_reads += count * self.draft_layer
+        recorder.final_heads += count
 
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
@@ -107,10 +117,6 @@ class DraftingLoop:
         normed: Tensor = self._first(positions, hidden, None)[0]
         return normed
 
-    def draft_tokens(self, normed: Tensor) -> Tensor:
-        """[B] the tokens that normed states [B, D] after the draft layer draft."""
-        return self._draft_head.tokens(normed)
-
     def judge(self, judged: Judged | None) -> None:
         """Says which positions the pass that comes samples at, if any token may be final there."""
         self._judged = judged
@@ -126,7 +132,7 @@ class DraftingLoop:
         if judged is None:
             return compute(normed)
         assert self._room is not None
-        states, head = self._room.states[judged.places], self._head
+        states, head = self._room.states[judged.places], self.head
         threshold, end_threshold, least_score = judged.limits.unbind(dim=1)
         logits: Tensor | None
         if head.is_whole(normed.device):  # one read of the head for both

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config.compilation import CUDAGraphMode
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -51,11 +50,10 @@ from exitserve.policy import NEVER
 class FirstLayers(nn.Module):
     """The draft, as vLLM calls a model. It owns no weights."""
 
-    def __init__(self, target: Any) -> None:
-        """Takes the served model, a `MultiExitMixin`."""
+    def __init__(self, loop: DraftingLoop) -> None:
+        """Takes the passes of the served model."""
         super().__init__()
-        assert isinstance(target.drafting, DraftingLoop), "the model was built to draft"
-        self._target = (target,)  # in a tuple, so that its modules are not this one's too
+        self.loop = loop
 
     def forward(
         self,
@@ -65,29 +63,7 @@ class FirstLayers(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Normed states [T, D] after the draft layer; other inputs than tokens are unused."""
-        (target,) = self._target
-        normed: Tensor = target.drafting.draft(input_ids, positions)
-        return normed
-
-    def tokens(self, normed: Tensor) -> Tensor:
-        """[B] drafts, from normed states [B, D]."""
-        (target,) = self._target
-        found: Tensor = target.drafting.draft_tokens(normed)
-        return found
-
-    def count(self, drafts: int) -> None:
-        """Counts what so many drafts read."""
-        (target,) = self._target
-        target.exit_state.recorder.count_layers(drafts * target.drafting.draft_layer)
-        target.exit_state.recorder.final_heads += drafts
-
-    @property
-    def attention_layers(self) -> set[str]:
-        """vLLM's names of the attention in the layers that drafts run."""
-        (target,) = self._target
-        layers = target.decoder_layers()[: target.drafting.draft_layer]
-        parts = (part for layer in layers for part in layer.modules())
-        return {part.layer_name for part in parts if isinstance(part, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
+        return self.loop.draft(input_ids, positions)
 
 
 class FirstLayersSpeculator(TargetDependentARSpeculator):
@@ -102,21 +78,21 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             self.max_num_reqs, 1 + self.num_speculative_steps
         )
 
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """No weights are loaded: the draft is part of the target."""
-        return FirstLayers(target_model)
+        return FirstLayers(target_model.drafting)
 
     def set_attn(self, *args: Any) -> None:
         """Builds attention metadata of the first layers, whose caches are the target's."""
         # vLLM takes the layers that are new with the draft, and here none is. To the runner they
         # must stay the target's (`initialize_kv_cache`).
-        self.draft_attn_layer_names = self.model.attention_layers
+        self.draft_attn_layer_names = self.model.loop.attention_layers
         super().set_attn(*args)
         self.draft_attn_layer_names = set()
 
     def sample_draft(self, hidden_states: Tensor, *others: Any) -> Tensor:
         """[B] greedy drafts, for sampled requests too: rejection sampling takes care of those."""
-        return self.model.tokens(hidden_states)
+        return self.model.loop.draft_head.tokens(hidden_states)
 
     def _configure_decode_metadata_update(self) -> None:
         # Also with one draft, which speculators with a draft prefill make there.
@@ -197,7 +173,7 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             rows, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run
         )
         if not dummy_run:
-            self.model.count(drafts)
+            self.model.loop.count_drafts(drafts)
             # Rows inside their prompts draft nothing.
             self.idx_mapping[:rows].masked_fill_(num_sampled == 0, -1)
         self._place(input_batch, num_rejected, last_sampled)

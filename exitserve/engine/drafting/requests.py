@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from exitserve.engine.requests import Request, read_request
-from exitserve.engine.state import EngineState
+from exitserve.engine.state import EngineState, RunningRequests
 from exitserve.policy import NEVER
 
 
@@ -52,7 +52,7 @@ IMPASSABLE: Limits = (NEVER, NEVER, NEVER)
 """Where full depth decides."""
 
 
-class DraftingRequests:
+class DraftingRequests(RunningRequests):
     """Counts and traces what passes give."""
 
     def __init__(self, state: EngineState, least_score: Callable[[int, float], float]) -> None:
@@ -89,7 +89,7 @@ class DraftingRequests:
 
     def count_pass(self) -> None:
         """Counts what a pass reads."""
-        self._recorder.count_layers(self._recorder.num_layers)
+        self._recorder.layer_reads += self._recorder.num_layers
         self._recorder.final_heads += 1
 
     def count(self, outcomes: Iterable[Outcome]) -> None:
@@ -113,12 +113,9 @@ class DraftingRequests:
             if 0 < request.max_tokens <= number:
                 return  # the pass went on past the end
             depth = self.layer if is_final else full
-            self._recorder.count_token(depth)
-            self._recorder.count_deferred_layers(full - depth)
+            self._recorder.tokens_by_depth[depth] += 1
+            self._recorder.deferred_layers += full - depth
             if request.trace_keys:
                 self._recorder.trace(request.trace_keys, request.name, number, depth)
             if token in request.stop_ids:
                 return
-
-    def update_counts(self) -> None:
-        """See `RunningRequests`."""

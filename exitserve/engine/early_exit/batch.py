@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.compat.context import BatchShape
 from exitserve.engine.requests import PreemptedRequests, Request, read_request
-from exitserve.engine.state import EngineState
+from exitserve.engine.state import EngineState, RunningRequests
 from exitserve.policy import ExitRules
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A row whose token of this pass may exit."""
 
     row: int
@@ -106,7 +105,7 @@ class Step:
         return joined if order == sorted(order) else joined[torch.tensor(order).argsort()]
 
 
-class HostRequests:
+class HostRequests(RunningRequests):
     """Runner V1's requests, by the row of its batch."""
 
     def __init__(self, state: EngineState) -> None:
@@ -177,7 +176,7 @@ class HostRequests:
         rows, full_depth = self.rows, self._rules.num_layers
         for row, last in enumerate(_last_positions(shape, positions)):
             if row in rows and last + 1 >= rows[row].length:
-                self._recorder.count_token(full_depth)
+                self._recorder.tokens_by_depth[full_depth] += 1
         return True
 
     def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
@@ -221,15 +220,12 @@ class HostRequests:
             if request is None or position + 1 < request.length:
                 continue
             depth, generated = step.depth.get(row, self._rules.num_layers), len(request.output_ids)
-            self._recorder.count_token(depth)
+            self._recorder.tokens_by_depth[depth] += 1
             if request.policy.mode != "off":
                 request.note_depth(generated, depth, self._rules.num_layers)
             if request.trace_keys:
                 name = self.named(row).name
                 self._recorder.trace(request.trace_keys, name, generated, depth)
-
-    def update_counts(self) -> None:
-        """See `RunningRequests`; counts are up to date."""
 
 
 def _last_positions(shape: BatchShape, positions: Tensor) -> list[int]:

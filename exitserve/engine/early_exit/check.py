@@ -83,7 +83,7 @@ class Checks:
             own = self.head.logits_of(logits, [places[index] for index in passed])
             step.keep_logits(rows, own)
         self._recorder.count_checks(layer, len(due), len(passed))
-        self._recorder.count_frozen(len(passed))
+        self._recorder.frozen_tokens += len(passed)
         return passed
 
 
@@ -135,7 +135,7 @@ class HostMaskedRows:
 
     def count_layers(self, layers: int) -> None:
         """Counts them."""
-        self._recorder.count_layers(layers)
+        self._recorder.layer_reads += layers
 
     def _mask(self, rows: Sequence[int]) -> Tensor:
         mask = torch.zeros(len(self.places), dtype=torch.bool)

@@ -88,7 +88,7 @@ class HostLoop:
         return normed
 
     def _run_plain(self, plain: Callable[[], Tensor]) -> Tensor:
-        self._recorder.count_layers(self._rules.num_layers)
+        self._recorder.layer_reads += self._rules.num_layers
         return plain()
 
     def _run_masked(self, positions: Tensor, hidden: Tensor, step: Step) -> Tensor:
@@ -106,7 +106,7 @@ class HostLoop:
         with override_forward_context(replace(base)):
             for segment in self._segments:
                 active.run(segment)
-                self._recorder.count_layers(segment.size)
+                self._recorder.layer_reads += segment.size
                 gone = self._check(active, segment.end, step, states)
                 if len(gone) == len(active.rows):
                     return states

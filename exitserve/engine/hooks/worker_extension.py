@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from exitserve.engine.compat.config import check_version
-from exitserve.engine.compat.runner import (
-    living_requests,
-    request_ids,
-    watch_ends,
-)
+from exitserve.engine.compat.runner import watch_ends
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.early_exit.batch import HostRequests
 from exitserve.engine.early_exit.device.requests import DeviceRequests
@@ -34,13 +30,13 @@ class ExitWorkerExtension:
             return
         self._is_attached = True
         check_version()
-        requests = self._exit_state.requests
+        requests, runner = self._exit_state.requests, self.model_runner
         if isinstance(requests, DeviceRequests):
-            watch_ends(self.model_runner, requests.forget)
+            watch_ends(runner, requests.forget)
         elif isinstance(requests, HostRequests):
-            requests.request_ids = request_ids(self.model_runner)
-            requests.preempted.may_return = living_requests(self.model_runner)
-            requests.keep_seeds = seed_keeper(self.model_runner)
+            requests.request_ids = lambda: list(runner.input_batch.req_ids)
+            requests.preempted.may_return = lambda name: name in runner.requests
+            requests.keep_seeds = seed_keeper(runner)
 
     def exit_stats(self) -> dict[str, Any]:
         """Counts since start."""

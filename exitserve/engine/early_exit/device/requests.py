@@ -1,7 +1,7 @@
 """Requests whose exits the device decides: who may exit in a pass, and what came of it.
 
 The host fills in a pass before it runs (`begin`), asks for its outcome once it is under way
-(`end`), and reads that when it has arrived (`drain`), a pass or two later: nothing waits.
+(`end`), and reads that when it has arrived, a pass or two later: nothing waits.
 
 Shapes: B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 """
@@ -23,7 +23,7 @@ from exitserve.engine.early_exit.device.rows import (
     every_check,
 )
 from exitserve.engine.requests import PreemptedRequests, Request
-from exitserve.engine.state import EngineState
+from exitserve.engine.state import EngineState, RunningRequests
 from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
 
@@ -47,7 +47,7 @@ class PassRows:
     """T, padding included."""
 
 
-class DeviceRequests:
+class DeviceRequests(RunningRequests):
     """All requests of an engine, by slot."""
 
     def __init__(
@@ -84,7 +84,7 @@ class DeviceRequests:
         earlier = self.preempted.take(request.name)
         if earlier is not None:
             request = earlier
-            self.drain(wait=True)  # its tokens are computed again, each to its own depth
+            self._arrivals.drain(wait=True)  # its tokens are computed again, each to its own depth
         self.by_slot[slot] = request
         if request.policy.mode in EXACT:  # refused at the front door
             request.policy = ExitPolicy.off()
@@ -112,7 +112,7 @@ class DeviceRequests:
             batch: its rows.
             places: [B] each row's last token; None where every row has one token.
         """
-        self.drain(wait=False)
+        self._arrivals.drain(wait=False)
         full = self._rules.num_layers
         may_exit, self._due = [False] * len(batch.slots), []
         depths: dict[int, int] = {}  # of tokens that were computed before, where not full
@@ -160,10 +160,6 @@ class DeviceRequests:
             self._plain_passes += 1
             self._arrivals.then(take)
 
-    def drain(self, *, wait: bool) -> None:
-        """Counts and traces what has arrived; with `wait`, all there is."""
-        self._arrivals.drain(wait=wait)
-
     def _count(self, due: list[tuple[Request, int, int]], depths: list[int] | None) -> None:
         """Counts the generated tokens of a pass.
 
@@ -175,8 +171,8 @@ class DeviceRequests:
         for request, index, row in due:
             depth = full if depths is None else depths[row]
             request.note_depth(index, depth, full)
-            self._recorder.count_token(depth)
-            self._recorder.count_frozen(int(depth < full))
+            self._recorder.tokens_by_depth[depth] += 1
+            self._recorder.frozen_tokens += depth < full
             if request.trace_keys:
                 self._recorder.trace(request.trace_keys, request.name, index, depth)
 
@@ -185,7 +181,7 @@ class DeviceRequests:
 
         Of vLLM's own passes the host knows what they read; of the others the device counted.
         """
-        self.drain(wait=True)
+        self._arrivals.drain(wait=True)
         recorder, heads = self._recorder, 0
         checks = self.rows.checks.tolist()
         for layer, counts in zip(self._rules.exit_layers, checks, strict=True):
