@@ -11,7 +11,10 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops" / "ahead_of_time.py"
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+AT_NIGHT = [pytest.param(arch, marks=pytest.mark.nightly) for arch in (90, 100)]
+
+
+@pytest.mark.parametrize("arch", [80, *AT_NIGHT])
 def test_kernels_compile_ahead_of_time(arch: int) -> None:
     # A process of its own: Triton compiles nothing once it interprets.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
