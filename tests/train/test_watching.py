@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from exitserve_training.watching import ProgressLines, StopOnTerm
+from exitserve_training.callbacks import ProgressLines, StopOnTerm
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
@@ -27,7 +27,7 @@ def test_a_line_tells_tokens_speed_losses_and_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     times = iter([100.0, 104.0, 110.0])
-    monkeypatch.setattr("exitserve_training.watching.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("exitserve_training.callbacks.time.perf_counter", lambda: next(times))
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     # A resumed run: what came before this session counts as tokens, not as speed.
     state = TrainerState(global_step=20, max_steps=100, num_input_tokens_seen=2_000_000)

@@ -110,8 +110,8 @@ def _train_recipe(args: argparse.Namespace) -> int:
         if args.estimate:
             return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.
+        from exitserve_training.callbacks import RunStoppedError
         from exitserve_training.pipeline import train
-        from exitserve_training.watching import RunStoppedError
 
         try:
             report = train(recipe)

@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 
 from exitserve.engine.writing import Writer
 from exitserve.errors import ExitServeError
+from exitserve_training.callbacks import counted
 from exitserve_training.data_recipe import OwnChats
 from exitserve_training.tokenization import special_ids
-from exitserve_training.watching import counted
 
 _QUESTION, _ANSWER = "QUESTION", "ANSWER"
 _LONGEST_QUESTION = 128

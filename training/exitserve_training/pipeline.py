@@ -21,23 +21,20 @@ from transformers import (
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from exitserve.errors import ExitServeError
-from exitserve_training.arguments import (
-    NO_DEEPSPEED,
-    TENSORBOARD,
-    reporters,
-    training_arguments,
+from exitserve_training.arguments import NO_DEEPSPEED, TENSORBOARD, reporters, training_arguments
+from exitserve_training.callbacks import (
+    Clock,
+    Gradients,
+    ProgressLines,
+    RunStoppedError,
+    StopOnTerm,
+    TimeLimit,
 )
-from exitserve_training.callbacks import Clock, Gradients, TimeLimit
-from exitserve_training.folder import (
-    after_failure,
-    newest_checkpoint,
-    set_aside,
-)
+from exitserve_training.folder import after_failure, newest_checkpoint, set_aside
 from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, TrainingReport
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
-from exitserve_training.watching import ProgressLines, RunStoppedError, StopOnTerm
 
 _AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
 

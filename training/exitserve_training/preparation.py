@@ -25,6 +25,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
+from exitserve_training.callbacks import stopped_by_term
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
@@ -50,7 +51,6 @@ from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
 from exitserve_training.tokenization import load_tokenizer, with_padding
-from exitserve_training.watching import stopped_by_term
 
 
 @dataclass(frozen=True)

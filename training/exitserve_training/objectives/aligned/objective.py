@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from exitserve.checkpoint.decoder import capture_outputs, hidden_of
 from exitserve_training.losses import (
     OutputHead,
     Teacher,
@@ -20,6 +21,7 @@ from exitserve_training.losses import (
     cosine_alignment,
 )
 from exitserve_training.losses.head import Classifier
+from exitserve_training.models import load_model
 from exitserve_training.objectives.aligned.options import (
     AlignedOptions,
     CosineAlignmentOptions,
@@ -27,10 +29,10 @@ from exitserve_training.objectives.aligned.options import (
     KLToLastOptions,
     SeparateClassifiersOptions,
 )
-from exitserve_training.objectives.aligned.teacher import FrozenTeacher
 from exitserve_training.objectives.head_objective import HeadObjective, HeadTerm
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext
+from exitserve_training.parts import model_parts
 
 
 class _LayerCrossEntropy(HeadObjective):
@@ -222,6 +224,42 @@ class KLToLast(HeadObjective):
         else:
             states, head = self.frozen.states(batch.inputs), self.frozen.head
         return Teacher(states.flatten(0, 1), head, self.temperature)
+
+
+class FrozenTeacher:
+    """A model that does not learn, whose predictions at full depth exits are turned to.
+
+    No `Module`: neither checkpoints, nor the optimizer, nor sharding shall see its weights.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
+        """Loads the model of a directory or hub id."""
+        self.model = load_model(path, dtype=dtype)
+        self.model.requires_grad_(False)
+        self.model.train(False)
+        self.parts = model_parts(self.model)
+
+    @property
+    def head(self) -> OutputHead:
+        """Its norm and head: [N, D] to [N, V]."""
+        return self.parts.head
+
+    @torch.no_grad()
+    def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Un-normed states [B, T, D] after its last layer.
+
+        Args:
+            inputs: what the trained model's body was given.
+        """
+        device = inputs["input_ids"].device
+        if self.model.device != device:
+            torch.nn.Module.to(self.model, device)
+        last = self.parts.num_layers
+        no_cache = {"use_cache": False} if self.parts.task == "next token" else {}
+        with capture_outputs(self.parts.layers, [last], hidden_of) as captured:
+            self.parts.body(**inputs, **no_cache)
+        states: Tensor = captured[last]
+        return states
 
 
 def _copied_head(head: OutputHead) -> nn.ModuleDict:
