@@ -66,6 +66,10 @@ class AdaGCClipping(Strict):
     warmup_steps: int = Field(default=100, ge=0)
 
 
+def _aligned() -> list[AnyObjective]:
+    return [AlignedOptions()]
+
+
 class Recipe(Strict):
     """Everything about one training run."""
 
@@ -77,7 +81,7 @@ class Recipe(Strict):
     """From scratch instead: `architecture` (llama, qwen2, ...) and that family's sizes."""
     tokenizer: TokenizerRecipe | None = None
     """Default: the one of `model`."""
-    objectives: list[AnyObjective] = Field(default_factory=lambda: [AlignedOptions()], min_length=1)
+    objectives: list[AnyObjective] = Field(default_factory=_aligned, min_length=1)
     """What to minimise: names, or names with options; see `docs/training.md`."""
     exit_layers: Literal["all"] | list[int] = "all"
     """Where the model may stop: written into the checkpoint, and evaluated."""

@@ -76,9 +76,8 @@ def flops_per_token(recipe: Recipe, parts: ModelParts, config: Any) -> float:
     )
     width = head_width(config)
     # Scores and values of the tokens before, half of the sequence on average.
-    attention = (
-        2.0 * parts.num_layers * recipe.data.sequence_length * config.num_attention_heads * width
-    )
+    heads = int(config.num_attention_heads)
+    attention = 2.0 * parts.num_layers * recipe.data.sequence_length * heads * width
     exits = recipe.exit_layers
     chosen_layers = list(range(1, parts.num_layers)) if exits == "all" else exits
     passes = 4.0 if recipe.training.get("gradient_checkpointing") else 3.0
