@@ -14,18 +14,21 @@ import multiprocessing.forkserver
 import multiprocessing.popen_forkserver
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import setproctitle
 
-from exitserve.server.local_server import LocalServer
-
+START_SECONDS, STOP_SECONDS = 300.0, 30.0
+"""Of a server, at most."""
 MODULES = (
     "exitserve.engine.architectures.decoders",
     "exitserve.engine.launch",
@@ -100,12 +103,92 @@ class PythonProcess:
             os.kill(self.pid, number)
 
 
-class ForkedServer(LocalServer):
-    """`exitserve serve MODEL ...` as a fork."""
+def free_port() -> int:
+    """An unused TCP port on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def stop(process: Any) -> None:
+    """Terminates the leader of a process group; kills the group if that takes too long."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class LocalServer:
+    """`exitserve serve MODEL ...` on loopback; it runs inside the `with` block."""
+
+    def __init__(self, model: Path | str, *options: str, log: Path) -> None:
+        """Prepares the command, whose output goes to `log`."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        own = ["--host", "127.0.0.1", "--port", str(self.port)]
+        self._arguments = ["serve", str(model), *own, *options]
+        self._process: Any = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Starts the server and waits until it is healthy."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = self._launch()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                end = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+                raise RuntimeError(f"the server did not start; its log ends:\n{end}")
+            time.sleep(0.25)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops the server, if it runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            stop(process)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of a server that ends by itself; or `subprocess.TimeoutExpired`."""
+        return int(self._process.wait(seconds))
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
 
     def _launch(self) -> Any:
-        _python, _m, module, *arguments = self._command
-        return PythonProcess(module, arguments, self.log, os.environ)
+        with self.log.open("wb") as output:
+            # A new process group, so that stopping reaches the engine's processes too. Not a new
+            # session: Linux may then keep a client on the same core waiting until it is idle.
+            return subprocess.Popen(
+                [sys.executable, "-m", "exitserve", *self._arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+class ForkedServer(LocalServer):
+    """The same as a fork."""
+
+    def _launch(self) -> Any:
+        return PythonProcess("exitserve", self._arguments, self.log, os.environ)
 
 
 def fork_instead_of_spawn() -> None:
@@ -168,7 +251,6 @@ def _begin(environment: Mapping[str, str], group: int) -> None:
     # Processes of its own are forks of the same fork server, which is not started again.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None
     fork_instead_of_spawn()
-    LocalServer._launch = ForkedServer._launch
     if WALK in environment:
         _note_files(Path(environment[WALK]))
 

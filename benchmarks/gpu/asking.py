@@ -9,6 +9,7 @@ whole response, and `chats`, lists of messages that end with the model's own gre
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-
-from exitserve.server.local_server import free_port
 
 SECONDS = 60
 """For one answer."""
@@ -31,7 +30,8 @@ def main() -> None:
     """
     model, questions, out, max_tokens, *flags = sys.argv[1:]
     asked = Path(questions).read_text(encoding="utf-8").splitlines()
-    port = str(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "exitserve", "serve", model, *flags]
     command += ["--host", "127.0.0.1", "--port", port]
     found: dict[str, Any] = {}

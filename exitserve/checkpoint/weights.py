@@ -1,32 +1,20 @@
-"""Copies the tensors of the first layers from safetensors files to safetensors files.
-
-A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: name to
-dtype, shape and offsets), and the tensors' bytes. Tensors
-are copied as bytes, whatever their dtype and size, without loading any: one buffer is all memory.
-"""
+"""The tensors of a checkpoint's safetensors files: their headers, and copies of some of them."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from exitserve.checkpoint.first_layers import beyond
 from exitserve.errors import ExitServeError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file that is written; a larger tensor gets a file of its own."""
-
-_METADATA = "__metadata__"
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's limit."""
-_BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +26,17 @@ class StoredTensor:
     """As safetensors names it: `BF16`, `F32`, `I8`, ..."""
     shape: tuple[int, ...]
     file: Path
-    offset: int
-    """Position of its first byte in the file."""
-    num_bytes: int
 
     @property
     def num_elements(self) -> int:
         """How many numbers it holds."""
         return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its numbers, whose width is in the name of the type (but for `BOOL`)."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.num_elements * (8 if bits is None else int(bits[0])) // 8
 
 
 @dataclass(frozen=True)
@@ -109,112 +100,52 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size, _MAX_HEADER_BYTES):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        metadata = header.pop(_METADATA, {})
-        tensors = [
-            StoredTensor(
-                name=name,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                file=path,
-                offset=8 + length + entry["data_offsets"][0],
-                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-        ]
-        if any(t.num_bytes < 0 or t.offset + t.num_bytes > size for t in tensors):
-            raise ValueError("it ends before its tensors do")
+        with safe_open(path, "np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            tensors = [
+                StoredTensor(
+                    name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()), file=path
+                )
+                for name, part in parts.items()
+            ]
+            return tensors, file.metadata() or {}
     except FileNotFoundError as error:
         raise ExitServeError(f"'{path}' is missing; download the checkpoint again.") from error
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError) as error:
         raise ExitServeError(
             f"'{path}' is not a complete safetensors file ({error}); download the checkpoint again."
         ) from error
-    return tensors, metadata
 
 
 def write_weights(
-    weights: StoredWeights,
-    directory: Path,
-    advance: Callable[[int], Any] = lambda _: None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    weights: StoredWeights, directory: Path, advance: Callable[[int], Any] = lambda _: None
 ) -> None:
-    """Writes tensors as a checkpoint's weights: one file, or shards with an index.
+    """Writes tensors as a checkpoint's weights, in files of the same names; bit for bit.
+
+    One file is read at a time.
 
     Args:
         weights: what to copy.
         directory: an existing folder.
-        advance: called with the bytes of each piece that was copied.
-        max_shard_bytes: most bytes of a file.
+        advance: called with the bytes of each file that was copied.
     """
-    shards = _shards(weights.tensors, max_shard_bytes)
-    count = len(shards)
-    shard_of: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        shard_of |= {tensor.name: name for tensor in shard}
-        _write_file(directory / name, shard, weights.metadata, advance)
-    if count > 1:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    by_file: dict[Path, list[StoredTensor]] = {}
+    for tensor in weights.tensors:
+        by_file.setdefault(tensor.file, []).append(tensor)
+    for path, tensors in by_file.items():
+        with safe_open(path, "pt") as source:
+            kept = {tensor.name: source.get_tensor(tensor.name) for tensor in tensors}
+        name = SINGLE if len(by_file) == 1 else path.name
+        save_file(kept, directory / name, {"format": "pt", **weights.metadata})
+        advance(sum(tensor.num_bytes for tensor in tensors))
+    if len(by_file) > 1:
         total = sum(tensor.num_bytes for tensor in weights.tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
+        places = {tensor.name: tensor.file.name for tensor in weights.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(tensors: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
-    """Groups of tensors in their order, each of at most `most` bytes or a single tensor."""
-    shards: list[list[StoredTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.num_bytes > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
-    return shards
-
-
-def _write_file(
-    path: Path,
-    tensors: Sequence[StoredTensor],
-    metadata: Mapping[str, str],
-    advance: Callable[[int], Any],
-) -> None:
-    # Widest numbers first: readers map the file and need numbers aligned to their size.
-    ordered = sorted(tensors, key=_number_bytes, reverse=True)
-    header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
-    end = 0
-    for tensor in ordered:
-        begin, end = end, end + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as target:
-        target.write(struct.pack("<Q", len(text)) + text)
-        for tensor in ordered:
-            with tensor.file.open("rb") as source:
-                source.seek(tensor.offset)
-                _copy(source, target, tensor.num_bytes, advance)
-
-
-def _number_bytes(tensor: StoredTensor) -> int:
-    return tensor.num_bytes // max(1, tensor.num_elements)
-
-
-def _copy(source: BinaryIO, target: BinaryIO, count: int, advance: Callable[[int], Any]) -> None:
-    while count:
-        piece = source.read(min(count, _BUFFER_BYTES))
-        if not piece:
-            raise OSError(f"'{source.name}' ended while it was copied")
-        target.write(piece)
-        advance(len(piece))
-        count -= len(piece)

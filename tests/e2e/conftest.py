@@ -16,9 +16,8 @@ from openai import OpenAI
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
-from exitserve.server.local_server import LocalServer, free_port, stop
 
-from ..forks import ForkedServer, PythonProcess
+from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, stop
 
 NAME = "exit-py"
 KEY = "none"

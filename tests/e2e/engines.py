@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from exitserve.server.local_server import LocalServer
+from ..forks import LocalServer
 
 PROBE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base" / "alive.py"
 

@@ -7,8 +7,7 @@ from itertools import islice
 import httpx
 import pytest
 
-from exitserve.server.local_server import LocalServer
-
+from ..forks import LocalServer
 from ..soak.answers import fault, replies
 from ..soak.bodies import COMPLETIONS, Bodies
 

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from exitserve.server.local_server import LocalServer
-
+from ..forks import LocalServer
 from ..written import ROOT, Checkout, blocks
 
 pytestmark = pytest.mark.nightly

@@ -15,8 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from exitserve.server.local_server import LocalServer
-
+from ..forks import LocalServer
 from ..soak.soak import soak
 
 NAME = "exit-py"

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.server.local_server import LocalServer
 
+from ..forks import LocalServer
 from .engines import held_still, probe, started_by
 
 pytestmark = pytest.mark.nightly

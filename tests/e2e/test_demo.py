@@ -14,9 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from exitserve.server.local_server import free_port, stop
-
-from ..forks import PythonProcess
+from ..forks import PythonProcess, free_port, stop
 
 pytestmark = pytest.mark.nightly
 

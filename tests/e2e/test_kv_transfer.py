@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.server.local_server import LocalServer
 
+from ..forks import LocalServer
 from .conftest import NAME, Serve
 from .test_crowded import metric
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from exitserve.server.local_server import LocalServer
-
+from ..forks import LocalServer
 from .engines import held_still, probe, started_by
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")

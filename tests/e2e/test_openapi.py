@@ -10,7 +10,8 @@ import pytest
 
 from exitserve import __version__
 from exitserve.policy import FIELDS
-from exitserve.server.local_server import LocalServer
+
+from ..forks import LocalServer
 
 NAME = "exit-py"
 ASKED = {"exit_threshold": 0.4, "exit_trace": True}

@@ -12,7 +12,8 @@ import pytest
 
 from exitserve.cli import main
 from exitserve.evaluation.settings import TRACED_TOKENS as TRACED
-from exitserve.server.local_server import LocalServer
+
+from ..forks import LocalServer
 
 pytestmark = pytest.mark.nightly
 

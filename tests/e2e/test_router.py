@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from exitserve.server.local_server import LocalServer, free_port
-
+from ..forks import LocalServer, free_port
 from .conftest import NAME, WITH_UNI, Serve
 
 pytestmark = pytest.mark.nightly

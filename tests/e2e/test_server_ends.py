@@ -20,9 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from exitserve.server.local_server import LocalServer
-
-from ..forks import ForkedServer
+from ..forks import ForkedServer, LocalServer
 from .engines import started_by
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")

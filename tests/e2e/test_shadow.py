@@ -20,7 +20,8 @@ from exitserve.checkpoint.block import read_multi_exit
 from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.server.local_server import LocalServer
+
+from ..forks import LocalServer
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from exitserve.checkpoint.block import read_multi_exit
-from exitserve.server.local_server import free_port, stop
 
+from ..forks import free_port, stop
 from ..written import ROOT, Checkout, blocks
 
 pytestmark = pytest.mark.nightly

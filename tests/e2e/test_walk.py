@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST_FILES = 24
+MOST_FILES = 15
 
 
 @pytest.fixture(scope="module")

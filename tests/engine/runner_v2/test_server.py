@@ -11,7 +11,8 @@ from openai import BadRequestError, OpenAI
 
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
-from exitserve.server.local_server import LocalServer
+
+from ...forks import LocalServer
 
 pytestmark = pytest.mark.nightly
 

@@ -43,9 +43,9 @@ def _load_all(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 900))
+@given(st.integers(1, 4), st.integers(1, 9))
 def test_the_first_layers_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, depth: int, files: int, shard_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, depth: int, files: int
 ) -> None:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     tensors = _checkpoint()
@@ -59,7 +59,7 @@ def test_the_first_layers_bit_for_bit(
     (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     copied: list[int] = []
     kept = read_weights(source).first(depth)
-    write_weights(kept, target, copied.append, max_shard_bytes=shard_bytes)
+    write_weights(kept, target, copied.append)
     found = _load_all(target)
     assert set(found) == {
         name
@@ -77,9 +77,6 @@ def test_the_first_layers_bit_for_bit(
     assert set(index["weight_map"]) == set(found)
     assert sorted(set(index["weight_map"].values())) == written
     assert index["metadata"]["total_size"] == sum(copied)
-    for path in target.glob("*.safetensors"):
-        held = load_file(path)
-        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= shard_bytes
 
 
 @pytest.fixture
