@@ -143,3 +143,10 @@ class PreemptedRequests:
     def _forget_ended(self) -> None:
         """Drops those that were aborted meanwhile: they are in no batch that would tell."""
         self.forget([name for name in self.names if not self.may_return(name)])
+
+
+class RunningRequests:
+    """The requests of an engine, as the worker knows them."""
+
+    def update_counts(self) -> None:
+        """Brings the recorder's counts and traces up to date, for which a GPU's wait for it."""

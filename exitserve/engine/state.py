@@ -10,14 +10,8 @@ from torch import Tensor
 from exitserve.engine.compat.config import eos_token_ids
 from exitserve.engine.options import rules_from
 from exitserve.engine.recorder import Recorder
+from exitserve.engine.requests import RunningRequests
 from exitserve.policy import ExitRules
-
-
-class RunningRequests:
-    """The requests of an engine, as the worker knows them."""
-
-    def update_counts(self) -> None:
-        """Brings the recorder's counts and traces up to date, for which a GPU's wait for it."""
 
 
 class EngineState:

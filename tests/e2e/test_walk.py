@@ -21,7 +21,9 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST_FILES = 15
+MOST_FILES = 21
+OF_THE_POLL = {"exitserve/server/metrics.py", "exitserve/server/stats_window.py"}
+"""What the server does every two seconds while anybody asks: it reads the counts of its worker."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,10 @@ def walked(
             time.sleep(0.5)  # until each process has seen it
             answer = httpx.post(url, json=body, timeout=120).json()
             (folder / "on").unlink()
+            time.sleep(0.5)  # the end of the server is no part of the way
     assert len(answer["choices"][0]["exit_layers"]) == 24
-    return {f"exitserve/{one.name.replace('+', '/')}" for one in folder.glob("*.py")}
+    files = {f"exitserve/{one.name.replace('+', '/')}" for one in folder.glob("*.py")}
+    return files - OF_THE_POLL
 
 
 def test_a_drafted_request_takes_few_files(walked: set[str]) -> None:

@@ -121,9 +121,7 @@ class FirstLayersProposer(DraftModelProposer):
 
     def load_model(self, target_model: Any) -> None:
         """No weights are loaded: the draft is part of the target."""
-        loop = target_model.drafting
-        assert isinstance(loop, DraftingLoop), "the model was built to draft"
-        self._loop = loop
+        self._loop: DraftingLoop = target_model.drafting
 
     def initialize_attn_backend(self, *args: Any, **more: Any) -> None:
         """The target's metadata builders are used."""
@@ -223,7 +221,8 @@ class DraftingRunner(CPUModelRunner):
         prepare to judge its no drafts, and judge them. That takes time, and on a CPU fails where a
         request has a top-k: it takes the maximum of all k, and of none there is none.
         """
-        self._keep_seeds()
+        if self.input_batch.generators:
+            self._keep_seeds()
         drafts, speculation = scheduler_output.scheduled_spec_decode_tokens, self.speculative_config
         self.speculative_config = speculation if drafts else None
         try:

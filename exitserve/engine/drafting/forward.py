@@ -23,7 +23,6 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from exitserve.engine.compat.context import batch_shape
 from exitserve.engine.drafting.head import DraftHead
 from exitserve.engine.drafting.requests import Judged
 from exitserve.engine.layers.exit_head import ExitHead
@@ -90,9 +89,10 @@ class DraftingLoop:
         """
         if self._in_graphs:
             return self._run_keeping(positions, embed())
-        if batch_shape() is None:  # a warm-up, which compiles both
+        context = get_forward_context()
+        if context.attn_metadata is None:  # a warm-up, which compiles both
             # Passes count their mixture-of-experts layers in the forward context.
-            with override_forward_context(replace(get_forward_context())):
+            with override_forward_context(replace(context)):
                 self._run_keeping(positions, embed())
             return plain()
         return plain() if self._judged is None else self._run_keeping(positions, embed())

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from exitserve.engine.requests import Request, read_request
-from exitserve.engine.state import EngineState, RunningRequests
+from exitserve.engine.requests import Request, RunningRequests, read_request
+from exitserve.engine.state import EngineState
 from exitserve.policy import NEVER
 
 

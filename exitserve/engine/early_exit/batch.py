@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.compat.context import BatchShape
-from exitserve.engine.requests import PreemptedRequests, Request, read_request
-from exitserve.engine.state import EngineState, RunningRequests
+from exitserve.engine.requests import PreemptedRequests, Request, RunningRequests, read_request
+from exitserve.engine.state import EngineState
 from exitserve.policy import ExitRules
 
 

@@ -22,8 +22,8 @@ from exitserve.engine.early_exit.device.rows import (
     Slots,
     every_check,
 )
-from exitserve.engine.requests import PreemptedRequests, Request
-from exitserve.engine.state import EngineState, RunningRequests
+from exitserve.engine.requests import PreemptedRequests, Request, RunningRequests
+from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
 
