@@ -73,7 +73,7 @@ def four_bits(weight: Tensor, method: str) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=["gptq", "awq"])
+@pytest.fixture(params=["gptq", pytest.param("awq", marks=pytest.mark.nightly)])
 def weights_of_four_bits(request, bundled, tmp_path_factory) -> Path:
     """The bundled model with weights of 4 bits."""
     from exitserve.engine.compat.config import lacks_kernel
