@@ -88,12 +88,14 @@ class TimeLimit(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """A resumed run has used some of its time."""
-        # All processes go by the slowest. float32: sums of others do not exist on every device.
-        self.share = most_of_all(torch.tensor(self._elapsed() / self._seconds, device=args.device))
+        self._look(args)
 
     def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Before the scheduler chooses the next step's rate."""
-        self.on_train_begin(args)
+        self._look(args)
+
+    def _look(self, args: TrainingArguments) -> None:
+        self.share = most_of_all(self._elapsed() / self._seconds, args.device)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -182,15 +184,17 @@ def _check_finite(model: nn.Module) -> None:
     norm = total.full_tensor() if isinstance(total, DTensor) else total
     bad = norm.isfinite().logical_not().float()
     # Each process may hold a part of the gradients only.
-    if most_of_all(bad):
+    if most_of_all(bad, bad.device):
         raise ExitServeError(f"their norm is {norm.item()} in this process")
 
 
-def most_of_all(value: Tensor) -> float:
-    """The greatest of all processes' values, each a scalar."""
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(value, op=distributed.ReduceOp.MAX)
-    return value.item()
+def most_of_all(value: Tensor | float, device: torch.device) -> float:
+    """The greatest of all processes' values; waits for no device where there is one process."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return float(value)
+    shared = torch.as_tensor(value, dtype=torch.float32, device=device)
+    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
+    return shared.item()
 
 
 class RunStoppedError(ExitServeError):
@@ -315,7 +319,7 @@ class StopOnTerm(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Saves and stops, in all processes or in none."""
-        self.asked = bool(most_of_all(torch.tensor(float(self.asked), device=args.device)))
+        self.asked = bool(most_of_all(self.asked, args.device))
         if self.asked:
             control.should_save = control.should_training_stop = True
 

@@ -187,7 +187,8 @@ def _figures(report: Mapping[str, Any], with_last: Mapping[int, Tensor]) -> dict
     among = "" if report["task"] == "class" else f", {MOST_CLASSES} most frequent tokens"
     names = {"accuracy": "shared head", "probe_accuracy": f"linear probe{among}"}
     accuracies = {label: found for name, label in names.items() if (found := curve(name))}
-    losses, ranks = {"shared head": curve("loss")}, {"a sequence": curve("effective_rank")}
+    losses = {"shared head": curve("loss")}
+    ranks = {"states of a sequence": curve("effective_rank")}
     spread = report["condensation"]
     return {
         "accuracy": plots.by_depth(accuracies, "accuracy", exits),
