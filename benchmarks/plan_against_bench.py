@@ -24,7 +24,7 @@ from typing import Any
 import synthetic
 
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.skipping import expected_seconds, forced_seconds
+from exitserve.costs.skipping import expected_seconds
 from exitserve.costs.sources import CostSource, step_costs
 from exitserve.reporting.report import machine, markdown_table, versions, write_json
 
@@ -121,7 +121,10 @@ def _seconds(case: Mapping[str, Any], costs: StepCosts) -> float:
         tokens = case["exit_layers"]
         left = tokens[str(layer)] / (tokens[str(layer)] + tokens[str(full)])
         return expected_seconds(costs, batch, {layer: left}, compacts=True)
-    return forced_seconds(costs, batch, case["exit_layer"], batch)
+    # Unconditional exits of all rows: no checks, one head.
+    layer = case["exit_layer"]
+    run = costs.rest(batch) + costs.exits(batch) + layer * costs.layer(batch) + costs.head(batch)
+    return run + (costs.num_layers - layer) * costs.fill(batch)
 
 
 def _name(case: Mapping[str, Any]) -> str:

@@ -123,21 +123,6 @@ def expected_seconds(
     return total + segment_seconds(costs, batch, start, end, staying, 0.0, compacts=compacts)
 
 
-def forced_seconds(costs: StepCosts, batch: int, layer: int, exiting: int) -> float:
-    """Seconds of a step in which rows exit unconditionally, without checks.
-
-    Args:
-        costs: of the parts.
-        batch: B.
-        layer: where they exit.
-        exiting: how many of the B rows; the others run all layers.
-    """
-    skipped = costs.num_layers - layer
-    above = costs.layer(batch - exiting) + costs.fill(exiting)
-    ahead = costs.rest(batch) + costs.exits(batch) + layer * costs.layer(batch)
-    return ahead + skipped * above + costs.head(batch)
-
-
 def speedup(costs: StepCosts, batch: int, shares: Mapping[int, float], *, compacts: bool) -> float:
     """Wall speedup over full depth; arguments as in `expected_seconds`."""
     return costs.full(batch) / expected_seconds(costs, batch, shares, compacts=compacts)

@@ -24,7 +24,6 @@ from exitserve.costs.devices import Device, roofline
 from exitserve.costs.skipping import (
     break_even_share,
     expected_seconds,
-    forced_seconds,
     speedup,
 )
 
@@ -116,11 +115,6 @@ def test_two_exit_layers_by_hand() -> None:
     first = 20 + 12 + 0.3 * 8
     second = 0.7 * (30 + 12) + 0.5 * 5
     assert found == pytest.approx(7 + first + second + 0.2 * (50 + 11))
-
-
-def test_rows_forced_out_share_the_final_head_and_are_not_checked() -> None:
-    assert forced_seconds(SIMPLE, 8, 4, 8) == pytest.approx(7 + 4 * 17 + 6 * 1 + 11)
-    assert forced_seconds(SIMPLE, 8, 4, 6) == pytest.approx(7 + 4 * 17 + 6 * (11 + 1) + 11)
 
 
 def test_no_exits_are_full_depth() -> None:
