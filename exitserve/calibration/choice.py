@@ -1,7 +1,8 @@
 """From proposals to a choice that keeps its promise: measure, order, test, take the cheapest.
 
-Choices are measured and put in order on one part of the text (`PieceSplit.select`) and tested on
-another.
+The target's risk belongs to pieces of text, not to tokens: pieces are independent, tokens of one
+piece are not. Choices are measured and put in order on one part of the text (`PieceSplit.select`)
+and tested on another.
 
 The promise is about tokens, and pieces differ in length. A piece of n tokens with mean risk r
 therefore counts as a loss of limit + (r - limit) n / n_max, which lies in [0, 1]. The mean of these
@@ -18,15 +19,50 @@ from dataclasses import dataclass, field, replace
 from exitserve.calibration.bounds import Gambler, min_pieces, p_value
 from exitserve.calibration.outcomes import Outcome, Summary, summarise
 from exitserve.calibration.proposals import Proposal
-from exitserve.calibration.risks import Target, wrong_ends
 from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.drafting import Drafting, best_drafts, drafting_speedup
+from exitserve.errors import ExitServeError
 from exitserve.policy import NUM_DRAFTS, ExitPolicy, Mode
 
 CONFIDENT = 2.0
 """The first choice to be tested is one that, on the pieces for selection, reached the capital
 1 / delta raised to this power: a test that fails at its first choice promises nothing."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The share of tokens that must be full depth's."""
+
+    agreement: float
+
+    @property
+    def name(self) -> str:
+        """As in the checkpoint, such as `agreement>=0.99`."""
+        return f"agreement>={self.agreement:g}"
+
+    @property
+    def limit(self) -> float:
+        """The mean risk must be at most this."""
+        return 1.0 - self.agreement
+
+    def risk(self, one: Outcome) -> float:
+        """Mean over the tokens of one piece, from 0 to 1."""
+        return 1.0 - one.agreement
+
+
+def agreement_target(least: float) -> Target:
+    """At least this share of tokens is full depth's."""
+    if not 0.0 < least < 1.0:
+        raise ExitServeError(
+            f"--target-agreement must be above 0 and below 1, such as 0.99, not {least:g}."
+        )
+    return Target(least)
+
+
+def wrong_ends(one: Outcome) -> float | None:
+    """Share of a piece's early ends of sequence that are wrong; None where it has none."""
+    return one.wrong_ends / one.ends if one.ends else None
 
 
 @dataclass(frozen=True)
@@ -149,7 +185,7 @@ class PromiseTest:
         """
         with_ends = sum(wrong_ends(one) is not None for one in choice.outcomes)
         planned = round(with_ends * len(self.sources) / len(choice.outcomes))
-        gambler = Gambler(end_limit(target), self.delta, planned)
+        gambler = Gambler(target.limit, self.delta, planned)
         for piece in range(len(self.sources)):
             wrong = wrong_ends(self.outcome(choice, piece))
             if wrong is not None:
@@ -161,11 +197,6 @@ class PromiseTest:
     def summary(self, choice: Choice) -> Summary:
         """Means over all test pieces."""
         return summarise(self.outcome(choice, piece) for piece in range(len(self.sources)))
-
-
-def end_limit(target: Target) -> float:
-    """The share of early ends of sequence that may be wrong."""
-    return target.limit
 
 
 def test_order(choices: Sequence[Choice], target: Target, trial: PromiseTest) -> list[Choice]:

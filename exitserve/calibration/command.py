@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.arguments import (
     add_model_command,
+    at_least,
     check_context,
     numbers,
     with_adapter,
     words,
-)
-from exitserve.calibration.options import (
-    DEFAULT_AGREEMENT,
-    RESEARCH,
-    add_text,
-    check_text,
-    targets_of,
 )
 from exitserve.checkpoint.block import (
     MultiExit,
@@ -41,9 +35,9 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, NUM_DRAFTS, Mode
 
 if TYPE_CHECKING:
+    from exitserve.calibration.choice import Target
     from exitserve.calibration.outcomes import Piece, Source
     from exitserve.calibration.pieces import PieceSplit
-    from exitserve.calibration.risks import Target
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.calibration.unfinished import Recall
     from exitserve.costs.curves import StepCosts
@@ -51,6 +45,18 @@ if TYPE_CHECKING:
     from exitserve.reporting.progress import StepProgress
     from exitserve.windows import Documents, Window
 
+AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
+"""Also calibrated, for requests that send `exit_target`, where the text is enough."""
+DEFAULT_AGREEMENT = 0.99
+
+
+RESEARCH: dict[str, Any] = {
+    "confidence_level": 0.95,  # of the guarantee
+    "prompt_tokens": 32,  # of each window
+    "generated_share": 0.5,  # of the windows, whose prompts the model continues
+    "costs": "bytes",  # or "measured" on this machine, or the figures of a device such as "h200"
+}
+"""Options without a flag, for `exitserve.cli.main`."""
 SEED = 0
 BYTES, MEASURED = "bytes", "measured"
 """Kinds of costs; any other word is a device."""
@@ -137,8 +143,52 @@ def add_calibrate(subparsers: Any) -> None:
         help="auto|float32|bfloat16|float16, as the server will have it: promises are about tokens "
         "that are rounded so (default %(default)s)",
     )
-    add_text(parser)
+    _add_text(parser)
     parser.set_defaults(**RESEARCH)
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    """Adds how the text is cut and continued."""
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--windows", type=int, default=2400, metavar="N", help="at most (default %(default)s)"
+    )
+    text.add_argument(
+        "--window", type=int, default=256, metavar="T", help="tokens of each (default %(default)s)"
+    )
+    text.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="at which the model continues the beginnings of half of them, as it will be served; "
+        "0: greedy (default %(default)g)",
+    )
+
+
+def _targets_of(args: argparse.Namespace) -> list[Target]:
+    """The target that was asked for, then those of `AGREEMENTS`."""
+    from exitserve.calibration.choice import agreement_target
+
+    if not 0.5 <= args.confidence_level < 1.0:
+        raise ExitServeError(
+            f"confidence_level must be from 0.5 to below 1, such as 0.95, not "
+            f"{args.confidence_level:g}."
+        )
+    others = [agreement_target(one) for one in AGREEMENTS]
+    asked = agreement_target(args.target_agreement)
+    return [asked, *(one for one in others if one.agreement != asked.agreement)]
+
+
+def _check_text(args: argparse.Namespace) -> None:
+    """Raises `ExitServeError` unless the text options make sense."""
+    at_least(10, args.windows, "--windows")
+    at_least(1, args.prompt_tokens, "prompt_tokens")
+    at_least(args.prompt_tokens + 8, args.window, "--window")
+    if not 0.0 <= args.generated_share <= 1.0:
+        raise ExitServeError(f"generated_share must be from 0 to 1, not {args.generated_share:g}.")
+    if not 0.0 <= args.temperature <= 2.0:
+        raise ExitServeError(f"--temperature must be from 0 to 2, not {args.temperature:g}.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,8 +203,8 @@ def run(args: argparse.Namespace) -> int:
     _modes(args)
     base, args = args.model, with_adapter(args)
     block, config = _block(args)
-    targets = targets_of(args)
-    check_text(args)
+    targets = _targets_of(args)
+    _check_text(args)
     args.exit_checks = args.exit_checks or _own_checks()
     directory = local_checkpoint(args.model, args.revision)
     home = directory if args.adapter is None else local_adapter(args.adapter)
@@ -360,7 +410,6 @@ def _job(
     delta: float,
 ) -> CalibrationJob:
     from exitserve.calibration.bounds import min_pieces
-    from exitserve.calibration.choice import end_limit
     from exitserve.calibration.run import CalibrationJob
     from exitserve.costs.byte_costs import break_even_rates
 
@@ -372,7 +421,7 @@ def _job(
         costs=_costs(args, config, mode),
         exit_checks=args.exit_checks,
         break_even={} if args.exit_checks == "all" else break_even_rates(config, block.exit_layers),
-        fewest_ends=min_pieces(end_limit(targets[0]), delta),
+        fewest_ends=min_pieces(targets[0].limit, delta),
         most_tokens=args.window - args.prompt_tokens,
     )
 

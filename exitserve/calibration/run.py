@@ -12,6 +12,7 @@ from exitserve.agreement import FullDepthPass
 from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
+    Target,
     by_risk,
     drafting_of,
     mean_risk,
@@ -36,7 +37,6 @@ from exitserve.calibration.proposals import (
     end_thresholds,
     propose,
 )
-from exitserve.calibration.risks import Target
 from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
 from exitserve.calibration.screening import fit_screens
 from exitserve.calibration.selection import Selection

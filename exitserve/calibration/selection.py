@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from exitserve.calibration.choice import Choice, PromiseTest, is_confident, mean_risk
+from exitserve.calibration.choice import Choice, PromiseTest, Target, is_confident, mean_risk
 from exitserve.calibration.proposals import PRICES, Proposal, interpolated
-from exitserve.calibration.risks import Target
 
 
 class Selection:

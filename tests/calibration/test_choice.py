@@ -10,13 +10,13 @@ import pytest
 from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
+    agreement_target,
     mean_risk,
     passing_choices,
     weighted_loss,
 )
 from exitserve.calibration.outcomes import Outcome, Source
 from exitserve.calibration.proposals import Proposal
-from exitserve.calibration.risks import agreement_target
 
 DELTA, RUNS = 0.1, 300
 TARGET = agreement_target(0.9)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from exitserve.agreement import FullDepthPass
-from exitserve.calibration import options, proposals
+from exitserve.calibration import command, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint.block import read_config, read_multi_exit
@@ -47,7 +47,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(calibration_run, "COMPARED", 10)
     monkeypatch.setattr(calibration_run, "PRICES", (60.0, 12.0, 4.0, 1.5))
     monkeypatch.setattr(proposals, "BETWEEN", 2)
-    monkeypatch.setattr(options, "AGREEMENTS", (0.6,))
+    monkeypatch.setattr(command, "AGREEMENTS", (0.6,))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def passes(monkeypatch) -> Counter[Any]:
 def interrupted(monkeypatch) -> list[str]:
     """Somebody presses Ctrl-C, once in the midst of the reading and once of the measuring."""
     pressed: list[str] = []
-    for name, after in (("read_exits", 30), ("measure_outcome", 40)):
+    for name, after in (("read_exits", 15), ("measure_outcome", 40)):
         real, calls = getattr(calibration_run, name), Counter[str]()
 
         def stop(*args: Any, name=name, after=after, real=real, calls=calls) -> Any:
@@ -93,7 +93,7 @@ def model(bundled, tmp_path, hub) -> Path:
 
 
 def calibrate(model: Path, data: Path, *more: str, **research: Any) -> int:
-    sizes = ["--window", str(WINDOW), "--windows", "200"]
+    sizes = ["--window", str(WINDOW), "--windows", "120"]
     sizes += [] if "--dtype" in more else ["--dtype", "float32"]  # faster on many a CPU
     arguments = ["calibrate", str(model), "--data", str(data), *sizes, *more]
     return main(arguments, prompt_tokens=PROMPT, **research)
@@ -114,7 +114,7 @@ def agreement_afterwards(model: Path, data: Path, fields: dict[str, object]) -> 
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("mode", ["confidence", "defer"])
+@pytest.mark.parametrize("mode", ["confidence", pytest.param("defer", marks=pytest.mark.nightly)])
 def test_a_calibrated_model_keeps_its_promise(
     quick, capsys, passes, interrupted, model: Path, corpora, mode: str
 ) -> None:
@@ -170,6 +170,7 @@ def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpo
     assert block is not None and block.calibration is not None
     found = block.calibration.by_mode()
     assert list(found) == ["defer", "confidence"]
+    assert_drafts_at_one_layer(model, block.calibration)
     assert all(one.chosen.agreement == 0.8 for one in found.values())
     assert found["defer"].chosen.thresholds != found["confidence"].chosen.thresholds
     for folder, mode in (("", "defer"), ("confidence", "confidence")):

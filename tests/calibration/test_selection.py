@@ -7,10 +7,16 @@ import math
 import pytest
 
 from exitserve.calibration import choice
-from exitserve.calibration.choice import Choice, PromiseTest, is_confident, mean_risk
+from exitserve.calibration.choice import (
+    Choice,
+    PromiseTest,
+    Target,
+    agreement_target,
+    is_confident,
+    mean_risk,
+)
 from exitserve.calibration.outcomes import Outcome
 from exitserve.calibration.proposals import BETWEEN, PRICES, Proposal
-from exitserve.calibration.risks import Target, agreement_target
 from exitserve.calibration.selection import Selection
 
 LAYERS = 10
