@@ -21,6 +21,15 @@ EACH_RUN = {"llama", "gpt2", "gemma2", "mixtral"} | {
     f"{name}ForCausalLM" for name in ("Llama", "Gemma2", "Mixtral")
 }
 """Families that are tried on each run: one of each kind. Others are tried at night."""
+AT_NIGHT_ON_V2 = (
+    "test_a_context_that_is_full",
+    "test_a_smaller_head_drafts_less_and_loses_nothing",
+    "test_every_architecture[LlamaForCausalLM]",
+    "test_every_architecture[MixtralForCausalLM]",
+    "test_quantised_weights_draft_for_themselves",
+    "test_samples_have_full_depths_distribution",
+)
+"""Tests of drafts that each run has on runner V1 only: V2's kernels are interpreted, slowly."""
 OWN_SERVERS = (
     "test_data_parallel.py",
     "test_demo.py",
@@ -48,7 +57,9 @@ def scope_of(nodeid: str) -> str:
 
 
 def is_nightly(item: pytest.Item) -> bool:
-    """Whether it is of a family that others stand for."""
+    """Whether others stand for it on each run: another family, or another runner."""
+    if "runner_v2" in item.path.parts and item.name in AT_NIGHT_ON_V2:
+        return True
     params = getattr(item, "callspec", None)
     names = params.params if params else {}
     family = names.get("family", names.get("architecture", "llama"))

@@ -10,7 +10,7 @@ import pytest
 from exitserve.checkpoint.draft_tokens import save_draft_tokens
 
 
-@pytest.mark.parametrize(("kind", "every"), [("verify", 2), ("defer", 0), (None, 0), (None, 2)])
+@pytest.mark.parametrize(("kind", "every"), [("verify", 2), ("defer", 0), (None, 2)])
 def test_the_oracles_tokens_and_depths(
     kind, every: int, model, start, random_jobs, asking, expected, drafting
 ) -> None:
@@ -32,7 +32,7 @@ def test_under_preemption(
 ) -> None:
     """Tokens that are computed again, after a preemption, are what they were."""
     harness = start(model, **drafting | few_blocks | {"num_gpu_blocks_override": 10})
-    jobs = asking(random_jobs(10, longest=60, max_tokens=40))
+    jobs = asking(random_jobs(6, longest=60, max_tokens=40))
 
     assert harness.run(jobs) == expected(model, jobs)
     assert harness.counter("vllm:num_preemptions") > 0

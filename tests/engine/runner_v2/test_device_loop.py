@@ -23,7 +23,7 @@ def model(make_checkpoint):
 
 @pytest.fixture(scope="module")
 def jobs(random_jobs):
-    return random_jobs(count=9, max_tokens=30)
+    return random_jobs(count=9, max_tokens=20)
 
 
 @pytest.mark.parametrize("checks", ["screened", "all"])
@@ -88,7 +88,7 @@ def test_tensor_parallel(start, oracle, expect, model, jobs, monkeypatch) -> Non
 def test_preempted_requests_freeze_where_they_did(
     start, oracle, expect, model, random_jobs, few_blocks
 ) -> None:
-    jobs = random_jobs(count=10, longest=60, max_tokens=60)
+    jobs = random_jobs(count=6, longest=60, max_tokens=60)
     harness = start(model, exits=EXITS, **few_blocks)
     reference = oracle(model)
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]

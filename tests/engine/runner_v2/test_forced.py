@@ -10,7 +10,7 @@ from exitserve.bench.forced import start_forced_engine
 from exitserve.engine.launch import greedy_params
 
 
-@pytest.mark.parametrize("mode", ["verify", "defer"])
+@pytest.mark.parametrize("mode", ["verify", pytest.param("defer", marks=pytest.mark.nightly)])
 def test_as_often_as_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     exits = {"mode": mode, "exit_threshold": 0.5, "num_drafts": 3}
