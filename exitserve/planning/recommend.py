@@ -12,7 +12,7 @@ layers are a shortest path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from exitserve.costs.curves import Curve, StepCosts
@@ -101,24 +101,16 @@ def choose_layers(costs: StepCosts, batch: int, total: float, *, compacts: bool)
     return found[1] if found else ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Whether exits can pay at a batch size."""
+def verdict(costs: StepCosts, batch: int, *, compacts: bool) -> tuple[float, str | None]:
+    """Whether exits can pay, and if not, which cost prevents it.
 
-    gain: float
-    """Wall speedup if the plausible share of tokens exited at the shallowest plausible layer."""
-    reason: str | None
-    """Why they cannot; None where they can."""
-
-
-def verdict(costs: StepCosts, batch: int, *, compacts: bool) -> Verdict:
-    """Whether exits can pay, and if not, which cost prevents it."""
+    Returns:
+        The wall speedup if the plausible share of tokens exited at the shallowest plausible layer,
+        and why exits cannot pay; None where they can.
+    """
     layer = min(costs.num_layers - 1, max(1, round(SHALLOWEST * costs.num_layers)))
     gain = _plausible_gain(costs, batch, layer, compacts=compacts)
-    reason = None
-    if gain < WORTH:
-        reason = _reason(costs, batch, layer, compacts=compacts)
-    return Verdict(gain=gain, reason=reason)
+    return gain, None if gain >= WORTH else _reason(costs, batch, layer, compacts=compacts)
 
 
 def _plausible_gain(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> float:

@@ -229,12 +229,12 @@ def _choice_block(
 
 
 def _verdict_block(costs: StepCosts, batch: int, way: str) -> dict[str, Any]:
-    found = verdict(costs, batch, compacts=WAYS[way])
+    gain, reason = verdict(costs, batch, compacts=WAYS[way])
     return {
         "batch_size": batch,
-        "best_plausible_speedup": round(found.gain, 4),
-        "can_pay": found.reason is None,
-        "reason": found.reason,
+        "best_plausible_speedup": round(gain, 4),
+        "can_pay": reason is None,
+        "reason": reason,
     }
 
 

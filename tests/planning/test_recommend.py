@@ -98,7 +98,7 @@ def test_layers_together_break_even_where_the_speedup_is_one(compacts: bool) -> 
     ],
 )
 def test_why_exits_cannot_pay(found: StepCosts, batch: int, compacts: bool, words: str) -> None:
-    said = verdict(found, batch, compacts=compacts)
-    assert said.gain < WORTH
-    assert said.reason is not None
-    assert words in said.reason
+    gain, reason = verdict(found, batch, compacts=compacts)
+    assert gain < WORTH
+    assert reason is not None
+    assert words in reason
