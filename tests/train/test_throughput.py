@@ -1,6 +1,7 @@
 """The share of the machine's products that training reaches: what is counted, and what is said."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,11 +96,26 @@ def test_products_are_those_of_a_step(
     assert counter.flops == pytest.approx(expected, rel=0.06)
 
 
-def test_the_share_is_that_since_the_last_call() -> None:
-    recipe = a_recipe(["aligned"])
+def test_a_slow_gpu_is_told_why_once() -> None:
+    recipe = a_recipe(["aligned"], training={"per_device_train_batch_size": 2})
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, hidden_size=32, vocab_size=90))
     arguments: Any = training_arguments(recipe)
     meter = throughput.Throughput(recipe, arguments, model_parts(model), model.config)
     assert meter.share(0) is None
     shares = [meter.share(tokens) for tokens in (10, 20)]
     assert all(share is not None and share > 0 for share in shares)
+    assert meter.warning(0.01) is None, "a CPU is not told"
+    on_gpu = SimpleNamespace(
+        device=torch.device("cuda"),
+        world_size=1,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=False,
+    )
+    meter._arguments = on_gpu
+    assert meter.warning(0.2) is None
+    said = meter.warning(0.01)
+    assert said is not None
+    for part in ("1% of this GPU", "128 tokens", "compile_layers=true", "bf16=true"):
+        assert part in said
+    meter.share(30)
+    assert meter.warning(0.01) is None, "said once"

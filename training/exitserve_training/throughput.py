@@ -1,4 +1,4 @@
-"""The share of the machine's products that training reaches (MFU).
+"""The share of the machine's products that training reaches (MFU), and what keeps it low.
 
 Products are counted: 2 for each weight and token forward, 4 backward, those of attention, the head
 once for each layer that is read, and a frozen teacher's forward pass. What the machine can do is
@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from exitserve_kernels.dispatch import chosen
 from exitserve_training.models import build_model, model_config
 from exitserve_training.objectives.aligned.options import AlignedOptions, KLToLastOptions
 from exitserve_training.objectives.options import ObjectiveOptions
 from exitserve_training.parts import ModelParts
 from exitserve_training.recipe import Recipe
 
+LOW_SHARE = 0.15
+"""Of a GPU's products; below it a run has something to gain."""
+LARGE_BATCH = 8192
+"""Tokens of a micro-batch that fill a GPU."""
 _PROBES = {"cpu": (512, 2**22)}
 _LARGE_PROBE = (4096, 2**26)
 """Rows of the square product that is timed, and numbers of the addition, by device: a GPU that gets
@@ -143,11 +148,12 @@ class Throughput:
         self, recipe: Recipe, arguments: TrainingArguments, parts: ModelParts, config: Any
     ) -> None:
         """Measures what the device of this process can do."""
-        self._processes: int = arguments.world_size
+        self._recipe, self._arguments = recipe, arguments
         self._flops = flops_per_token(recipe, parts, config)
         dtype = torch.bfloat16 if recipe.bf16 else torch.float32
         self._rates = measured_rates(arguments.device, dtype)
         self._last: tuple[float, int] | None = None
+        self._told = 0
 
     def share(self, tokens: int) -> float | None:
         """Since the last call, of all processes' devices; None at the first call.
@@ -159,5 +165,38 @@ class Throughput:
         last, self._last = self._last, now
         if last is None or now[0] <= last[0]:
             return None
+        self._told += 1
         reached = self._flops * (now[1] - last[1]) / (now[0] - last[0])
-        return reached / (self._rates.flops * self._processes)
+        processes: int = self._arguments.world_size
+        return reached / (self._rates.flops * processes)
+
+    def warning(self, share: float) -> str | None:
+        """What keeps a GPU idle, said once: at the second share, for the first may compile."""
+        if self._told != 2 or share >= LOW_SHARE or self._arguments.device.type != "cuda":
+            return None
+        reasons = reasons_for_low_share(self._recipe, self._arguments)
+        if not reasons:
+            return None
+        return f"Training reaches {share:.0%} of this GPU's products: {'; '.join(reasons)}."
+
+
+def reasons_for_low_share(recipe: Recipe, arguments: TrainingArguments) -> list[str]:
+    """What can be seen to keep a GPU idle, with what to do about it."""
+    tokens = arguments.per_device_train_batch_size * recipe.data.sequence_length
+    found = []
+    if tokens < LARGE_BATCH:
+        found.append(
+            f"a micro-batch has {tokens:,} tokens: raise training.per_device_train_batch_size "
+            f"(to {-(-LARGE_BATCH // recipe.data.sequence_length)} or more)"
+        )
+    if not recipe.compile_layers:
+        found.append("layers are not compiled: set compile_layers=true")
+    if not recipe.bf16:
+        found.append("products are float32: set bf16=true")
+    if chosen().get("logit_losses") == "torch":
+        found.append("losses run without Triton's kernels: install triton")
+    if recipe.attn_implementation == "eager":
+        found.append("attention is eager: set attn_implementation=sdpa")
+    if arguments.gradient_checkpointing:
+        found.append("layers run twice: leave training.gradient_checkpointing out if memory allows")
+    return found

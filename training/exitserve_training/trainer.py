@@ -262,7 +262,12 @@ class MultiExitTraining(MultiExitCheckpoints):
             config = self.language_model.config
             self._throughput = Throughput(self._recipe, self.args, self.parts, config)
         share = self._throughput.share(int(self.state.num_input_tokens_seen))
-        return {} if share is None else {"mfu": round(share, 4)}
+        if share is None:
+            return {}
+        warning = self._throughput.warning(share)
+        if warning is not None and self.args.should_log:
+            print(warning, flush=True)
+        return {"mfu": round(share, 4)}
 
     def evaluate(
         self,
