@@ -211,7 +211,7 @@ class KLToLast(HeadObjective):
         chosen = options.layers_used(context.exit_layers, context.num_layers)
         path = options.teacher_path(context.initial_model)
         dtype = torch.bfloat16 if context.bf16 else torch.float32
-        self.frozen = None if path is None else FrozenTeacher(path, dtype)
+        self.frozen = None if path is None else FrozenTeacher(path, dtype, context.compile_layers)
         scale = dict(zip(chosen, layer_weights(chosen, options.weights), strict=True))
         if self.frozen is None:
             del scale[self.num_layers]  # which teaches

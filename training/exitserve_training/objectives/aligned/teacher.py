@@ -16,12 +16,16 @@ from exitserve_training.parts import model_parts
 class FrozenTeacher:
     """No `Module`: neither checkpoints, nor the optimizer, nor sharding shall see its weights."""
 
-    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype = torch.float32, compile_layers: bool = False
+    ) -> None:
         """Loads the model of a directory or hub id."""
         self.model = load_model(path, dtype=dtype)
         self.model.requires_grad_(False)
         self.model.train(False)
         self.parts = model_parts(self.model)
+        if compile_layers:
+            self.parts.compile_layers()
 
     @property
     def head(self) -> OutputHead:
