@@ -292,7 +292,7 @@ def prepare(job: BenchJob) -> None:
     from vllm.plugins import load_general_plugins
 
     # Of several threads, vLLM lets only the first wait for the classes that plugins register.
-    load_general_plugins()
+    load_general_plugins()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
