@@ -29,7 +29,7 @@ from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
-SECONDS = {"model": 55, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 220}
+SECONDS = {"model": 55, "chats": 90, "calibrate": 60, "request": 90, "eval": 30, "bench": 180}
 """Planned for each stage. Training gets what the others leave; those after it run side by side."""
 AROUND_TRAINING = 60
 """Seconds: libraries, data, two evaluations, and files with what changed."""
@@ -150,7 +150,10 @@ def train(run: StageRun) -> StageOutcome:
         raise StageError(f"training ended with status {status}. {last_lines(log)}")
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     said = [line for line in log.read_text(errors="replace").splitlines() if " tokens/s" in line]
-    outcome = training_page(report, _earlier(run), said[-1] if said else "")
+    earlier = _earlier(run)
+    knows_base = bool(earlier) or start == _base(run)
+    whose = "the base's" if knows_base else "the beginning's"
+    outcome = training_page(report, earlier, said[-1] if said else "", whose)
     run.publish("train", outcome)
     outcome.data["left"] = left_behind = _leave(run, start)
     told = f"{left_behind['bytes'] / 1e6:.1f} MB left as {left_behind['what']}"

@@ -14,13 +14,16 @@ Report = Mapping[str, Any]
 """A command's report.json."""
 
 
-def training_page(report: Report, earlier: Report, progress: str) -> StageOutcome:
+def training_page(
+    report: Report, earlier: Report, progress: str, whose: str = "the base's"
+) -> StageOutcome:
     """Loss at each depth, before and after.
 
     Args:
         report: of the run.
         earlier: the data of the stage `train` of the call that it continues; empty without one.
         progress: the last line about it, which has the share of the card's products.
+        whose: the loss is that full depth's is compared with.
     """
     before, after = report["initial_layers"], report["layers"]
     rows = [
@@ -37,7 +40,7 @@ def training_page(report: Report, earlier: Report, progress: str) -> StageOutcom
     )
     exits = ", ".join(f"{depth}: {own['loss']:.2f}" for depth, own in after.items())
     change = after[last]["loss"] / base_loss - 1
-    found = f"held-out loss {exits}; of full depth {change:+.1%} from the base's {base_loss:.3f}"
+    found = f"held-out loss {exits}; of full depth {change:+.1%} from {whose} {base_loss:.3f}"
     headers = ["depth", "loss before", "loss", "accuracy"]
     data = {"report": report, "base_loss": base_loss, "tokens_in_all": tokens, "progress": progress}
     page = f"{told}\n\n{markdown_table(headers, rows)}\n\n{progress}"

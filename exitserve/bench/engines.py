@@ -293,6 +293,10 @@ def prepare(job: BenchJob) -> None:
         # Several start at the same time, by threads, beside which a fork may wait for ever.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     prepare_environment()
+    from vllm.plugins import load_general_plugins
+
+    # Of several threads, vLLM lets only the first wait for the classes that plugins register.
+    load_general_plugins()  # type: ignore[no-untyped-call]
     if job.forced is not None:
         check_forced(*(setting.mode for setting in job.settings))
 

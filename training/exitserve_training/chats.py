@@ -150,7 +150,10 @@ def chat_collator(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     """
     pad_id, multiple = padding_id(tokenizer), recipe.training.get("pad_to_multiple_of")
     if recipe.data.packing:
-        return PackedChats(pad_id, multiple or 1)
+        # Compiled code is best, and made once, for batches that are all of one shape.
+        return PackedChats(
+            pad_id, recipe.data.sequence_length if recipe.compile_layers else multiple or 1
+        )
     return DataCollatorForLanguageModeling(pad_id, pad_to_multiple_of=multiple)
 
 

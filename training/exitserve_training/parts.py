@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from exitserve.checkpoint.decoder import FAMILIES, decoder_parts
@@ -56,6 +57,11 @@ class ModelParts:
     def predicting(self, hidden: Tensor) -> Tensor:
         """The states [B, S, D] of the positions that predict, out of all [B, T, D]."""
         return hidden[:, :1] if self.task == "class" else hidden
+
+    def compile_layers(self) -> None:
+        """Compiles one layer's code for all; hooks, which read hidden states, stay outside."""
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward)
 
 
 def model_parts(model: Any) -> ModelParts:

@@ -109,9 +109,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         self._shares: dict[str, Tensor] = {}
         self._throughput: Throughput | None = None
         if recipe.compile_layers:
-            # Layer by layer: the hooks that read hidden states must stay outside.
-            for layer in self.parts.layers:
-                layer.forward = torch.compile(layer.forward)
+            self.parts.compile_layers()
 
     def _objectives(self, recipe: Recipe, model: PreTrainedModel) -> Objectives:
         """What the recipe minimises, for this model."""
@@ -123,6 +121,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             seed=recipe.seed,
             initial_model=recipe.model,
             bf16=recipe.bf16,
+            compile_layers=recipe.compile_layers,
         )
         return build_objectives(recipe.objectives, context)
 

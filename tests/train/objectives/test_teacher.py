@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from exitserve.errors import ExitServeError
 from exitserve_training.forward import ExitPass
+from exitserve_training.objectives.aligned.objective import FrozenTeacher
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 
 NUM_LAYERS, EXITS = 6, (2, 4)
@@ -47,6 +48,16 @@ def test_every_exit_and_the_last_layer_learn_what_the_teacher_says(
     assert model.lm_head.weight.grad.abs().max() > 0
     teacher = wrapped.objectives.members[0].frozen.model
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_a_teacher_is_compiled_layer_by_layer(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda one: compiled.append(one) or one)
+    path = str(make_checkpoint("llama", num_hidden_layers=3, hidden_size=64))
+    layers = FrozenTeacher(path, compile_layers=True).parts.layers
+    assert [one.__self__ for one in compiled] == list(layers)
 
 
 def test_a_run_keeps_to_its_teacher_and_resumes(

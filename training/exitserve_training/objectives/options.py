@@ -37,6 +37,8 @@ class BuildContext:
     """Directory or hub id that the run began from; None from scratch."""
     bf16: bool = False
     """Whether products are computed in bfloat16: what does not learn is kept so, too."""
+    compile_layers: bool = False
+    """Whether layers are compiled, those that do not learn too."""
 
 
 class ObjectiveOptions(Strict):

@@ -197,7 +197,7 @@ class KLToLast(HeadObjective):
         self.temperature = options.temperature
         path = options.teacher_path(context.initial_model)
         dtype = torch.bfloat16 if context.bf16 else torch.float32
-        self.frozen = None if path is None else FrozenTeacher(path, dtype)
+        self.frozen = None if path is None else FrozenTeacher(path, dtype, context.compile_layers)
         self.scale = options.scale_of(self.chosen)
         if self.frozen is None:
             del self.scale[self.num_layers]  # which teaches
@@ -232,12 +232,16 @@ class FrozenTeacher:
     No `Module`: neither checkpoints, nor the optimizer, nor sharding shall see its weights.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype = torch.float32, compile_layers: bool = False
+    ) -> None:
         """Loads the model of a directory or hub id."""
         self.model = load_model(path, dtype=dtype)
         self.model.requires_grad_(False)
         self.model.train(False)
         self.parts = model_parts(self.model)
+        if compile_layers:
+            self.parts.compile_layers()
 
     @property
     def head(self) -> OutputHead:
