@@ -25,6 +25,7 @@ from exitserve.bench.measures import Timing
 from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, speculation_of
 from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
+from exitserve.engine.hooks.plugin import register
 from exitserve.engine.launch import (
     check_requests_by,
     greedy_params,
@@ -293,10 +294,8 @@ def prepare(job: BenchJob) -> None:
         # Several start at the same time, by threads, beside which a fork may wait for ever.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     prepare_environment()
-    from vllm.plugins import load_general_plugins
-
-    # Of several threads, vLLM lets only the first wait for the classes that plugins register.
-    load_general_plugins()  # type: ignore[no-untyped-call]
+    # vLLM calls it once a process, and engines that other threads start do not wait for it.
+    register()
     if job.forced is not None:
         check_forced(*(setting.mode for setting in job.settings))
 
