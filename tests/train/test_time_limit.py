@@ -51,14 +51,14 @@ def test_a_run_ends_in_time_with_its_rate_at_zero(
     assert train(recipe) == 0
     out = tmp_path / "out"
     report = json.loads((out / "report.json").read_text())
-    # It is read twice a step, and a few times more at the end.
+    # It is read three times a step, and a few times more at the end.
     assert SECONDS <= report["seconds"] < SECONDS + 10 * TICK
     steps = logged(out)
     assert report["steps"] == len(steps) == steps[-1]["step"] < 1_000_000
     rates = [entry["learning_rate"] for entry in steps]
     assert rates[0] == 0.0
     assert rates[5] > 0.5e-3, "warmed up by steps"
-    assert rates[30] == pytest.approx(0.5e-3, abs=0.1e-3), "half of the time"
+    assert rates[len(rates) // 2] == pytest.approx(0.5e-3, abs=0.1e-3), "half of the time"
     assert rates[-1] < 1e-5
     began = next(entry["step"] for entry in steps if entry.get("frozen_share"))
     assert 0.45 < began / len(steps) < 0.55, "shares of the run are by the clock too"
