@@ -322,7 +322,8 @@ class Keep(Objective):
     batch: LossInputs
 
     def __init__(self) -> None:
-        super().__init__("keep", 1.0)
+        torch.nn.Module.__init__(self)
+        self.name, self.weight = "keep", 1.0
         self.readout: Tensor | None = None
 
     def layers(self, step: int) -> Sequence[int]:
