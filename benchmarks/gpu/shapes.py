@@ -97,7 +97,7 @@ class Shape:
         """
         if engine in ("plain", "truncated", "ngram"):
             return None
-        options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
+        options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_rows": "all"}
         if engine == "verify" or engine in DRAFTERS:
             return options | drafting_options(DRAFTS)
         if both and engine != "forced":
