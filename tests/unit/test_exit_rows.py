@@ -1,7 +1,12 @@
-"""Exit rows: which tokens they are, their file, and the oracle's rule."""
+"""Exit rows: which tokens they are, a file that changes with thresholds, and the oracle's rule."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +14,15 @@ import torch
 
 from exitserve.calibration.outcomes import Piece
 from exitserve.calibration.rows import compare_rows, count_rows
+from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.decoder import capture_hidden
 from exitserve.checkpoint.exit_rows import load_exit_rows, most_frequent, save_exit_rows
 from exitserve.costs.byte_costs import exit_rows_for, shape_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
+
+SCRIPT = Path(__file__).with_name("killed_while_writing.py")
 
 
 def test_frequent_tokens_come_first_then_low_numbers() -> None:
@@ -31,6 +39,57 @@ def test_written_and_read(tmp_path: Path) -> None:
     (tmp_path / file).unlink()
     with pytest.raises(ExitServeError, match="copy that folder along"):
         load_exit_rows(tmp_path, file)
+
+
+def test_a_kill_at_any_step_leaves_rows_and_thresholds_that_match(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    for kind, left in json.loads(done.stdout).items():
+        old = None if kind == "linked" else 0.25
+        assert left == sorted(left, key=lambda value: value == 0.75), "one moment of change"
+        assert set(left) == {old, 0.75} and len(left) > 5, "before it and after it"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}')
+    return tmp_path
+
+
+def block(name: str | None) -> MultiExit:
+    return MultiExit(exit_layers=(2, 4), rows=name)
+
+
+def test_only_rows_that_the_config_names_stay(folder: Path) -> None:
+    for rows in ([1, 5], [1, 7]):
+        write_multi_exit(folder, block(save_exit_rows(folder, rows)))
+    name = save_exit_rows(folder, [1, 7])
+    assert [path.stem for path in (folder / "exit_rows").iterdir()] == [name], "as it was"
+    write_multi_exit(folder, block(None))
+    assert list((folder / "exit_rows").iterdir()) == []
+
+
+def test_rows_of_another_checkpoint_are_refused(folder: Path) -> None:
+    """As where a folder was copied by hand, or a copy was cut off."""
+    one, other = (save_exit_rows(folder, rows) for rows in ([1, 5], [1, 7]))
+    place = folder / "exit_rows"
+    shutil.copyfile(place / f"{other}.safetensors", place / f"{one}.safetensors")
+    with pytest.raises(ExitServeError, match="not what was written"):
+        load_exit_rows(folder, f"exit_rows/{one}.safetensors")
+
+
+def test_what_linked_rows_point_to_stays(folder: Path) -> None:
+    """As in the cache of a model hub; the same rows again, and then others."""
+    name = save_exit_rows(folder, [1, 5])
+    write_multi_exit(folder, block(name))
+    file, blob = folder / "exit_rows" / f"{name}.safetensors", folder / "blob"
+    before = file.read_bytes()
+    file.rename(blob)
+    file.symlink_to(blob)
+    for rows in ([1, 5], [1, 7]):
+        write_multi_exit(folder, block(save_exit_rows(folder, rows)))
+    assert blob.read_bytes() == before and not file.exists()
 
 
 @pytest.mark.parametrize(
