@@ -101,7 +101,8 @@ def _rows(shape: Mapping[str, Any]) -> str:
     """Which rows of the head checks read."""
     if shape["exit_rows"] is None:
         return " (it reads the whole head)"
-    return f" (it reads {shape['exit_rows']:,} of {shape['vocab_size']:,} rows of the head)"
+    rows, size = f"{shape['exit_rows']:,} of {shape['vocab_size']:,}", shape["check_bytes"] / 2**20
+    return f" (it reads {rows} rows of the head, a copy of {size:,.0f} MiB)"
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
