@@ -133,3 +133,49 @@ def test_a_host_decides_the_same(
     rows_found = zip(found.exits, truth.exits.tolist(), found.confidence, limits, strict=True)
     for own, other, confidence, both in rows_found:
         assert own == other or any(abs(confidence - limit) < ROUNDING for limit in both)
+
+
+def test_kernels_and_drafts_read_a_copy_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are numbers of the vocabulary again, and logits of others are -inf."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from exitserve.engine.layers import exit_head
+
+    weight, normed = torch.randn(40, WIDTH), torch.randn(6, WIDTH)
+    rows = torch.tensor([1, 3, 8, 20, 39])
+    shard = SimpleNamespace(org_vocab_start_index=0, num_org_elements=40)
+    lm_head = SimpleNamespace(
+        shard_indices=shard,
+        num_embeddings_per_partition=64,
+        weight=torch.cat([weight, torch.zeros(24, WIDTH)]),  # padding
+        quant_method=UnquantizedEmbeddingMethod(),
+    )
+    processor = SimpleNamespace(
+        org_vocab_size=40, logits_as_input=False, head_dtype=None, soft_cap=2.0, scale=0.5
+    )
+    model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
+    for name, value in (("world_size", 1), ("rank", 0)):
+        monkeypatch.setattr(
+            exit_head, f"get_tensor_model_parallel_{name}", lambda value=value: value
+        )
+    logits = 0.5 * 2.0 * torch.tanh(normed @ weight.T / 2.0)
+    limits, found = torch.full((6,), 0.3), []
+    for implementation in ("torch", "triton"):
+        monkeypatch.setattr(exit_head, "choose", lambda *_, told=implementation: told)
+        head = exit_head.ExitHead(model, lambda _: logits, ENDS, "max_prob", rows)
+        assert head.draft(normed).tolist() == rows[logits[:, rows].argmax(dim=-1)].tolist()
+        decision, read = head.check(normed, limits, limits)
+        found.append(decision.exits)
+        torch.testing.assert_close(decision.confidence, logits[:, rows].softmax(-1).amax(-1))
+        torch.testing.assert_close(read, logits[:, rows])
+        pairs = [(0.3, 0.3)] * 6
+        assert head.decide(normed, pairs)[0].tokens == head.draft(normed).tolist()
+        (full,) = head.logits_of(read, [4])
+        assert full.isneginf().sum() == 40 - len(rows)
+        room = torch.zeros(6, 40)
+        head.put(read, decision.exits, room)
+        assert room[~decision.exits].eq(0.0).all()
+        assert (
+            room[decision.exits].argmax(-1).tolist() == head.draft(normed)[decision.exits].tolist()
+        )
+    assert torch.equal(*found)
