@@ -154,8 +154,8 @@ def test_more_rows_say_more(model: str, monkeypatch: pytest.MonkeyPatch) -> None
     shape = shape_of(reference.model.config.to_dict(), "float32")
     table = compare_rows(reference, pieces[:3], pieces[3:], shape)
     assert {one.rows for one in table if one.chosen} == {128}, "a small vocabulary is read whole"
-    assert [one.same_token for one in table if one.rows == 128 and one.passes] <= [1.0] * 4
+    assert all(one.same_token == 1.0 for one in table if one.rows == 128 and one.passes)
     passes = [[one.passes for one in table if one.rows == size] for size in (32, 64, 128)]
-    assert passes[0] >= passes[1] >= passes[2], "confidence is over fewer tokens"
+    assert sum(passes[0]) > sum(passes[2]) > 0, "confidence is over fewer tokens"
     rows = count_rows(reference, pieces, 32)
     assert 1 in rows and rows.tolist() == sorted(set(rows.tolist()))
