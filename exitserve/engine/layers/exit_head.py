@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -143,8 +144,8 @@ class ExitHead:
         self._end_places = frozenset(self._ends.tolist())
         self._prepared = False
         self._readable: Head | None = None
-        self._part: PackedLinear | None = None
-        """A copy of the exit rows; None where the whole head is read."""
+        self._product: Callable[[Tensor], Tensor] | None = None
+        """With a copy of the exit rows; None where vLLM's own product is taken."""
 
     def compile_parts(self, vllm_config: Any) -> None:
         """Lets `decide` read logits in one call, which is compiled where vLLM compiles."""
@@ -171,16 +172,19 @@ class ExitHead:
             return
         self._prepared = True
         self._ends = self._ends.to(device)
+        if self.rows is not None and not len(self.rows):
+            return
         found = readable_head(
             self._lm_head, self._processor, self._columns, self._ends, rows=self.rows
         )
         if found is None:
             return
-        if self.rows is not None and len(self.rows):
-            self._part = PackedLinear(found.weight, found.bias)
         if choose("exit_check", device) == "triton":
-            kept = found.weight if self._part is None else self._part.weight
-            self._readable = found._replace(weight=kept)
+            self._readable = found
+        if self.rows is not None and self._readable is None:
+            self._product = PackedLinear(found.weight, found.bias)
+        elif self.rows is not None:
+            self._product = partial(linear, weight=found.weight, bias=found.bias)
 
     @property
     def _is_plain(self) -> bool:
@@ -307,10 +311,10 @@ class ExitHead:
 
     def _read(self, normed: Tensor) -> Tensor:
         """The logits [N, K] that a check reads of this slice."""
-        if self._part is None:
+        if self._product is None:
             logits = self.own_logits(normed)
             return logits if self.rows is None else logits[:, self.rows]
-        logits = self._part(normed)
+        logits = self._product(normed)
         cap, scale = self._processor.soft_cap, self._processor.scale
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
