@@ -275,8 +275,9 @@ class ExitHead:
         """As `check`, by the summary of each rank's slice."""
         summary, logits = self._summarise(normed)
         if self.rows is not None and len(self.rows):
-            # The places of the most likely tokens become their numbers.
-            summary[:, TOKEN] = (self.rows[summary[:, TOKEN].long()] + self._first).float()
+            # The places of the most likely tokens become their numbers, NaN whatever it may.
+            places = summary[:, TOKEN].long().clamp(0, len(self.rows) - 1)
+            summary[:, TOKEN] = (self.rows[places] + self._first).float()
         summary = summary[: len(thresholds)]
         slices = summary[:, None]  # [N, R, 6]
         if self._sliced:
