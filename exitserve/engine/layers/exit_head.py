@@ -36,7 +36,6 @@ from vllm.distributed import (
 
 from exitserve.engine.compat.compiled import compiled_module
 from exitserve.engine.compat.weights import PackedLinear, readable_head
-from exitserve.policy import NEVER
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
@@ -204,7 +203,7 @@ class ExitHead:
             found: Tensor = self._processor.get_top_tokens(self._lm_head, normed, bias)
             return found
         if self._sliced:
-            never = torch.full((len(normed),), NEVER, device=normed.device)
+            never = torch.full((len(normed),), inf, device=normed.device)
             return self._check_slices(normed, never, never)[0].token
         return self.rows[self._read(normed).argmax(dim=-1)]
 
