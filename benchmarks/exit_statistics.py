@@ -6,7 +6,7 @@ MODEL is a checkpoint directory, DATASET a packed dataset as `exitserve train` k
 folder below `data/` in a run's output directory). Prints a Markdown table: for each threshold
 the share of tokens that exit, where they stop, how often the exited token is the one that full
 depth would choose, and agreement and perplexity over all tokens (exited or not). Every token is
-checked at every exit layer, as with `exitserve serve --exit-checks all`.
+checked at every exit layer, as with `exitserve serve --exit-rows all`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--thresholds", default="0.3,0.4,0.5,0.6,0.7,0.8,0.9,1")
     args = parser.parse_args()
-    reference = load_reference(args.model, exit_checks="all")
+    reference = load_reference(args.model, exit_rows="all")
     held_out = datasets.load_from_disk(args.dataset)["validation"]
     windows = held_out.select(range(min(args.windows, len(held_out))))["input_ids"]
     layers = [*reference.exit_layers, reference.parts.num_layers]

@@ -74,7 +74,7 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     """The job that the arguments ask for."""
     layers = sorted(numbers(args.exit_layers, int, "--exit-layers"))
     modes = modes_of(args.modes)
-    options = {"exit_checks": "all", "exit_layers": layers, "mode": "off"}
+    options = {"exit_rows": "all", "exit_layers": layers, "mode": "off"}
     rules = any_mode(check_rules(model_dir, options))
     batch_sizes = batch_sizes_of(args.batch_sizes)
     by_lot = args.confidence is not None
@@ -97,7 +97,7 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         dtype="auto",
         enforce_eager=args.enforce_eager,
         max_model_len=max(MIN_CONTEXT, args.prompt_tokens + args.max_tokens),
-        exit_checks="all",
+        exit_rows="all",
         num_drafts=args.num_drafts,
         forced={"confidence": args.confidence, "acceptance": args.acceptance} if by_lot else None,
     )

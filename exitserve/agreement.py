@@ -40,13 +40,14 @@ class PassWithExits:
     depth: Tensor
     """[N] layers that each token ran."""
     checks: Tensor
-    """[N] exit checks, each a read of the head."""
+    """[N] exit checks, each a read of the exit rows."""
     token: Tensor
-    """[N] the greedy next token, by the logits of that depth."""
+    """[N] the greedy next token that is sent from that depth."""
     agrees: Tensor
     """[N] bool: that token is also full depth's."""
     nats: Tensor
-    """[N - 1] negative log-likelihood of the token that follows, by the logits of that depth."""
+    """[N - 1] negative log-likelihood of the token that follows, by the whole head's logits at that
+    depth, from which requests sample."""
 
 
 def run_full_depth(
@@ -76,8 +77,7 @@ def run_with_exits(
     skipped = first if first in full.outputs else 0
     with replayed(reference.parts.layers, skipped, full.outputs.get(first)):
         trace = reference.trace(token_ids, prompt_length, policy)
-    logits = trace.logits[prompt_length:]
-    token = logits.argmax(dim=-1)
+    logits, token = trace.logits[prompt_length:], trace.token[prompt_length:]
     return PassWithExits(
         depth=trace.depth[prompt_length:],
         checks=trace.checks[prompt_length:],

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from exitserve.checkpoint.block import BLOCK, context_length_of, parse_multi_exit, read_config
-from exitserve.checkpoint.calibration import SCREENED
+from exitserve.checkpoint.calibration import FREQUENT
 from exitserve.checkpoint.hub import BLOCK_FILE
 from exitserve.errors import ExitServeError
 from exitserve.policy import (
@@ -263,10 +263,11 @@ def any_mode(rules: ExitRules) -> ExitRules:
     return replace(rules, default=ExitPolicy.off(), modes=MODES)
 
 
-def calibrated_checks(config: Mapping[str, Any]) -> str:
-    """The one of `EXIT_CHECKS` with which a checkpoint was calibrated; by default "screened"."""
+def calibrated_rows(config: Mapping[str, Any]) -> str:
+    """The one of `EXIT_ROWS` with which a checkpoint was calibrated; by default "frequent", as in
+    servers."""
     block = parse_multi_exit(config)
-    return SCREENED if block is None or not block.calibration else block.calibration.exit_checks
+    return FREQUENT if block is None or not block.calibration else block.calibration.exit_rows
 
 
 def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
@@ -170,8 +170,6 @@ class ExitRules:
     default: ExitPolicy = ExitPolicy()
     eos_threshold: float | None = None
     """Overrides the end-of-sequence threshold of `ExitPolicy.confidence`."""
-    break_even: Mapping[int, float] = field(default_factory=dict)
-    """Chance to pass from which a check pays, by exit layer, for the screens."""
     num_drafts: int = 0
     """Tokens that a request may draft at a time; 0: none does."""
     exits_up_to: int | None = None
@@ -180,9 +178,10 @@ class ExitRules:
     """What this server serves: which of its loops runs decides that."""
     criterion: str = "max_prob"
     """How confidence is computed: one of `exitserve.checkpoint.calibration.CRITERIA`."""
-    screens_file: str | None = None
-    """The file of the screens that leave out checks (`MultiExit.screens_file`); None: every check
-    is made."""
+    rows_file: str | None = None
+    """The file of the exit rows that checks read (`MultiExit.rows_file`); None: the whole head."""
+    logits_processors: bool = False
+    """Whether the server has logits processors of its user's, which see all tokens' logits."""
     calibration: Calibration | None = None
     """The thresholds of `auto` and `exit_target`; None where the checkpoint has none."""
     transfers: bool = False

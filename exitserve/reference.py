@@ -3,10 +3,13 @@
 The one semantic (docs/architecture.md): for each decode-phase token, layer by layer, the row is
 computed normally while active. At an exit layer, if its confidence passes its threshold, its
 residual-stream state is frozen. Every later layer computes its keys and values from the frozen
-state and leaves the state unchanged. Its logits are those of the exit check. Prompt tokens
-always run at full depth.
+state and leaves the state unchanged. Prompt tokens always run at full depth.
 
-In mode "defer" a row that exits is not frozen: it leaves with the logits of its check, and its
+Where the checkpoint has exit rows, checks below full depth read these rows of the head only: the
+confidence is over them, and a greedy token that exits is the most likely among them. A request that
+samples is sampled from the whole head's logits, read once on the state at the exit.
+
+In mode "defer" a row that exits is not frozen: it leaves with the token of its check, and its
 later layers are computed all the same, so that all keys and values are those of full depth.
 
 In mode "verify" no token exits: first layers draft, and full depth decides every token.
@@ -15,13 +18,13 @@ Because a row's state at each layer depends only on the states of earlier tokens
 one teacher-forced pass that freezes rows layer by layer gives exactly what token-by-token
 decoding gives (`trace`). `decode` is that token-by-token loop, with a key-value cache.
 
-Shapes: T tokens, L layers, D hidden, V vocabulary. One sequence at a time (B = 1).
+Shapes: T tokens, L layers, D hidden, V vocabulary, K exit rows. One sequence at a time (B = 1).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exitserve.checkpoint.calibration import FREQUENT
 from exitserve.checkpoint.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
-from exitserve.costs.byte_costs import break_even_rates
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy
-from exitserve.screens import Screens, load_screens
-from exitserve_kernels.exit_check import Criterion, check_logits, criterion_of
+from exitserve_kernels.exit_check import Criterion, Decision, check_logits, criterion_of
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,14 @@ class OracleTrace:
     """What a teacher-forced frozen-row pass gives for each of T input tokens."""
 
     logits: Tensor
-    """[T, V] raw next-token logits, each from the depth its token stopped at."""
+    """[T, V] raw next-token logits, each of the whole head at the depth its token stopped at:
+    what a request that samples draws from."""
+    token: Tensor
+    """[T] greedy next token at each position: of one that exits, the most likely exit row."""
     depth: Tensor
     """[T] layers run, L for full depth."""
     checks: Tensor
-    """[T] exit checks made, each a read of the head."""
-
-    @property
-    def token(self) -> Tensor:
-        """[T] greedy next token at each position."""
-        return self.logits.argmax(dim=-1)
+    """[T] exit checks made, each a read of the exit rows."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Look:
     threshold: float | None
     """That its confidence had to pass; None where no check was due."""
     is_checked: bool
-    """Whether a check was made: a screen may leave it out."""
+    """Whether a check was made."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Reference:
         exit_layers: Sequence[int],
         eos_token_ids: Iterable[int] = (),
         criterion: Criterion = "max_prob",
-        screens: Screens | None = None,
-        break_even: Mapping[int, float] | None = None,
+        exit_rows: Tensor | None = None,
     ) -> None:
         """Wraps `model` (in evaluation mode) with checks after `exit_layers`.
 
@@ -104,19 +103,54 @@ class Reference:
             exit_layers: ascending, each below the depth of the model.
             eos_token_ids: ends of sequence, which have a threshold of their own.
             criterion: how confidence is computed.
-            screens: by exit layer, what leaves out checks that will hardly pay
-                (`exitserve.screens`); elsewhere every check is made.
-            break_even: by exit layer, the chance to pass from which a check pays.
+            exit_rows: [K] tokens, ascending, whose rows of the head checks read; None for all.
         """
         self.criterion = criterion
-        self.break_even = dict(break_even or {})
-        self.screens = {k: one for k, one in (screens or {}).items() if k in self.break_even}
         self.model = model.eval()
         self.parts: DecoderParts = decoder_parts(model)
         self.exit_layers = tuple(exit_layers)
         self.device: torch.device = next(model.parameters()).device
         ends = sorted(set(eos_token_ids))
         self.eos_token_ids = torch.tensor(ends, dtype=torch.long, device=self.device)
+        self.exit_rows = None if exit_rows is None else exit_rows.to(self.device)
+
+    def variant(self, criterion: Criterion, exit_rows: Tensor | None) -> Reference:
+        """The same model, whose checks go by another criterion or other rows."""
+        ends = self.eos_token_ids.tolist()
+        return Reference(self.model, self.exit_layers, ends, criterion, exit_rows)
+
+    def exit_tokens(self, logits: Tensor) -> Tensor:
+        """[N] the most likely tokens at an exit, given the whole head's logits [N, V] there."""
+        if self.exit_rows is None:
+            return logits.argmax(dim=-1)
+        return self.exit_rows[logits[:, self.exit_rows].argmax(dim=-1)]
+
+    def check(
+        self,
+        logits: Tensor,
+        thresholds: Tensor,
+        end_thresholds: Tensor,
+        criterion: Criterion | None = None,
+    ) -> Decision:
+        """Makes exit checks, given the whole head's logits at an exit.
+
+        Args:
+            logits: [N, V].
+            thresholds: [N] for any token.
+            end_thresholds: [N] for ends of sequence.
+            criterion: instead of the oracle's own.
+        """
+        ends = self.eos_token_ids
+        if self.exit_rows is not None:
+            logits = logits[:, self.exit_rows]
+            ends = torch.isin(self.exit_rows, ends).nonzero().flatten()
+        return check_logits(
+            logits,
+            thresholds,
+            criterion=criterion or self.criterion,
+            end_tokens=ends,
+            end_thresholds=end_thresholds,
+        )
 
     @torch.no_grad()
     def trace(
@@ -212,9 +246,11 @@ class Reference:
     def _looks(self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows) -> tuple[Look, ...]:
         """What the last row of a pass was told [len(depths), V]."""
         never = torch.full((len(depths),), NEVER, device=logits.device)
-        confidences = check_logits(logits, never, criterion=self.criterion).confidence.tolist()
+        last = check_logits(logits[-1:], never[-1:], criterion=self.criterion)  # of the whole head
+        said = torch.cat([self.check(logits, never, never).confidence[:-1], last.confidence])
+        tokens = torch.cat([self.exit_tokens(logits[:-1]), logits[-1:].argmax(dim=-1)])
         ends, found, row = self.eos_token_ids.tolist(), [], len(rows.decode) - 1
-        read = zip(depths, logits.argmax(dim=-1).tolist(), confidences, strict=True)
+        read = zip(depths, tokens.tolist(), said.tolist(), strict=True)
         for layer, token, confidence in read:
             # At full depth, and where the policy has none, no threshold is there to pass.
             due = bool(rows.decode[row]) and layer < self.parts.num_layers
@@ -253,6 +289,7 @@ class _FrozenRows:
         self.checks = torch.zeros_like(self.depth)
         self.state: Tensor | None = None
         self.exit_logits: dict[int, Tensor] = {}
+        self.exit_tokens: dict[int, Tensor] = {}
         self.checked: dict[int, list[int]] = {}
         """By layer, the rows that were checked there."""
 
@@ -290,43 +327,33 @@ class _FrozenRows:
         if threshold == NEVER or not rows.numel():
             return
         like = hidden.new_empty(rows.numel(), dtype=torch.float32)
-        limits = [torch.full_like(like, one) for one in (threshold, eos_threshold)]
-        if screen := self.ref.screens.get(depth):
-            least = screen.least_score(threshold, self.ref.break_even[depth])
-            opens = screen.score(self.ref.parts.norm(hidden[rows])) > least
-            rows, limits = rows[opens], [one[opens] for one in limits]
-            if not rows.numel():
-                return
+        limits = torch.full_like(like, threshold), torch.full_like(like, eos_threshold)
         logits = self.ref.parts.classify(hidden[rows])
-        exits = check_logits(
-            logits,
-            limits[0],
-            criterion=self.ref.criterion,
-            end_tokens=self.ref.eos_token_ids,
-            end_thresholds=limits[1],
-        ).exits
+        tokens, exits = self.ref.exit_tokens(logits), self.ref.check(logits, *limits).exits
         self.checks[rows] += 1
         self.checked[depth] = rows.tolist()
-        for row, row_logits in zip(rows[exits].tolist(), logits[exits], strict=True):
-            self.exit_logits[row] = row_logits
+        for index in exits.nonzero().flatten().tolist():
+            row = int(rows[index])
+            self.exit_logits[row], self.exit_tokens[row] = logits[index], tokens[index]
         self.frozen[rows[exits]] = True
         self.depth[rows[exits]] = depth
         # Rows frozen earlier hold their state in `hidden` already; active rows are not read.
         self.state = hidden
 
     def finish(self, hidden: Tensor) -> OracleTrace:
-        """The result: full-depth logits of active rows, the check's logits of frozen ones."""
+        """The result: full-depth logits of active rows, those at their exit of frozen ones."""
         logits = self.ref.parts.classify(hidden)
+        token = logits.argmax(dim=-1)
         for row, row_logits in self.exit_logits.items():
-            logits[row] = row_logits
-        return OracleTrace(logits=logits, depth=self.depth, checks=self.checks)
+            logits[row], token[row] = row_logits, self.exit_tokens[row]
+        return OracleTrace(logits=logits, token=token, depth=self.depth, checks=self.checks)
 
 
 def load_reference(
     model_dir: str,
     exit_layers: Sequence[int] | None = None,
     *,
-    exit_checks: str = "screened",
+    exit_rows: str = "frequent",
     criterion: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
@@ -336,7 +363,7 @@ def load_reference(
     Args:
         model_dir: the checkpoint.
         exit_layers: instead of those the checkpoint declares.
-        exit_checks: the server's option; "screened" leaves out checks by the checkpoint's screens.
+        exit_rows: the server's option; "frequent": checks read the checkpoint's exit rows.
         criterion: instead of the checkpoint's.
         device: where it runs; "auto": on a GPU if there is one with room for it.
         dtype: of weights and states; "bfloat16" rounds nearly as a server does.
@@ -344,6 +371,7 @@ def load_reference(
     from transformers import AutoModelForCausalLM
 
     from exitserve.checkpoint.block import MultiExit, read_multi_exit
+    from exitserve.checkpoint.exit_rows import load_exit_rows
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     model = model.to(roomy_device(model) if device == "auto" else device)
@@ -351,13 +379,10 @@ def load_reference(
     layers = block.exit_layers if exit_layers is None else exit_layers
     ends = eos_ids(model)
     kind = criterion_of(block.criterion if criterion is None else criterion)
-    if block.screens_file is None or exit_checks == "all" or kind != block.criterion:
-        return Reference(model, layers, ends, kind)
-    found = load_screens(model_dir, block.screens_file, layers).items()
-    screens = {layer: screen.to(model.device) for layer, screen in found}
-    return Reference(
-        model, layers, ends, kind, screens, break_even_rates(model.config.to_dict(), layers)
-    )
+    rows = None
+    if block.rows_file is not None and exit_rows == FREQUENT:
+        rows = load_exit_rows(model_dir, block.rows_file)
+    return Reference(model, layers, ends, kind, rows)
 
 
 def roomy_device(model: nn.Module) -> torch.device:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,9 +21,6 @@ from .scheduling import (
     pytest_configure,
     pytest_xdist_make_scheduler,
 )
-
-if TYPE_CHECKING:
-    from exitserve.screens import Screen
 
 __all__ = [
     "pytest_addoption",
@@ -90,32 +86,12 @@ def _tokenizer() -> Any:
     )
 
 
-def random_screens(config: dict[str, Any], exits: tuple[int, ...]) -> dict[int, Screen]:
-    """Screens that let through some normed states, the same whatever the threshold."""
-    import torch
-
-    from exitserve.costs.byte_costs import break_even_rates
-    from exitserve.screens import KNOTS, Screen
-
-    size = config.get("hidden_size", config.get("n_embd"))
-    drawn, found = torch.Generator().manual_seed(0), {}
-    rates = break_even_rates(config, exits)
-    for layer, rate in rates.items():
-        if not 0.0 < rate < 1.0:  # beyond the depth of a model that was cut
-            continue
-        inner = torch.randn(16, size, generator=drawn) / size**0.5
-        outer = torch.randn(16, generator=drawn)
-        meaning = torch.ones(len(KNOTS)), torch.full((len(KNOTS),), math.log(rate / (1 - rate)))
-        found[layer] = Screen(inner, torch.zeros(16), outer - outer.mean(), torch.ones(1), *meaning)
-    return found
-
-
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """Makes random checkpoints: `make_checkpoint("llama", sliding_window=32)`.
 
     Weights are larger than usual, so that confidences of an untrained model spread out and exits
-    fire at thresholds between 0.05 and 0.5. Screens leave out many a check.
+    fire at thresholds between 0.05 and 0.5. Checks read the rows of every second token.
     """
     made: dict[str, Path] = {}
 
@@ -123,8 +99,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from exitserve.checkpoint.block import MultiExit, read_config, write_multi_exit
-        from exitserve.screens import save_screens
+        from exitserve.checkpoint.block import MultiExit, write_multi_exit
+        from exitserve.checkpoint.exit_rows import save_exit_rows
 
         key = f"{family}-{exits}-{sorted(changes.items())}"
         if key in made:
@@ -161,8 +137,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory)
         _tokenizer().save_pretrained(directory)
-        name = save_screens(directory, random_screens(read_config(directory), exits))
-        write_multi_exit(directory, MultiExit(exit_layers=exits, screens=name))
+        name = save_exit_rows(directory, list(range(1, VOCAB, 2)))
+        write_multi_exit(directory, MultiExit(exit_layers=exits, rows=name))
         made[key] = directory
         return directory
 

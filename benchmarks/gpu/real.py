@@ -244,7 +244,7 @@ def calibrate(run: StageRun) -> StageOutcome:
         texts = [_rendered(run, json.loads(row)["messages"]) for row in rows]
         _write(held_out, [json.dumps({"text": text}) for text in texts])
     arguments = ["calibrate", str(_model(run)), "--data", str(held_out)]
-    arguments += ["--mode", "defer", "--exit-checks", "all", "--target-agreement", "0.9"]
+    arguments += ["--mode", "defer", "--exit-rows", "all", "--target-agreement", "0.9"]
     # Random weights write texts that are too short to count.
     arguments += ["--temperature", "0", "--windows", str(windows), "--window", str(window)]
     research = {"generated_share": 0 if run.tiny else 1, "prompt_tokens": prompt}

@@ -109,8 +109,8 @@ class Answering:
     """More of the environment."""
 
 
-_EXITS = {"exit_layers": list(EXIT_LAYERS), "exit_checks": "all"}
-_DRAFTS = {"exit_layers": [EXIT_LAYERS[0]], "exit_checks": "all"}
+_EXITS = {"exit_layers": list(EXIT_LAYERS), "exit_rows": "all"}
+_DRAFTS = {"exit_layers": [EXIT_LAYERS[0]], "exit_rows": "all"}
 _VERIFY = {**drafting_options(), **_DRAFTS}
 _DEFER = {"mode": "defer", "exit_threshold": DEFER.exit_threshold, **_DRAFTS}
 _IN_TORCH = {"EXITSERVE_KERNELS": "torch"}
@@ -302,7 +302,7 @@ def _answered(run: StageRun, model: Path, name: str, dtype: str, *, profiles: bo
 
 def oracles(model: Path) -> Answered:
     """What the oracle says to all works of `EXITS`, in float32 on the CPU."""
-    oracle, rules = load_reference(str(model), exit_checks="all"), check_rules(model, {})
+    oracle, rules = load_reference(str(model), exit_rows="all"), check_rules(model, {})
     passed = {}
     for prompt_tokens in {work.prompt_tokens for work in WORKS.values()}:
         works = {k: work for k, work in WORKS.items() if work.prompt_tokens == prompt_tokens}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ class Found:
 def decoder(shape: Shape, engine: str) -> DecoderShape:
     """The sizes of an engine's model."""
     config = {**shape.config, "num_hidden_layers": shape.layers_of(engine)}
-    return shape_of(config, str(shape.config["dtype"]))
+    drafter = DRAFTERS.get(engine)
+    rows = None if drafter is None else drafter.rows
+    return replace(shape_of(config, str(shape.config["dtype"])), exit_rows=rows)
 
 
 def contenders(cases: Iterable[EngineCase]) -> list[Contender]:

@@ -11,7 +11,7 @@ from typing import Any
 from exitserve.arguments import drafting_options
 from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
-from exitserve.checkpoint.draft_tokens import save_draft_tokens
+from exitserve.checkpoint.exit_rows import save_exit_rows
 
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 NGRAM = Setting(mode="rival", rival="ngram")
@@ -75,7 +75,7 @@ class Shape:
         return int(self.config["num_hidden_layers"])
 
     def write(self, directory: Path, engine: str) -> Path:
-        """Makes the checkpoint of an engine: `config.json`, and the tokens that it may draft."""
+        """Makes the checkpoint of an engine: `config.json`, and its exit rows."""
         drafter = DRAFTERS.get(engine)
         rows = "" if drafter is None else f"-{drafter.rows}"
         target = directory / f"{self.name}-{self.layers_of(engine)}{rows}"
@@ -83,9 +83,11 @@ class Shape:
         config = {**self.config, "num_hidden_layers": self.layers_of(engine)}
         (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         layers = tuple(layer for layer in self.exit_layers if layer < self.layers_of(engine))
-        write_multi_exit(target, MultiExit(exit_layers=layers))
+        name = None
         if drafter is not None:
-            save_draft_tokens(target, list(range(min(drafter.rows, self.config["vocab_size"]))))
+            tokens = list(range(min(drafter.rows, self.config["vocab_size"])))
+            name = save_exit_rows(target, tokens)
+        write_multi_exit(target, MultiExit(exit_layers=layers, rows=name))
         return target
 
     def exits(self, engine: str, *, both: bool) -> dict[str, Any] | None:
@@ -97,7 +99,7 @@ class Shape:
         """
         if engine in ("plain", "truncated", "ngram"):
             return None
-        options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]], "exit_checks": "all"}
+        options: dict[str, Any] = {"exit_layers": [self.exit_layers[0]]}
         if engine == "verify" or engine in DRAFTERS:
             return options | drafting_options(DRAFTS)
         if both and engine != "forced":

@@ -17,7 +17,7 @@ from exitserve.arguments import (
     any_mode,
     at_least,
     batch_sizes_of,
-    calibrated_checks,
+    calibrated_rows,
     check_dtype,
     drafting_options,
     modes_of,
@@ -151,8 +151,8 @@ def job_of(args: argparse.Namespace) -> BenchJob:
     served_architecture(args.model, args.revision)
     model_dir = local_checkpoint(args.model, args.revision)
     modes = modes_of(args.modes)
-    exit_checks = calibrated_checks(read_config(model_dir))
-    options: dict[str, Any] = {"exit_checks": exit_checks, "mode": "off"}
+    exit_rows = calibrated_rows(read_config(model_dir))
+    options: dict[str, Any] = {"exit_rows": exit_rows, "mode": "off"}
     if args.exit_layers:
         options["exit_layers"] = numbers(args.exit_layers, int, "--exit-layers")
     rules = any_mode(check_rules(model_dir, options))
@@ -184,7 +184,7 @@ def job_of(args: argparse.Namespace) -> BenchJob:
         if args.max_model_len is None
         else at_least(MIN_TOKENS, args.max_model_len, "--max-model-len"),
         gpu_memory_utilization=_gpu_share(args.gpu_memory_utilization),
-        exit_checks=exit_checks,
+        exit_rows=exit_rows,
         num_drafts=args.num_drafts,
         rivals=rivals,
     )

@@ -205,9 +205,10 @@ class Engines:
         """What the engine of a setting has counted since its start.
 
         Returns:
-            `checks` (each a pass through the LM head), `layers_later`, `layers` and `heads` (reads
-            of weights), `tokens`, `drafted`, `accepted`; nothing for plain vLLM. All of the same
-            moment, at which the engine may be a step ahead of what came from it.
+            `checks` (each a read of the exit rows, as drafts are), `layers_later`, `layers` and
+            `heads` (reads of layers and of the whole head), `tokens`, `drafted`, `accepted`;
+            nothing for plain vLLM. All of the same moment, at which the engine may be a step ahead
+            of what came from it.
         """
         engine = self._engine(setting)
         if setting.rival in self._drafts:
@@ -219,7 +220,7 @@ class Engines:
             checks=stats["head_passes"],
             layers_later=stats["deferred_layers"],
             layers=stats["layer_reads"],
-            heads=stats["head_passes"] + stats["final_heads"],
+            heads=stats["final_heads"],
             tokens=sum(stats["tokens_by_depth"].values()),
             drafted=stats["drafted_tokens"],
             accepted=stats["accepted_tokens"],

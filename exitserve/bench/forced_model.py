@@ -20,7 +20,7 @@ from exitserve.engine.architectures.decoders import MultiExitLlamaForCausalLM
 from exitserve.engine.early_exit.batch import Candidate, Step
 from exitserve.engine.early_exit.check import Checks
 from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
-from exitserve.engine.early_exit.device.rows import DeviceRows, Slots
+from exitserve.engine.early_exit.device.rows import DeviceRows, Put, Slots
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import Recorder
 from exitserve.engine.requests import Request
@@ -93,9 +93,11 @@ class _ForcedChecks(Checks):
 class ForcedDeviceRows(DeviceRows):
     """Rows whose checks pass as the host says."""
 
-    def __init__(self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor) -> None:
+    def __init__(
+        self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor, put: Put
+    ) -> None:
         """See `DeviceRows`."""
-        super().__init__(slots, most_rows, num_layers, logits)
+        super().__init__(slots, most_rows, num_layers, logits, put)
         self.passes = torch.zeros(most_rows, dtype=torch.int64, device=logits.device)
         """[most_rows] which checks pass, bit by exit number."""
 
@@ -116,11 +118,12 @@ class ForcedDeviceRequests(DeviceRequests):
         most_rows: int,
         logits: Tensor,
         device: torch.device,
+        put: Put,
         outcomes: ForcedOutcomes,
     ) -> None:
         """See `DeviceRequests`; `outcomes` draws which checks pass."""
-        super().__init__(state, most_rows, logits, device)
-        self.rows = ForcedDeviceRows(self._slots, most_rows, state.rules.num_layers, logits)
+        super().__init__(state, most_rows, logits, device, put)
+        self.rows = ForcedDeviceRows(self._slots, most_rows, state.rules.num_layers, logits, put)
         self._outcomes = outcomes
 
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
@@ -154,4 +157,5 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """See `MultiExitMixin.make_device_requests`."""
         room = self.logits_room(most_rows, device)
-        return ForcedDeviceRequests(self.exit_state, most_rows, room, device, self.outcomes)
+        put, outcomes = self._head.put, self.outcomes
+        return ForcedDeviceRequests(self.exit_state, most_rows, room, device, put, outcomes)

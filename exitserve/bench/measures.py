@@ -125,7 +125,10 @@ class Reads:
     request of a full batch, on average."""
 
     layers: float
+    checks: float
+    """Of the exit rows, by checks and drafts."""
     heads: float
+    """Of the whole head."""
 
 
 @dataclass(kw_only=True)
@@ -141,7 +144,7 @@ class Measurements:
     prompt pass, always at full depth; it is neither counted nor timed."""
     steps: list[DecodeStep] = field(default_factory=list)
     checks: int = 0
-    """Exit checks that the engine made in the traced pass; each reads the head once."""
+    """Exit checks that the engine made in the traced pass; each reads the exit rows once."""
     sequences: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """(prompt, generated) of every request of the traced pass."""
     repeats: list[Timing] = field(default_factory=list)
@@ -209,9 +212,11 @@ def case_of(
 def _limit(measured: Measurements, shape: DecoderShape) -> float | None:
     """What reads of weights would allow; None where they give drafts and nobody counted them."""
     if measured.reads:
-        layers = statistics.fmean(one.layers for one in measured.reads)
-        heads = statistics.fmean(one.heads for one in measured.reads)
-        return limit_of_reads(shape, measured.steps, layers, heads)
+        layers, checks, heads = (
+            statistics.fmean(getattr(one, kind) for one in measured.reads)
+            for kind in ("layers", "checks", "heads")
+        )
+        return limit_of_reads(shape, measured.steps, layers=layers, checks=checks, heads=heads)
     if measured.drafts is not None:
         return None
     return limit_speedup(shape, measured.steps, measured.checks)

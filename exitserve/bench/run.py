@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
         progress("agreement with full depth, in float32", MEASURED)
         _add_agreement(job, measurements)
     shape = shape_of(read_config(job.model_dir), dtype)
+    if job.rules.rows_file is None:
+        shape = replace(shape, exit_rows=None)
     plain = {
         measured.batch_size: measured for measured in measurements if measured.setting == PLAIN
     }
@@ -99,7 +102,7 @@ def _settings_block(job: BenchJob, dtype: str, max_model_len: int) -> dict[str, 
         "max_tokens": job.max_tokens,
         "repeats": job.repeats,
         "seconds": job.seconds,
-        "exit_checks": job.exit_checks,
+        "exit_rows": job.exit_rows,
         "forced": None if job.forced is None else dict(job.forced),
         "dtype": dtype,
         "compile": "eager" if job.enforce_eager else "compiled",
@@ -202,7 +205,8 @@ def _timed_pass(
     timing = joined_timing(parts)
     if not (steps := counts["tokens"] / len(batches[0])):
         return timing, []
-    return timing, [Reads(layers=counts["layers"] / steps, heads=counts["heads"] / steps)]
+    reads = {kind: counts[kind] / steps for kind in ("layers", "checks", "heads")}
+    return timing, [Reads(**reads)]
 
 
 def _load(

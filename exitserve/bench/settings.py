@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from exitserve import policy
 from exitserve.arguments import drafting_options, exit_fields, in_modes, threshold_label
-from exitserve.checkpoint.calibration import SCREENED
+from exitserve.checkpoint.calibration import FREQUENT
 from exitserve.errors import ExitServeError
 from exitserve.policy import BY_CONFIDENCE, EXACT, ExitPolicy, ExitRules
 
@@ -101,7 +101,7 @@ class BenchJob:
     max_model_len: int | None
     gpu_memory_utilization: float = GPU_SHARE
     """Share of a GPU's memory for all engines together."""
-    exit_checks: str = SCREENED
+    exit_rows: str = FREQUENT
     """As in `exitserve serve`."""
     num_drafts: int | None = None
     """Tokens that requests may draft at a time; None: as many as pay, by the size of the batch."""
@@ -119,7 +119,7 @@ class BenchJob:
     def engine_options(self, *, drafting: bool) -> dict[str, Any]:
         """Exit options of an engine, one that drafts or one that does not."""
         own = draft_layers(self.rules, self.settings) if drafting else self.rules.exit_layers
-        options: dict[str, Any] = {"exit_layers": list(own), "exit_checks": self.exit_checks}
+        options: dict[str, Any] = {"exit_layers": list(own), "exit_rows": self.exit_rows}
         return options | (drafting_options(self.num_drafts) if drafting else {"mode": "off"})
 
     def requests_in_pass(self, batch_size: int) -> int:

@@ -24,9 +24,11 @@ from exitserve.checkpoint.block import (
     read_config,
 )
 from exitserve.checkpoint.calibration import (
+    ALL,
     CALIBRATED_MODES,
-    EXIT_CHECKS,
-    SCREENS_FOLDER,
+    EXIT_ROWS,
+    FREQUENT,
+    ROWS_FOLDER,
     Calibration,
 )
 from exitserve.checkpoint.files import check_writable, is_writable, link_files
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from exitserve.calibration.choice import Target
     from exitserve.calibration.outcomes import Piece, Source
     from exitserve.calibration.pieces import PieceSplit
+    from exitserve.calibration.rows import RowsEntry
     from exitserve.calibration.run import CalibrationJob, CalibrationResult
     from exitserve.calibration.unfinished import Recall
     from exitserve.costs.curves import StepCosts
@@ -126,10 +129,11 @@ def add_calibrate(subparsers: Any) -> None:
         "both; the first is the server's by itself (default %(default)s)",
     )
     parser.add_argument(
-        "--exit-checks",
-        choices=EXIT_CHECKS,
-        help="as the server will have it; all: where the first layers draft, as on GPUs "
-        f"(default {EXIT_CHECKS[0]}, on a machine with a GPU {EXIT_CHECKS[1]})",
+        "--exit-rows",
+        choices=EXIT_ROWS,
+        default=FREQUENT,
+        help="rows of the LM head that checks read, as the server will have it: those of frequent "
+        "tokens, where the vocabulary is large, or all (default %(default)s)",
     )
     parser.add_argument(
         "--exit-layers",
@@ -205,7 +209,6 @@ def run(args: argparse.Namespace) -> int:
     block, config = _block(args)
     targets = _targets_of(args)
     _check_text(args)
-    args.exit_checks = args.exit_checks or _own_checks()
     directory = local_checkpoint(args.model, args.revision)
     home = directory if args.adapter is None else local_adapter(args.adapter)
     target, out = _places(args, home)
@@ -241,13 +244,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _own_checks() -> str:
-    """Those of servers on this machine."""
-    from torch import cuda
-
-    return EXIT_CHECKS[cuda.is_available()]
-
-
 def _all_that_decides(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """What the results of a calibration depend on; files by size and time."""
     from exitserve.reporting.report import versions
@@ -269,7 +265,7 @@ def _places(args: argparse.Namespace, directory: Path) -> tuple[Path | None, Pat
     from exitserve.calibration.unfinished import FILE
     from exitserve.reporting.report import prepare_out_dir
 
-    folders = [one for one in (directory, directory / SCREENS_FOLDER) if one.is_dir()]
+    folders = [one for one in (directory, directory / ROWS_FOLDER) if one.is_dir()]
     if args.out is None:
         for folder in folders:
             check_writable(folder, _ELSEWHERE)
@@ -337,9 +333,9 @@ def calibrate(
     from exitserve.calibration.outcomes import Piece
     from exitserve.calibration.page import provenance_of, report
     from exitserve.calibration.pieces import check_enough, split_pieces
+    from exitserve.calibration.rows import compare_rows, count_rows
     from exitserve.calibration.run import Calibrator
-    from exitserve.checkpoint.draft_tokens import most_frequent
-    from exitserve.costs.byte_costs import serving_dtype
+    from exitserve.costs.byte_costs import serving_dtype, shape_of
     from exitserve.reference import load_reference
     from exitserve.windows import read_documents
 
@@ -365,20 +361,27 @@ def calibrate(
     reference = load_reference(
         str(directory),
         block.exit_layers,
+        exit_rows=ALL,
         criterion="max_prob",
         device="auto",
         dtype=serving_dtype(config, args.dtype),
     )
     parts = check(_written(args, reference, prompts, progress, recall))
+    shape = shape_of(config, serving_dtype(config, args.dtype))
+    table: list[RowsEntry] = []
+    if args.exit_rows == FREQUENT and shape.exit_rows is not None:
+        # The text of the test has no part in this.
+        counted = (*parts.count, *parts.select)
+        table = compare_rows(reference, parts.count, parts.select, shape)
+        rows = count_rows(reference, counted, shape.exit_rows)
+        reference = reference.variant(reference.criterion, rows)
     found = Calibrator(reference, jobs[0], progress, recall).calibrate(parts)
-    # One checkpoint has one criterion, and one set of screens, which are fitted for any mode.
+    # One checkpoint has one criterion.
     others = [
         Calibrator(reference, job, progress, recall).calibrate(parts, [found.criterion])
         for job in jobs[1:]
     ]
-    every = (piece.token_ids for piece in (*parts.fit, *parts.select, *parts.test))
-    vocabulary = reference.model.config.get_text_config().vocab_size
-    found = replace(found, draft_tokens=most_frequent(every, vocabulary))
+    found = replace(found, rows_table=table)
     source = provenance_of(documents, parts, args)
     records: list[Calibration] = []
     reports: dict[str, dict[str, Any]] = {}
@@ -409,18 +412,18 @@ def _job(
     targets: list[Target],
     delta: float,
 ) -> CalibrationJob:
+    from dataclasses import replace
+
     from exitserve.calibration.bounds import min_pieces
     from exitserve.calibration.run import CalibrationJob
-    from exitserve.costs.byte_costs import break_even_rates
 
+    costs = _costs(args, config, mode)
     return CalibrationJob(
         target=targets[0],
         others=tuple(targets[1:]),
         mode=mode,
         delta=delta,
-        costs=_costs(args, config, mode),
-        exit_checks=args.exit_checks,
-        break_even={} if args.exit_checks == "all" else break_even_rates(config, block.exit_layers),
+        costs=costs if args.exit_rows == FREQUENT else replace(costs, check=costs.head),
         fewest_ends=min_pieces(targets[0].limit, delta),
         most_tokens=args.window - args.prompt_tokens,
     )
@@ -491,14 +494,11 @@ def _write(
     from dataclasses import replace
 
     from exitserve.checkpoint.block import write_multi_exit
-    from exitserve.checkpoint.draft_tokens import FILE, save_draft_tokens
-    from exitserve.screens import save_screens
+    from exitserve.checkpoint.exit_rows import save_exit_rows
 
     if target != directory:
-        own = ("config.json", BLOCK_FILE, "calibration", SCREENS_FOLDER, Path(FILE).parent.name)
+        own = ("config.json", BLOCK_FILE, "calibration", ROWS_FOLDER)
         link_files(directory, target, but=own)
-    screens = save_screens(target, found.screens) if found.screens else None
-    if found.draft_tokens is not None:
-        save_draft_tokens(target, found.draft_tokens)
-    block = replace(block, criterion=found.criterion, screens=screens, calibration=calibration)
+    rows = None if found.exit_rows is None else save_exit_rows(target, found.exit_rows)
+    block = replace(block, criterion=found.criterion, rows=rows, calibration=calibration)
     write_multi_exit(target, block, None if is_adapter(directory) else read_config(directory))

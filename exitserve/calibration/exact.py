@@ -41,19 +41,18 @@ class ExactOutcomes:
         """[P] what `exitserve.calibration.outcomes.measure_outcome` finds.
 
         Args:
-            oracle: with the criterion and the screens that are served.
+            oracle: with the criterion that is served.
             policy: of mode "defer", with a threshold at one layer.
         """
         full, ((layer, *_),) = oracle.parts.num_layers, policy.by_layer
         scores = self._scores[layer]
-        checked = _opened(oracle, layer, scores, policy)
-        leaves = checked & _passes(oracle, layer, scores, policy)
+        leaves = _passes(oracle, layer, scores, policy)
         nats = torch.where(leaves, self._nats[layer], self._nats[full])
         followed = (self._counts - 1.0).clamp(min=1.0)
         columns = {
             "agreement": self._sums(scores.agrees | ~leaves) / self._counts,
             "depth": self._sums(torch.where(leaves, layer, full)) / self._counts,
-            "checks": self._sums(checked) / self._counts,
+            "checks": self._sums(torch.ones_like(leaves)) / self._counts,
             "stays": self._sums(~leaves) / self._counts,
             "nats": self._sums(nats) / followed,
             "full_nats": self._sums(self._nats[full]) / followed,
@@ -79,14 +78,6 @@ class ExactOutcomes:
     def _sums(self, values: Tensor) -> Tensor:
         """[P] float64 sums of values [N] over each piece."""
         return torch.zeros_like(self._counts).index_add_(0, self._piece, values.double())
-
-
-def _opened(oracle: Reference, layer: int, scores: ExitScores, policy: ExitPolicy) -> Tensor:
-    """[N] bool: tokens that the layer's screen lets through; all, where there is none."""
-    if (screen := oracle.screens.get(layer)) is None:
-        return torch.ones_like(scores.agrees)
-    least = screen.least_score(policy.thresholds_at(layer)[0], oracle.break_even[layer])
-    return scores.screen[oracle.criterion] > least
 
 
 def _passes(oracle: Reference, layer: int, scores: ExitScores, policy: ExitPolicy) -> Tensor:

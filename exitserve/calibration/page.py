@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from exitserve.calibration.outcomes import summarise
 from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
-from exitserve.calibration.screening import screening
 from exitserve.checkpoint.calibration import Calibration
 from exitserve.reporting.report import (
     machine,
@@ -71,7 +71,7 @@ def report(
             str(layer): reliability(scores, found.criterion)
             for layer, scores in found.scores.items()
         },
-        "screening": screening(found.scores, found.screens, found.criterion, job.break_even),
+        "exit_rows": [asdict(one) for one in found.rows_table],
     }
 
 
@@ -85,7 +85,7 @@ def provenance_of(
         "method": METHOD,
         "windows": {
             name: {source: sum(one.source == source for one in pieces) for source in sources}
-            for name, pieces in (("fit", parts.fit), ("select", parts.select), ("test", parts.test))
+            for name, pieces in vars(parts).items()
         },
         "window_tokens": args.window,
         "prompt_tokens": args.prompt_tokens,
@@ -241,7 +241,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "",
         "![agreement against confidence](reliability.png)",
         "",
-        *screening_table(data),
+        *rows_table(data),
         f"Method: {provenance['method']}.",
         "",
         f"Made on {machine_line(data)}.",
@@ -249,25 +249,31 @@ def markdown(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def screening_table(data: Mapping[str, Any]) -> list[str]:
-    """What screens let through and miss; nothing where there are none."""
-    if not data["screening"]:
+def rows_table(data: Mapping[str, Any]) -> list[str]:
+    """What a check gives and costs with more rows of the head or fewer; nothing where the
+    vocabulary is small."""
+    if not data["exit_rows"]:
         return []
-    headers = ("exit", "threshold", "pass", "chance said", "checked", "recall")
-    keys = ("passes", "chance", "opened", "recall")
+    headers = ("rows", "exit", "threshold", "pass", "agreement", "whole head's", "layers")
     cells = [
         (
+            f"{one['rows']:,}" + (" (chosen)" if one["chosen"] else ""),
             str(one["exit_layer"]),
-            f"{one['threshold']:g}",
-            *("" if one[key] is None else f"{one[key]:.3f}" for key in keys),
+            f"{one['threshold']:.3f}",
+            f"{one['passes']:.3f}",
+            *(
+                "" if share is None else f"{share:.3f}"
+                for share in (one["agreement"], one["same_token"])
+            ),
+            f"{one['layers']:.2f}",
         )
-        for one in data["screening"]
+        for one in data["exit_rows"]
     ]
     return [
-        "Screens, on text that they were not fitted to: of all tokens at an exit, the share whose "
-        "check would pass, the chance of it that the screen gave, and the share that is checked; "
-        "of those that would pass, the share that is checked (what is missed goes on to a later "
-        "exit).",
+        "Rows of the head that a check may read, those of the most frequent tokens: at each exit, "
+        "the share of tokens whose confidence passes, and of these the share that is full depth's "
+        "token and the share that is the token of the exit's whole head; what a check costs, in "
+        "layers.",
         "",
         markdown_table(headers, cells),
         "",

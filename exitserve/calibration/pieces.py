@@ -31,8 +31,8 @@ BATCH = 128
 class PieceSplit:
     """Pieces by their use; no piece is in two of the parts."""
 
-    fit: list[Piece]
-    """For fitting screens."""
+    count: list[Piece]
+    """For counting tokens, of which the most frequent are the exit rows."""
     select: list[Piece]
     """For proposing choices, and for their order."""
     test: list[Piece]
@@ -40,7 +40,7 @@ class PieceSplit:
 
 
 SHARES = (0.1, 0.2)
-"""Shares of the pieces for fitting and for selection; the test needs most and gets the rest."""
+"""Shares of the pieces for counting and for selection; the test needs most and gets the rest."""
 
 
 def independent_windows(
@@ -65,11 +65,9 @@ def split_pieces(pieces: Sequence[Piece]) -> PieceSplit:
     for source in ("text", "generated"):
         own = [piece for piece in pieces if piece.source == source]
         first, second = (round(share * len(own)) for share in SHARES)
-        parts.fit.extend(own[:first])
+        parts.count.extend(own[:first])
         parts.select.extend(own[first : first + second])
         parts.test.extend(own[first + second :])
-    # Screens are fitted to the first tokens only, which should come from all sources.
-    random.Random(len(parts.fit)).shuffle(parts.fit)
     return parts
 
 

@@ -48,7 +48,6 @@ def propose(
     criterion: str,
     costs: TokenCosts,
     *,
-    screened: bool = False,
     prices: Sequence[float] = PRICES,
 ) -> list[Proposal]:
     """The best thresholds for each price, the safest first, without repeats.
@@ -57,12 +56,11 @@ def propose(
         scores: by exit layer, of tokens that ran at full depth.
         criterion: whose confidence is compared with thresholds.
         costs: of the parts of a token.
-        screened: whether screens spare checks: then those that pass are what is paid for, nearly.
         prices: of a wrong token, descending.
     """
     found: dict[tuple[tuple[int, float], ...], Proposal] = {}
     for price in prices:
-        thresholds = _ThresholdSearch(scores, criterion, costs, price, screened).best_thresholds()
+        thresholds = _ThresholdSearch(scores, criterion, costs, price).best_thresholds()
         if thresholds:
             found.setdefault(thresholds, Proposal(criterion, thresholds, price))
     return list(found.values())
@@ -120,7 +118,6 @@ class _ThresholdSearch:
         criterion: str,
         costs: TokenCosts,
         price: float,
-        screened: bool,
     ) -> None:
         self._layers = sorted(scores)
         self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]
@@ -129,7 +126,6 @@ class _ThresholdSearch:
         full = costs.of(costs.num_layers, 0.0, 1.0)
         bare = [costs.of(layer, 0.0, 0.0) for layer in self._layers]
         self._check = costs.of(0, 1.0, 0.0) - costs.of(0, 0.0, 0.0)
-        self._screened = screened
         self._stay = full
         self._leave = [
             cost + price * (~scores[layer].agrees).double()
@@ -159,7 +155,7 @@ class _ThresholdSearch:
             leaves = self._leaves(later)
             cost = torch.where(leaves, self._leave[later], cost)
             if self._thresholds[later] < NEVER:
-                cost = cost + self._check * (leaves if self._screened else 1.0)
+                cost = cost + self._check
         return cost
 
     def _best(self, index: int) -> float:
@@ -171,12 +167,8 @@ class _ThresholdSearch:
         if able.sum() < FEWEST:
             return NEVER
         gain = self._leave[index][able] - self._after(index)[able]
-        if self._screened:
-            gain = gain + self._check
         confidence, order = self._confidence[index][able].sort(descending=True)
-        total = gain[order].cumsum(dim=0)
-        if not self._screened:
-            total = total + self._check * arrives.sum()
+        total = gain[order].cumsum(dim=0) + self._check * arrives.sum()
         # A threshold cannot separate tokens of equal confidence.
         cut = torch.ones_like(total, dtype=torch.bool)
         cut[:-1] = confidence[1:] < confidence[:-1]

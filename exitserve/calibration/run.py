@@ -1,12 +1,10 @@
-"""A calibration from its text to its promises: screens, proposals for each criterion, tests."""
+"""A calibration from its text to its promises: proposals for each criterion, tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
-
-import torch
 
 from exitserve.agreement import FullDepthPass
 from exitserve.calibration.choice import (
@@ -37,17 +35,16 @@ from exitserve.calibration.proposals import (
     end_thresholds,
     propose,
 )
+from exitserve.calibration.rows import RowsEntry
 from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
-from exitserve.calibration.screening import fit_screens
 from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import ALL, FREQUENT, Calibration, OperatingPoint
 from exitserve.checkpoint.decoder import hidden_of
 from exitserve.costs.curves import StepCosts
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference
 from exitserve.reporting.progress import StepProgress
-from exitserve.screens import Screen, Screens
 from exitserve_kernels.exit_check import CRITERIA, criterion_of
 
 COMPARED = 25
@@ -70,10 +67,6 @@ class CalibrationJob:
     delta: float
     """One less the confidence level."""
     costs: StepCosts
-    exit_checks: str
-    """The one of `EXIT_CHECKS` with which it will be served; "all": no screens are made."""
-    break_even: Mapping[int, float]
-    """The chance to pass from which a check pays, by exit layer, as the server has it."""
     fewest_ends: int
     """A layer must have seen this many ends of sequence before any may exit there."""
     most_tokens: int
@@ -96,15 +89,16 @@ class CalibrationResult:
     """What a calibration found."""
 
     criterion: str
-    screens: Screens
     promised: tuple[TargetResult, ...]
     """The target that was asked for first."""
     curves: Mapping[str, Sequence[Choice]]
     """By criterion, the choices that were measured, the safest first."""
     scores: Mapping[int, ExitScores]
     """By exit layer, on the pieces for selection at full depth."""
-    draft_tokens: list[int] | None = None
-    """The most frequent tokens of the text; None where the vocabulary is small."""
+    exit_rows: list[int] | None
+    """The tokens whose rows of the head were read by checks; None: all."""
+    rows_table: Sequence[RowsEntry] = ()
+    """What more rows would give, or fewer; nothing where all were read."""
 
     @property
     def chosen(self) -> TargetResult | None:
@@ -128,7 +122,7 @@ class CalibrationResult:
             confidence_level=1.0 - job.delta,
             num_layers=job.costs.num_layers,
             chosen=FULL_DEPTH if chosen is None or chosen.point is None else chosen.point,
-            exit_checks="screened" if self.screens else "all",
+            exit_rows=ALL if self.exit_rows is None else FREQUENT,
             agreement_at={
                 layer: round(float(found.agrees.double().mean()), 4)
                 for layer, found in self.scores.items()
@@ -168,17 +162,11 @@ class Calibrator:
         self._kept = 0
         self._exact: list[tuple[ExactOutcomes, set[Piece]]] = []
         """Of the pieces for selection and of the test, where keys and values stay exact."""
-        self._screens: Mapping[str, Screens] = {}
-        """By criterion."""
         self._outcomes: dict[tuple[Proposal, Piece], Outcome] = {}
 
     def calibrate(self, parts: PieceSplit, criteria: Sequence[str] = CRITERIA) -> CalibrationResult:
-        """Fits screens, chooses one of the criteria, and tests choices for every target."""
+        """Chooses one of the criteria, and tests choices for every target."""
         steps = _StepCounter(self._progress)
-        self._screens = {}
-        if parts.fit and self._job.exit_checks != "all" and self._job.break_even:
-            advance = steps.begin("fitting screens", len(parts.fit))
-            self._screens = self._fitted(parts.fit, advance)
         advance = steps.begin("reading every exit", len(parts.select))
         readings = self._read("select", parts.select, advance)
         scores = all_scores(readings)
@@ -203,10 +191,10 @@ class Calibrator:
                 selection.refine(target, trial)
         return CalibrationResult(
             criterion=criterion,
-            screens=self._screens.get(criterion, {}),
             promised=self._promised(selection.choices, trial, steps),
             curves=curves | {criterion: by_risk(selection.choices, self._job.target)},
             scores=scores,
+            exit_rows=None if oracle.exit_rows is None else oracle.exit_rows.tolist(),
         )
 
     @property
@@ -241,7 +229,7 @@ class Calibrator:
     def _proposed(self, scores: Mapping[int, ExitScores], criterion: str) -> list[Proposal]:
         costs = self._job.costs.of_tokens(1)
         if not self._drafts:
-            return propose(scores, criterion, costs, screened=bool(self._screens), prices=PRICES)
+            return propose(scores, criterion, costs, prices=PRICES)
         # Each token is checked when it is judged, whatever the threshold, and nothing propagates.
         costs = replace(costs, check=0.0, fill=0.0)
         return propose(scores, criterion, costs, prices=FINE_PRICES)
@@ -287,21 +275,6 @@ class Calibrator:
         name = f"outcome {oracle.criterion} {policy} {piece.source} {hash(piece.token_ids)}"
         return Outcome(**self._recall(name, measure))
 
-    def _fitted(
-        self, pieces: Sequence[Piece], advance: Callable[[], None]
-    ) -> dict[str, dict[int, Screen]]:
-        def fit() -> dict[str, Any]:
-            screens = fit_screens(self._reference, pieces, advance)
-            return {
-                name: {layer: vars(one.to(torch.device("cpu"))) for layer, one in own.items()}
-                for name, own in screens.items()
-            }
-
-        return {
-            name: {layer: Screen(**one).to(self._reference.device) for layer, one in own.items()}
-            for name, own in self._recall("screens", fit).items()
-        }
-
     def _read(
         self, part: str, pieces: Sequence[Piece], advance: Callable[[], None]
     ) -> list[Reading]:
@@ -309,7 +282,7 @@ class Calibrator:
         for index, piece in enumerate(pieces):
 
             def read(piece: Piece = piece) -> dict[str, Any]:
-                return read_exits(self._reference, piece, self._screens).plain()
+                return read_exits(self._reference, piece).plain()
 
             plain = self._recall(f"reading {part} {index}", read)
             found.append(Reading.of_plain(piece, plain))
@@ -325,10 +298,7 @@ class Calibrator:
 
     def _oracle_with(self, criterion: str) -> Reference:
         """The oracle as a server runs it under a criterion."""
-        own, ends = self._reference, self._reference.eos_token_ids.tolist()
-        screens = self._screens.get(criterion)
-        kind, rates = criterion_of(criterion), self._job.break_even
-        return Reference(own.model, own.exit_layers, ends, kind, screens, rates)
+        return self._reference.variant(criterion_of(criterion), self._reference.exit_rows)
 
     def _cost(self, choice: Choice) -> float:
         return relative_cost(choice, summarise(choice.outcomes), self._job.costs, self._job.mode)

@@ -9,7 +9,7 @@ Shapes: N tokens, E exit layers, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from exitserve.agreement import exit_states, following_nats
 from exitserve.calibration.outcomes import Piece
 from exitserve.reference import Reference
-from exitserve.screens import Screens
-from exitserve_kernels.exit_check import CRITERIA, check_logits
+from exitserve_kernels.exit_check import CRITERIA
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class ExitScores:
     """[N] bool: its greedy token is full depth's."""
     ends: Tensor
     """[N] bool: its greedy token ends the sequence."""
-    screen: Mapping[str, Tensor]
-    """[N] float32 scores of the screens for each criterion; empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,8 @@ class Reading:
 
 
 @torch.no_grad()
-def read_exits(reference: Reference, piece: Piece, screens: Mapping[str, Screens]) -> Reading:
-    """Reads a piece in one full-depth pass.
-
-    Args:
-        reference: the oracle.
-        piece: the text.
-        screens: by criterion; may be empty.
-    """
+def read_exits(reference: Reference, piece: Piece) -> Reading:
+    """Reads a piece by the oracle, in one full-depth pass."""
     states, final = exit_states(reference, piece.token_ids, piece.prompt_length)
     full, parts = reference.parts.num_layers, reference.parts
     last = parts.classify_normed(final)
@@ -78,14 +69,13 @@ def read_exits(reference: Reference, piece: Piece, screens: Mapping[str, Screens
     for layer, normed in states.items():
         logits = parts.classify_normed(normed)
         never = torch.full((len(logits),), torch.inf, device=logits.device)
-        found = {str(one): check_logits(logits, never, criterion=one) for one in CRITERIA}
-        greedy = logits.argmax(dim=-1)
+        found = {str(one): reference.check(logits, never, never, one) for one in CRITERIA}
+        greedy = reference.exit_tokens(logits)
         nats[layer] = following_nats(logits, *following).cpu()
         scores[layer] = ExitScores(
             {name: one.confidence.cpu() for name, one in found.items()},
             (greedy == token).cpu(),
             torch.isin(greedy, reference.eos_token_ids).cpu(),
-            {name: own[layer].score(normed).cpu() for name, own in screens.items()},
         )
     return Reading(piece, scores, nats)
 
@@ -97,13 +87,11 @@ def all_scores(readings: Sequence[Reading]) -> dict[int, ExitScores]:
 
 
 def _joined(scores: Sequence[ExitScores]) -> ExitScores:
-    def of_each(kind: Callable[[ExitScores], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        names = kind(scores[0])
-        return {name: torch.cat([kind(one)[name] for one in scores]) for name in names}
-
     return ExitScores(
-        of_each(lambda one: one.confidence),
+        {
+            name: torch.cat([one.confidence[name] for one in scores])
+            for name in scores[0].confidence
+        },
         torch.cat([one.agrees for one in scores]),
         torch.cat([one.ends for one in scores]),
-        of_each(lambda one: one.screen),
     )

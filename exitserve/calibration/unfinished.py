@@ -1,7 +1,7 @@
 """What an interrupted calibration has found, for the next run of the same command.
 
-A file beside the report holds each slow result as it is found: what the model wrote, the screens,
-the reading of each piece, the outcome of each choice. It is removed once the report is written.
+A file beside the report holds each slow result as it is found: what the model wrote, the
+reading of each piece, the outcome of each choice. It is removed once the report is written.
 Tensors are loaded as weights only, so a file that came with somebody's checkpoint runs no code.
 """
 

@@ -9,9 +9,9 @@ and the whole model in memory. Here one file of weights is read at a time, and a
 adapter keeps its bytes; tests/train compares the two.
 
 The merged checkpoint is an ordinary one, in the assets cache of the Hugging Face libraries, and is
-written again only when base or adapter change. Its exits, thresholds and screens are the adapter's,
-looked up at every start, so that a calibration, which is written beside the adapter, holds from
-then on.
+written again only when base or adapter change. Its exits, thresholds and exit rows are the
+adapter's, looked up at every start, so that a calibration, which is written beside the adapter,
+holds from then on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from exitserve.checkpoint.block import (
     read_config,
     read_json_object,
 )
-from exitserve.checkpoint.calibration import SCREENS_FOLDER
-from exitserve.checkpoint.draft_tokens import FILE as DRAFT_TOKENS
+from exitserve.checkpoint.calibration import ROWS_FOLDER
 from exitserve.checkpoint.files import replace_file
 from exitserve.checkpoint.hub import (
     ADAPTER_CONFIG,
@@ -53,8 +52,6 @@ from exitserve.errors import ExitServeError, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-OWN_FOLDERS = (SCREENS_FOLDER, Path(DRAFT_TOKENS).parent.name)
-"""What `exitserve calibrate` found for these weights: never the base's."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be merged into."""
 NOT_PLAIN = (
@@ -189,7 +186,7 @@ def _state_of(base: Path, adapter: Path) -> str:
 def _beside(directory: Path) -> Iterator[Path]:
     """The tokenizer and the like: an adapter's take the place of the base's."""
     for path in files_beside_weights(directory):
-        if path.parts[0] not in OWN_FOLDERS:
+        if path.parts[0] != ROWS_FOLDER:
             yield path
 
 
@@ -328,11 +325,11 @@ def _write_weights(base: Path, targets: Mapping[str, _Factors], out: Path) -> No
 
 
 def _take_exits(adapter: Path, config: Mapping[str, Any], folder: Path) -> None:
-    """Brings exits, thresholds and screens to what is beside the adapter now.
+    """Brings exits, thresholds and exit rows to what is beside the adapter now.
 
-    The config comes after the screens that it names and before the others go, as in a calibration.
+    The config comes after the rows that it names and before the others go, as in a calibration.
     """
-    own = [path for name in OWN_FOLDERS for path in sorted((adapter / name).glob("*.safetensors"))]
+    own = sorted((adapter / ROWS_FOLDER).glob("*.safetensors"))
     kept = {path.relative_to(adapter): path.read_bytes() for path in own}
     for path, data in kept.items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -340,7 +337,6 @@ def _take_exits(adapter: Path, config: Mapping[str, Any], folder: Path) -> None:
             replace_file(folder / path, data)
     if not (folder / "config.json").is_file() or read_config(folder) != config:
         replace_file(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    for name in OWN_FOLDERS:
-        for path in (folder / name).glob("*.safetensors"):
-            if path.relative_to(folder) not in kept:
-                path.unlink(missing_ok=True)
+    for path in (folder / ROWS_FOLDER).glob("*.safetensors"):
+        if path.relative_to(folder) not in kept:
+            path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from exitserve.checkpoint.calibration import (
-    SCREENS_FOLDER,
+    ROWS_FOLDER,
     Calibration,
     Criterion,
     Layer,
@@ -50,8 +50,8 @@ class MultiExit:
     """How the exits were trained, for readers."""
     criterion: Criterion = "max_prob"
     """How confidence is computed, which thresholds depend on; one of `CRITERIA`."""
-    screens: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    """The screens' name, see `screens_file`; None where every check is made."""
+    rows: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """The name of the exit rows, see `rows_file`; None where checks read the whole head."""
     calibration: Calibration | None = None
     """Calibrated thresholds; None where the checkpoint was not calibrated."""
 
@@ -79,13 +79,13 @@ class MultiExit:
         return self
 
     @property
-    def screens_file(self) -> str | None:
-        """The file of its screens, in the checkpoint; None where it has none.
+    def rows_file(self) -> str | None:
+        """The file of its exit rows, in the checkpoint; None where it has none.
 
-        It is named by its contents, so that screens and thresholds change together: at the moment
+        It is named by its contents, so that rows and thresholds change together: at the moment
         when a new config.json, which names them, is there.
         """
-        return None if self.screens is None else f"{SCREENS_FOLDER}/{self.screens}.safetensors"
+        return None if self.rows is None else f"{ROWS_FOLDER}/{self.rows}.safetensors"
 
     def first(self, num_layers: int) -> MultiExit | None:
         """The block for the first `num_layers` layers; None if no exit is left."""
@@ -249,8 +249,8 @@ def write_multi_exit(
 ) -> None:
     """Puts the block into a checkpoint's `config.json`, or an adapter's `multi_exit.json`.
 
-    Screens that it names must be there. Those that it does not are removed afterwards, so at every
-    moment the checkpoint has the screens that its `config.json` names.
+    Exit rows that it names must be there. Those that it does not are removed afterwards, so at
+    every moment the checkpoint has the rows that its `config.json` names.
 
     Args:
         model_dir: the checkpoint or adapter.
@@ -265,6 +265,6 @@ def write_multi_exit(
         known = read_config(directory) if config is None else config
     text = json.dumps({**known, BLOCK: block.to_json()}, indent=2) + "\n"
     replace_file(path, text.encode())
-    for path in (directory / SCREENS_FOLDER).glob("*.safetensors*"):  # and unfinished ones
-        if block.screens_file != f"{SCREENS_FOLDER}/{path.name}":
+    for path in (directory / ROWS_FOLDER).glob("*.safetensors*"):  # and unfinished ones
+        if block.rows_file != f"{ROWS_FOLDER}/{path.name}":
             path.unlink()

@@ -27,9 +27,9 @@ CRITERIA = ("max_prob", "margin", "entropy")
 """How confidence is computed from logits (`exitserve_kernels.exit_check`)."""
 CALIBRATED_MODES = ("confidence", "defer")
 """Modes whose thresholds a calibration may choose."""
-EXIT_CHECKS = SCREENED, ALL = "screened", "all"
-"""Whether the checkpoint's screens (`exitserve.screens`) leave out checks that will hardly pass."""
-SCREENS_FOLDER = "exit_screens"
+EXIT_ROWS = FREQUENT, ALL = "frequent", "all"
+"""Which rows of the LM head exit checks read (`exitserve.checkpoint.exit_rows`)."""
+ROWS_FOLDER = "exit_rows"
 """A folder of its own: loaders read every .safetensors beside the weights."""
 
 
@@ -119,7 +119,7 @@ class ModeCalibration:
     def _to_block(self, fields_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         fields = fields_of(self)
         chosen: dict[str, Any] = fields.pop("chosen")
-        unsaid = {"exit_checks": SCREENED, "agreement_at": {}, "other_modes": []}  # as before
+        unsaid = {"exit_rows": ALL, "agreement_at": {}, "other_modes": []}  # as before
         return chosen | {k: v for k, v in fields.items() if k not in unsaid or v != unsaid[k]}
 
 
@@ -133,15 +133,15 @@ class Calibration(ModeCalibration):
     """Confidence with which each single promise holds."""
     num_layers: Layer
     """Full depth of the calibrated model; promises are about agreement with that depth."""
-    exit_checks: Annotated[str, _one_of(EXIT_CHECKS)] = SCREENED
-    """The one of `EXIT_CHECKS` with which the promise holds; without screens, both mean "all"."""
+    exit_rows: Annotated[str, _one_of(EXIT_ROWS)] = ALL
+    """The one of `EXIT_ROWS` with which the promise holds."""
     agreement_at: Thresholds = field(default_factory=dict)
     """By exit layer, the share of all tokens that it has right, whatever its confidence: of drafts
     made there, as many would be accepted."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Data (name, hash, size), method, versions, date, for readers."""
     other_modes: tuple[ModeCalibration, ...] = ()
-    """The same for other modes, by the same text, criterion and screens."""
+    """The same for other modes, by the same text, criterion and exit rows."""
 
     def by_mode(self) -> dict[str, ModeCalibration]:
         """What was found, by mode; the first is the one that `auto` means by itself."""
@@ -159,7 +159,7 @@ class Calibration(ModeCalibration):
         return json_of(self)
 
     def beside(self, others: Sequence[Calibration]) -> Calibration:
-        """With what others found for their modes, by the same text, criterion and screens."""
+        """With what others found for their modes, by the same text, criterion and exit rows."""
         return replace(
             self,
             other_modes=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from exitserve.checkpoint.calibration import SCREENS_FOLDER
+from exitserve.checkpoint.calibration import ROWS_FOLDER
 from exitserve.errors import ExitServeError
 
 CARD = "README.md"
@@ -16,8 +16,7 @@ BLOCK_FILE = "multi_exit.json"
 """Holds the exits of an adapter. Beside a config.json transformers would take the folder for a
 whole model, and no longer look for its base."""
 BESIDE_WEIGHTS = (
-    f"{SCREENS_FOLDER}/*.safetensors",
-    "draft_head/*.safetensors",
+    f"{ROWS_FOLDER}/*.safetensors",
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
     "chat_template.jinja",

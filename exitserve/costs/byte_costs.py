@@ -6,11 +6,12 @@ must read, over the bandwidth. In the ratio of two steps the bandwidth cancels:
     bytes(step) = sum over layers i of  W_layer                     if any row needs layer i
                                         W_kv                        otherwise (propagation)
                 + sum over rows b, layers i <= depth_b of  context_b * kv_token
-                + heads * W_head,     heads = checks + (1 if any row runs all layers else 0)
+                + checks * W_check + W_head         if any row runs all layers
     limit = sum of bytes(full-depth steps) / sum of bytes(observed steps)
 
-A check that passes *is* the head of the tokens that exit there, so a step in which every row exits
-reads the head once for each check, and not again at the end. A layer's weights are read once for
+A check reads the exit rows of the head (`exitserve.checkpoint.exit_rows`), or all of it. One that
+passes gives the tokens that exit there, so a step in which every row exits does not read the head
+again at the end. A layer's weights are read once for
 the whole batch. Left out, because they are small and the same on both sides: embedding rows,
 norms, activations, and writing the new token's keys and values.
 
@@ -20,13 +21,20 @@ Pure Python. Shapes: B rows, L layers, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from exitserve.errors import ExitServeError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LEAST_EXIT_ROWS = 4096
+"""With so many, nearly all tokens that pass a check are those of the whole head: 0.989 and more of
+them on a model of 49,152 tokens, 0.998 with twice as many."""
+CHECK_IN_LAYERS = 0.25
+"""What a check may cost, in layers, if that takes no fewer than `LEAST_EXIT_ROWS`."""
+WORTH_CUTTING = 2
+"""A vocabulary of fewer times as many tokens is read as it is."""
 
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
@@ -56,6 +64,8 @@ class DecoderShape:
     """Bytes of one weight, and of one number in the key-value cache."""
     feed_forward_matrices: int = 3
     """D x F matrices: three in a gated block, two in a plain one."""
+    exit_rows: int | None = None
+    """Rows of the head that a check reads; None: all."""
 
     @property
     def kv_projection_bytes(self) -> int:
@@ -71,8 +81,14 @@ class DecoderShape:
 
     @property
     def head_bytes(self) -> int:
-        """The LM head, D * V numbers; tied or not, a check reads all of it."""
+        """The LM head, D * V numbers, tied or not."""
         return self.hidden_size * self.vocab_size * self.dtype_bytes
+
+    @property
+    def check_bytes(self) -> int:
+        """The rows of the head that an exit check reads, and a draft."""
+        rows = self.vocab_size if self.exit_rows is None else self.exit_rows
+        return self.hidden_size * rows * self.dtype_bytes
 
     @property
     def kv_token_bytes(self) -> int:
@@ -89,7 +105,7 @@ class DecodeStep:
     contexts: tuple[int, ...]
     """[B] tokens of each row in the cache that its attention reads."""
     checks: int = 0
-    """Exit checks made; each reads the head once, for all its rows together."""
+    """Exit checks made; each reads its rows of the head once, for all tokens together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +119,7 @@ class TokenCosts:
     fill: float
     """Keys and values of one layer that is not run."""
     check: float
-    """One exit check, which is also the head of a token that exits by it."""
+    """One exit check, which also gives the token of one that exits by it."""
     head: float
     """The head at full depth."""
     rest: float = 0.0
@@ -114,7 +130,7 @@ class TokenCosts:
 
         Args:
             depth: mean number of layers run.
-            checks: mean number of times the head was read for a check.
+            checks: mean number of checks.
             stays: share of tokens that ran all layers, and then the head.
         """
         full = self.rest + self.num_layers * self.layer + self.head
@@ -152,6 +168,9 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
             transformers allows.
         dtype: the type that weights and cache are served in, one of `DTYPE_BYTES`.
 
+    Returns:
+        The shape, with the exit rows that `exitserve calibrate` makes for it.
+
     Raises:
         ExitServeError: a size is missing or not a positive whole number, or the dtype is unknown.
     """
@@ -165,7 +184,7 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
     width = _size(config, "intermediate_size", 4 * hidden if plain else None)
     if config.get("num_experts_per_tok"):
         width = _size(config, "moe_intermediate_size", width) * _size(config, "num_experts_per_tok")
-    return DecoderShape(
+    shape = DecoderShape(
         num_layers=_size(config, "num_hidden_layers"),
         hidden_size=hidden,
         intermediate_size=width,
@@ -176,27 +195,19 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
         dtype_bytes=DTYPE_BYTES[dtype],
         feed_forward_matrices=2 if plain else 3,
     )
+    return replace(shape, exit_rows=exit_rows_for(shape))
 
 
-def break_even_rates(config: Mapping[str, Any], exit_layers: Sequence[int]) -> dict[int, float]:
-    """`break_even` of each exit layer of a checkpoint; empty where its shape is unknown."""
-    try:
-        shape = shape_of(config, "bfloat16")
-    except ExitServeError:
-        return {}
-    return {layer: break_even(shape, layer) for layer in exit_layers}
+def exit_rows_for(shape: DecoderShape) -> int | None:
+    """How many exit rows a model should have; None where its vocabulary is hardly larger.
 
-
-def break_even(shape: DecoderShape, exit_layer: int) -> float:
-    """Success rate from which a check after `exit_layer` layers pays, between 0 and 1.
-
-    A check that passes replaces the final head, and saves the layers above except their K/V
-    projections; one that fails has read the head in vain. A ratio of bytes, so the dtype
-    does not matter.
+    The most with which a check costs `CHECK_IN_LAYERS`, a power of two and `LEAST_EXIT_ROWS` at
+    least: more rows say more, and beside a layer they should not count.
     """
-    skipped = shape.num_layers - exit_layer
-    saved = skipped * (shape.layer_bytes - shape.kv_projection_bytes)
-    return shape.head_bytes / (shape.head_bytes + saved)
+    rows, row_bytes = LEAST_EXIT_ROWS, shape.hidden_size * shape.dtype_bytes
+    while 2 * rows * row_bytes <= CHECK_IN_LAYERS * shape.layer_bytes:
+        rows *= 2
+    return rows if shape.vocab_size >= WORTH_CUTTING * rows else None
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -224,9 +235,10 @@ def step_bytes(shape: DecoderShape, step: DecodeStep) -> int:
     deepest = max(step.depths, default=0)
     weights = deepest * shape.layer_bytes
     weights += (shape.num_layers - deepest) * shape.kv_projection_bytes
-    heads = step.checks + (1 if deepest == shape.num_layers else 0)
+    heads = step.checks * shape.check_bytes
+    heads += shape.head_bytes if deepest == shape.num_layers else 0
     cache = sum(d * c for d, c in zip(step.depths, step.contexts, strict=True))
-    return weights + heads * shape.head_bytes + cache * shape.kv_token_bytes
+    return weights + heads + cache * shape.kv_token_bytes
 
 
 def full_depth(shape: DecoderShape, step: DecodeStep) -> DecodeStep:
@@ -251,11 +263,16 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[DecodeStep], checks: int 
         return 1.0
     full = sum(step_bytes(shape, full_depth(shape, step)) for step in steps)
     observed = sum(step_bytes(shape, step) for step in steps)
-    return full / (observed + checks * shape.head_bytes)
+    return full / (observed + checks * shape.check_bytes)
 
 
 def limit_of_reads(
-    shape: DecoderShape, steps: Sequence[DecodeStep], layers: float, heads: float
+    shape: DecoderShape,
+    steps: Sequence[DecodeStep],
+    *,
+    layers: float,
+    checks: float,
+    heads: float,
 ) -> float:
     """`limit_speedup` from counted reads, for engine steps that give several tokens.
 
@@ -264,10 +281,12 @@ def limit_of_reads(
         steps: those that full depth would need, one for each token of a request.
         layers: reads of a layer's weights for such a step, each for all tokens that ran it
             together; on average.
-        heads: reads of the head for it.
+        checks: reads of the exit rows for it, by checks and drafts.
+        heads: reads of the whole head for it.
     """
     full = fmean(step_bytes(shape, full_depth(shape, step)) for step in steps)
     # At least this: attention reads a row's keys and values once for all its tokens of a pass.
     contexts = fmean(sum(step.contexts) for step in steps)
     cache = contexts * shape.kv_token_bytes * layers
-    return full / (layers * shape.layer_bytes + heads * shape.head_bytes + cache)
+    read = checks * shape.check_bytes + heads * shape.head_bytes
+    return full / (layers * shape.layer_bytes + read + cache)

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from exitserve.costs.byte_costs import TokenCosts
 
-PRECISION = 0.5
-"""Of the tokens that the screens of a model of 12 layers let through to a check at threshold 0.6,
-0.42 pass at a quarter of the depth, 0.54 at half, 0.66 at three quarters."""
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -49,16 +45,13 @@ class StepCosts:
     fill: Curve
     """Keys and values of one layer, for rows that do not run it."""
     check: Curve
-    """One exit check: norm, head, confidence."""
+    """One exit check: norm, exit rows of the head, confidence. A draft reads the same rows."""
     head: Curve
     """Norm and head at full depth."""
     rest: Curve
     """What every step costs: scheduling, preparing the batch, sampling."""
     exits: Curve
     """What exits add to a step in which rows may exit: planning and recording."""
-    precision: float | None = None
-    """Of the rows that screens let through to a check, the share that passes; None: there are no
-    screens, and every row is checked."""
 
     def layer(self, rows: int) -> float:
         """Seconds of one layer."""

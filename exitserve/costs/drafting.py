@@ -4,13 +4,13 @@ The first e layers draft k tokens one after the other, then all layers judge the
 before them in one pass. Each draft is accepted with probability a, independently of the others:
 
     tokens(a, k) = 1 + a + ... + a^k                                 of a step, on average
-    step(B)      = k * (e * layer(B) + draft_head(B)) + full(B * (k + 1)) + checks
+    step(B)      = k * (e * layer(B) + check(B)) + full(B * (k + 1)) + checks
     speedup      = tokens * full(B) / step(B)
 
 `full` of more rows costs what it costs of B as long as reading weights takes the time, except that
-attention reads a request's keys and values once for all its tokens. In mode "defer" one more pass
-through the head decides which tokens stand without a judge, and "accepted" means that a draft
-stands or full depth agrees.
+attention reads a request's keys and values once for all its tokens. A draft reads the rows of the
+head that a check reads. In mode "defer" one check more decides which tokens stand without a judge,
+and "accepted" means that a draft stands or full depth agrees.
 
 Pure Python. B rows, L layers.
 """
@@ -41,8 +41,6 @@ class Drafting:
     """e."""
     drafts: int
     """k; 0 is plain decoding."""
-    head_share: float = 1.0
-    """Rows of the draft's head as a share of the vocabulary."""
     checks: bool = False
     """Whether tokens may stand without a judge (mode "defer")."""
 
@@ -58,9 +56,9 @@ def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
         return costs.full(batch)
     judged = batch * (way.drafts + 1)
     first = way.exit_layer * costs.layer(batch)
-    drafts = way.drafts * (first + way.head_share * costs.head(batch))
+    drafts = way.drafts * (first + costs.check(batch))
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
-    heads = costs.head(judged) + (costs.head(judged) if way.checks else 0.0)
+    heads = costs.head(judged) + (costs.check(judged) if way.checks else 0.0)
     return drafts + layers + heads + costs.rest(batch)
 
 

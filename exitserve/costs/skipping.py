@@ -14,8 +14,6 @@ B rows decode together; each exits at layer e_i with probability q_i, independen
 
 Costs are functions of the number of rows, because reading weights costs the same for one row as
 for several, and arithmetic does not. A check that fails is lost; one that passes replaces the head.
-With screens E[check(A_i)] is over the rows that they let through: the share of A_i that passes,
-divided by the screens' precision. The head is read if there is any.
 *Compacted* is the engine on a CPU, which runs active rows only; *masked* is a CUDA graph, in which
 all rows run as long as any of them is active.
 
@@ -30,8 +28,6 @@ from math import comb
 
 from exitserve.costs.curves import Curve, StepCosts
 
-SCREEN = 0.01
-"""What a screen costs, as a share of a check: D x D / 8 numbers beside D x V."""
 BISECTIONS = 40
 """Halvings of [0, 1]: more precise than any digit that is printed."""
 
@@ -87,18 +83,7 @@ def segment_seconds(
     else:
         # Rows that exited while others ran were filled by the layers themselves.
         filled = ((1.0 - after) ** batch - (1.0 - staying) ** batch) * costs.fill(batch)
-    checks = seconds(costs.check)
-    if costs.precision is not None and staying > 0.0:
-        opened = min(staying, (staying - after) / costs.precision)
-        checks = SCREEN * checks + _check_seconds(costs, batch, opened, compacts=compacts)
-    return run + checks + (costs.num_layers - layer) * filled
-
-
-def _check_seconds(costs: StepCosts, batch: int, opened: float, *, compacts: bool) -> float:
-    """Mean seconds of a check that each row takes part in with probability `opened`."""
-    if compacts:
-        return _expected(costs.check, batch, opened)
-    return (1.0 - (1.0 - opened) ** batch) * costs.check(batch)
+    return run + seconds(costs.check) + (costs.num_layers - layer) * filled
 
 
 def expected_seconds(

@@ -7,7 +7,7 @@ as a model does. A part runs as the engine runs it:
     layer   norm, Q/K/V, rotation, output, norm, feed-forward block
     cache   attention over `context` keys
     head    norm, LM head
-    check   the same, then the confidence of its logits
+    check   the same with the exit rows of the head, then the confidence of their logits
     fill    norm, one product for the keys and values of many layers, rotation
 
 All parts at all numbers of rows are timed in turn, round after round, and the least time of each
@@ -117,7 +117,7 @@ def time_step(
             matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
             attention=curve(*parts.cache_names, share=len(parts.cache_names)),
             fill=curve("fill", share=parts.filled),
-            check=curve("head", "confidence"),
+            check=curve("rows", "confidence"),
             head=curve("head"),
             rest=constant(*ENGINE_SECONDS),
             exits=constant(*EXITS_SECONDS),
@@ -180,6 +180,8 @@ class _StepParts:
         ]
         self.layer_names = [f"layer {index}" for index in range(copies)]
         self._head = linear(shape.vocab_size, hidden)
+        self._exit_rows = shape.exit_rows or shape.vocab_size
+        self._rows = linear(self._exit_rows, hidden)
         self._fill = linear(self.filled * 2 * kv_heads * size, hidden)
         self._caches = [
             self._full(2, most_rows * kv_heads, self._context, size) for _ in range(caches)
@@ -197,7 +199,7 @@ class _StepParts:
         heads, _, size = self._heads
         state = self._full(rows, self._shape.hidden_size)
         queries = self._full(rows, heads * size)
-        logits = self._full(rows, self._shape.vocab_size)
+        logits = self._full(rows, self._exit_rows)
         never = torch.ones(rows, device=self._device)
         return {
             **{
@@ -209,6 +211,7 @@ class _StepParts:
                 for index, name in enumerate(self.cache_names)
             },
             "head": lambda: self._head(self._norm(state)),
+            "rows": lambda: self._rows(self._norm(state)),
             "confidence": lambda: check_logits(logits, never),
             "fill": lambda: self._run_fill(state),
         }
@@ -282,7 +285,8 @@ def _copies(shape: DecoderShape, rows: int, context: int) -> tuple[int, int, int
 
 def _check_memory(shape: DecoderShape, rows: int, context: int, device: torch.device) -> None:
     layers, filled, caches = _copies(shape, rows, max(1, context))
-    needed = layers * shape.layer_bytes + shape.head_bytes + filled * shape.kv_projection_bytes
+    needed = layers * shape.layer_bytes + shape.head_bytes + shape.check_bytes
+    needed += filled * shape.kv_projection_bytes
     needed += caches * rows * max(1, context) * shape.kv_token_bytes + BEYOND_CACHES
     # Packing holds a matrix twice for a moment.
     needed += max(shape.head_bytes, shape.layer_bytes)

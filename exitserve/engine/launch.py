@@ -52,10 +52,10 @@ def check_rules(
     """Checks the checkpoint's exits and server options before anything slow starts; see
     `make_rules`."""
     rules = make_rules(read_config(model_dir, revision), options, transfers=transfers)
-    if rules.screens_file is not None and rules.exit_layers:
-        from exitserve.screens import load_screens
+    if rules.rows_file is not None and rules.exit_layers:
+        from exitserve.checkpoint.exit_rows import load_exit_rows
 
-        load_screens(model_dir, rules.screens_file, rules.exit_layers, revision)
+        load_exit_rows(model_dir, rules.rows_file, revision)
     return rules
 
 

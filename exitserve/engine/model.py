@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.checkpoint.draft_tokens import load_draft_tokens
+from exitserve.checkpoint.exit_rows import load_exit_rows
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.drafting.forward import DraftingLoop
-from exitserve.engine.drafting.head import DraftHead
 from exitserve.engine.early_exit.device.loop import DeviceLoop
 from exitserve.engine.early_exit.device.requests import DeviceRequests
 from exitserve.engine.early_exit.device.rows import DeviceRows
@@ -28,7 +27,6 @@ from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.propagation import Propagation
 from exitserve.engine.layers.segments import Segment, compiled_segment
 from exitserve.engine.state import EngineState, state_of
-from exitserve.screens import Screens, load_screens
 
 
 class MultiExitMixin:
@@ -48,15 +46,11 @@ class MultiExitMixin:
         # Runner V2 captures passes whole, so the device must decide.
         on_device: bool = vllm_config.use_v2_model_runner
         if self.exit_state.rules.num_drafts:
-            segments = self._make_segments(vllm_config, screens=self._head.screens, masked=False)
+            segments = self._make_segments(vllm_config, masked=False)
             most = vllm_config.scheduler_config.max_num_batched_tokens
-            draft_head = self._draft_head(vllm_config)
-            self.drafting = DraftingLoop(
-                self, segments, self._head, draft_head, most, in_graphs=on_device
-            )
+            self.drafting = DraftingLoop(self, segments, self._head, most, in_graphs=on_device)
             return
-        screens = self._head.screens
-        self._segments = self._make_segments(vllm_config, screens=screens, masked=on_device)
+        self._segments = self._make_segments(vllm_config, masked=on_device)
         model: Any = self
         layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
         self.propagation = Propagation(
@@ -74,32 +68,14 @@ class MultiExitMixin:
         self.device = DeviceLoop(*parts, captured)
 
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
-        rules = self.exit_state.rules
-        screens = {}
-        if rules.screens_file is not None:
+        rules, rows = self.exit_state.rules, None
+        if rules.rows_file is not None:
             config = vllm_config.model_config
-            screens = load_screens(
-                config.model, rules.screens_file, rules.exit_layers, config.revision
-            )
+            rows = load_exit_rows(config.model, rules.rows_file, config.revision)
         ends = self.exit_state.eos_token_ids
-        return ExitHead(
-            self,
-            compute_logits,
-            ends,
-            rules.criterion,
-            screens,
-            rules.break_even,
-        )
+        return ExitHead(self, compute_logits, ends, rules.criterion, rows)
 
-    def _draft_head(self, vllm_config: Any) -> DraftHead:
-        model: Any = self
-        config = vllm_config.model_config
-        tokens = load_draft_tokens(config.model, config.revision)
-        return DraftHead(model.output_head(), model.logits_processor, tokens)
-
-    def _make_segments(
-        self, vllm_config: Any, *, screens: Screens, masked: bool
-    ) -> tuple[Segment, ...]:
+    def _make_segments(self, vllm_config: Any, *, masked: bool) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits. See `compiled_segment`."""
         model: Any = self
         exit_layers, layers = self.exit_state.rules.exit_layers, model.decoder_layers()
@@ -111,7 +87,6 @@ class MultiExitMixin:
             layers,
             run_layer=model.run_layer,
             final_norm=model.final_norm,
-            screens=screens,
             masked=masked,
         )
         return tuple(
@@ -171,7 +146,7 @@ class MultiExitMixin:
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """Room on the device for an engine's requests, of which `most_rows` run together."""
         room = self.logits_room(most_rows, device)
-        return DeviceRequests(self.exit_state, most_rows, room, device, self._head.least_score)
+        return DeviceRequests(self.exit_state, most_rows, room, device, self._head.put)
 
     def logits_room(self, rows: int, device: torch.device) -> Tensor:
         """Room for the logits [rows, V / R] of a pass whose exits the device decides."""

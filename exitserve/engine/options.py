@@ -14,12 +14,11 @@ from exitserve.checkpoint.block import (
 )
 from exitserve.checkpoint.calibration import (
     ALL,
-    EXIT_CHECKS,
-    SCREENED,
+    EXIT_ROWS,
+    FREQUENT,
     Calibration,
     ModeCalibration,
 )
-from exitserve.costs.byte_costs import break_even_rates
 from exitserve.costs.drafting import MOST_ROWS, Drafting, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
@@ -43,7 +42,7 @@ OPTIONS = (
     "exit_threshold",
     "exit_layer",
     "eos_threshold",
-    "exit_checks",
+    "exit_rows",
     "exits_up_to",
     "num_drafts",
 )
@@ -126,23 +125,22 @@ def _rules_at(
         block: the checkpoint's.
     """
     eos, num_layers = options.get("eos_threshold"), num_layers_of(config)
-    wanted = options.get("exit_checks", SCREENED)
-    if wanted not in EXIT_CHECKS:
-        raise ExitServeError(f"exit_checks must be {' or '.join(EXIT_CHECKS)}, not {wanted!r}.")
-    screens = None if wanted == ALL else block.screens_file
+    wanted = options.get("exit_rows", FREQUENT)
+    if wanted not in EXIT_ROWS:
+        raise ExitServeError(f"exit_rows must be {' or '.join(EXIT_ROWS)}, not {wanted!r}.")
+    rows_file = None if wanted == ALL else block.rows_file
     found = block.calibration
-    other_checks = found is not None and found.exit_checks != (ALL if screens is None else SCREENED)
+    other_rows = found is not None and found.exit_rows != (ALL if rows_file is None else FREQUENT)
     calibration, promised = _as_served(
-        found, exit_layers, num_layers, void=eos is not None or other_checks
+        found, exit_layers, num_layers, void=eos is not None or other_rows
     )
     rules = ExitRules(
         modes=MODES,
         num_layers=num_layers,
         exit_layers=exit_layers,
         eos_threshold=None if eos is None else check_threshold(eos, "eos_threshold"),
-        break_even=break_even_rates(config, exit_layers),
         criterion=block.criterion,
-        screens_file=screens,
+        rows_file=rows_file,
         calibration=calibration,
     )
     return rules, promised
@@ -306,8 +304,10 @@ def options_of(vllm_config: Any) -> dict[str, Any]:
 
 def rules_from(vllm_config: Any) -> ExitRules:
     """The rules of the engine that `vllm_config` describes; raises like `make_rules`."""
-    return make_rules(
+    rules = make_rules(
         vllm_config.model_config.hf_config.to_dict(),
         options_of(vllm_config),
         transfers=vllm_config.kv_transfer_config is not None,
     )
+    others = set(vllm_config.model_config.logits_processors or []) - {PROCESSOR}
+    return replace(rules, logits_processors=bool(others))

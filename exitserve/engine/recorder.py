@@ -27,10 +27,8 @@ class Recorder:
         """Generated tokens that stopped at each depth."""
         self.checks = dict.fromkeys(exit_layers, 0)
         self.passed = dict.fromkeys(exit_layers, 0)
-        self.screened = dict.fromkeys(exit_layers, 0)
-        """Tokens that a screen did not let through to a check."""
         self.head_passes = 0
-        """Times the LM head was read for exits."""
+        """Times the exit rows of the LM head were read, for checks and drafts."""
         self.frozen_tokens = 0
         """Whose remaining keys and values are propagated."""
         self.deferred_layers = 0
@@ -40,7 +38,7 @@ class Recorder:
         self.layer_reads = 0
         """Layers whose weights were read, each once for all tokens that ran it together."""
         self.final_heads = 0
-        """Times the LM head was read behind the last layer."""
+        """Times the whole LM head was read for the sampler."""
         self._traces: Traces = OrderedDict()
 
     def count_checks(self, layer: int, checks: int, passed: int) -> None:
@@ -85,7 +83,6 @@ class Recorder:
             },
             "checks": dict(self.checks),
             "passed": dict(self.passed),
-            "screened": dict(self.screened),
             "head_passes": self.head_passes,
             "frozen_tokens": self.frozen_tokens,
             "deferred_layers": self.deferred_layers,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.sampling_params import SamplingType
+
 from exitserve.policy import ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -36,6 +38,8 @@ class Request:
     """Depth of each generated token, by its index."""
     has_seed: bool = False
     """Whether its tokens are drawn by a seed's random numbers."""
+    needs_whole_head: bool = False
+    """Whether a token that exits needs the logits of all tokens, not of the exit rows only."""
     exits_disabled: bool = False
     """Whether it asked for exits, and began while too many others ran (`--exits-up-to`)."""
 
@@ -68,6 +72,25 @@ def policy_of(params: Any, rules: ExitRules) -> ExitPolicy:
     """
     structured = params.structured_outputs is not None
     return rules.policy_or_off(params.extra_args, structured=structured)
+
+
+def needs_whole_head(params: Any, rules: ExitRules) -> bool:
+    """Whether `SamplingParams` ask for more than the most likely token, so that a token that exits
+    needs the logits of all tokens. Never where checks read the whole head."""
+    if rules.rows_file is None:
+        return False
+    samples = params.sampling_type != SamplingType.GREEDY
+    changed = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    reads = params.logprobs is not None or params.logprob_token_ids is not None
+    limits = (
+        params.structured_outputs,
+        params.logit_bias,
+        params.allowed_token_ids,
+        params.bad_words,
+        params.min_tokens,
+        params.thinking_token_budget,
+    )
+    return rules.logits_processors or samples or reads or bool(changed) or any(limits)
 
 
 def read_request(
@@ -105,6 +128,7 @@ def read_request(
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
+        needs_whole_head=needs_whole_head(params, rules),
         has_seed=params.seed is not None and params.temperature > 0,
         exits_disabled=disabled,
     )

@@ -94,7 +94,7 @@ def measure_drafts(
         states, final = exit_states(reference, window.token_ids, prompt_tokens)
         token = reference.parts.classify_normed(final).argmax(dim=-1)
         for layer, normed in states.items():
-            found = reference.parts.classify_normed(normed).argmax(dim=-1)
+            found = reference.exit_tokens(reference.parts.classify_normed(normed))
             tallies[layer].add((found == token).tolist())
         progress()
     return [

@@ -16,7 +16,7 @@ from exitserve.arguments import (
     add_threshold_flags,
     any_mode,
     at_least,
-    calibrated_checks,
+    calibrated_rows,
     check_context,
     modes_of,
     thresholds_of,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         share_bar(screen) as progress,
     ):
         progress("loading the model in float32", 0.0)
-        reference = load_reference(str(job.directory), exit_checks=job.exit_checks, device="auto")
+        reference = load_reference(str(job.directory), exit_rows=job.exit_rows, device="auto")
         if windows:
             data = evaluate(job, reference, windows, progress)
         if job.prompt is not None:
@@ -141,8 +141,8 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     served_architecture(args.model, args.revision)
     config = read_config(args.model, args.revision)
     modes = modes_of(args.modes)
-    exit_checks = calibrated_checks(config)
-    options = {"exit_checks": exit_checks, "mode": "off"}
+    exit_rows = calibrated_rows(config)
+    options = {"exit_rows": exit_rows, "mode": "off"}
     rules = any_mode(check_rules(args.model, options, args.revision))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
     # At least one token is decoded, and one more is there to be predicted.
@@ -152,7 +152,7 @@ def job_of(args: argparse.Namespace) -> EvalJob:
         model=args.model_name,
         directory=local_checkpoint(args.model, args.revision),
         rules=rules,
-        exit_checks=exit_checks,
+        exit_rows=exit_rows,
         settings=settings,
         documents=None if args.data is None else read_documents(args.data),
         window=window,

@@ -134,7 +134,7 @@ def _conditions(data: Mapping[str, Any]) -> list[str]:
         "table by depth, over the tokens that stopped there: at exits, the easy ones.",
         "- Retained: score over full depth's (the inverse where less is better).",
         f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
-        f"{settings['criterion']}, exit checks {settings['exit_checks']}. Nothing was timed; "
+        f"{settings['criterion']}, exit rows {settings['exit_rows']}. Nothing was timed; "
         f"depth speedup counts layers.",
         f"- {machine_line(data)}.",
     ]

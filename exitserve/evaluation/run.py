@@ -152,7 +152,7 @@ def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:
     return {
         "num_layers": job.rules.num_layers,
         "exit_layers": list(job.rules.exit_layers),
-        "exit_checks": job.exit_checks,
+        "exit_rows": job.exit_rows,
         "criterion": job.rules.criterion,
         "data": job.documents.provenance(),
         "windows": len(windows),

@@ -49,7 +49,7 @@ class EvalJob:
     directory: Path
     """Its files."""
     rules: ExitRules
-    exit_checks: str
+    exit_rows: str
     settings: tuple[EvalSetting, ...]
     """Full depth first."""
     documents: Documents | None

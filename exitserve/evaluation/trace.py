@@ -20,10 +20,10 @@ VERSION: Literal[2] = 2
 
 Count = Annotated[int, Field(ge=0)]
 
-Outcome = Literal["stopped", "went_on", "drafted", "screened", "unchecked", "not_reached"]
+Outcome = Literal["stopped", "went_on", "drafted", "unchecked", "not_reached"]
 """What became of a token at a layer. stopped: it was sent from there. went_on: it was checked, and
 not confident enough. drafted: in mode "verify" the layer's token is drafted, and full
-depth judges it. screened: a screen left the check out. unchecked: it passed by,
+depth judges it. unchecked: it passed by,
 since its request has no threshold there, or nobody drafted there, or its position runs all layers.
 not_reached: it stopped below."""
 
@@ -155,9 +155,7 @@ def traced_tokens(
 def _outcome(look: Look, looks: Looks) -> Outcome:
     if look.layer >= looks.depth:
         return "stopped" if look.layer == looks.depth else "not_reached"
-    if look.is_checked:
-        return "went_on"
-    return "unchecked" if look.threshold is None else "screened"
+    return "went_on" if look.is_checked else "unchecked"
 
 
 class TokenTexts:

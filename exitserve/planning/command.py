@@ -14,7 +14,6 @@ from exitserve.arguments import (
     add_model_command,
     add_out_flags,
     batch_sizes_of,
-    calibrated_checks,
 )
 from exitserve.checkpoint.block import (
     check_exit_layers,
@@ -22,7 +21,6 @@ from exitserve.checkpoint.block import (
     read_config,
     read_json_object,
 )
-from exitserve.checkpoint.calibration import SCREENED
 from exitserve.costs.byte_costs import DTYPE_BYTES, shape_of
 from exitserve.costs.devices import DEVICES
 from exitserve.errors import ExitServeError
@@ -103,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
     check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
 
-    from exitserve.costs.curves import PRECISION
     from exitserve.costs.sources import step_costs
     from exitserve.planning.run import make_plan
     from exitserve.reporting.report import prepare_out_dir
@@ -127,7 +124,6 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         exit_share=args.exit_share,
         own_layers=own_layers,
-        precision=PRECISION if calibrated_checks(config) == SCREENED else None,
     )
     _publish(data, out)
     return 0

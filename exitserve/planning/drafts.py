@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from exitserve.checkpoint.draft_tokens import ROWS, WORTH_CUTTING
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
 
@@ -25,29 +24,19 @@ def drafting_table(
     costs: StepCosts,
     batch_sizes: Sequence[int],
     layers: Sequence[int],
-    vocab_size: int,
 ) -> list[dict[str, Any]]:
-    """The `modes` of the report: wall speedup by mode, batch, layer, drafts, acceptance and head.
+    """The `modes` of the report: wall speedup by mode, batch, layer, drafts, acceptance.
 
     Args:
         costs: of the parts of a step.
         batch_sizes: B.
         layers: at which to draft.
-        vocab_size: rows of the whole head.
     """
-    heads = [vocab_size]
-    if vocab_size >= WORTH_CUTTING * ROWS:
-        heads.append(ROWS)
     table = []
-    for mode, batch, layer, drafts, rows, acceptance in product(
-        ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), heads, ACCEPTANCES
+    for mode, batch, layer, drafts, acceptance in product(
+        ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), ACCEPTANCES
     ):
-        way = Drafting(
-            exit_layer=layer,
-            drafts=drafts,
-            head_share=rows / vocab_size,
-            checks=mode == "defer",
-        )
+        way = Drafting(exit_layer=layer, drafts=drafts, checks=mode == "defer")
         gain = drafting_speedup(costs, batch, way, acceptance)
         table.append(
             {
@@ -56,7 +45,6 @@ def drafting_table(
                 "exit_layer": layer,
                 "drafts": drafts,
                 "acceptance": acceptance,
-                "draft_head_rows": rows,
                 "wall_speedup": round(gain, 4),
             }
         )

@@ -89,7 +89,7 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
         f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms, the head "
         f"{cost['head_ms']:.3g} ms, the rest {cost['rest_ms']:.3g} ms.",
-        f"A check costs {cost['check_in_layers']:.1f} layers{_screens(data)}; the keys and "
+        f"A check costs {cost['check_in_layers']:.1f} layers{_rows(shape)}; the keys and "
         f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token "
         f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
@@ -97,12 +97,12 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     return [*lines, *verdicts, *map(_advice_line, data["advice"])]
 
 
-def _screens(data: Mapping[str, Any]) -> str:
-    """Which checks are assumed to be made."""
-    precision = data["assumption"]["precision"]
-    if precision is None:
-        return ", and every token is checked"
-    return f" (made where a screen says so, which is right {precision:.0%} of the time)"
+def _rows(shape: Mapping[str, Any]) -> str:
+    """Which rows of the head checks read."""
+    if shape["exit_rows"] is None:
+        return " (it reads the whole head)"
+    rows, size = f"{shape['exit_rows']:,} of {shape['vocab_size']:,}", shape["check_bytes"] / 2**20
+    return f" (it reads {rows} rows of the head, a copy of {size:,.0f} MiB)"
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
@@ -139,25 +139,21 @@ def drafting_headers(data: Mapping[str, Any], most: int | None = None) -> list[s
     """Columns of the table of several tokens a step, for the first `most` batch sizes or all."""
     sizes = [cost["batch_size"] for cost in data["costs"]][:most]
     accepted = dict.fromkeys(one["acceptance"] for one in data["modes"])
-    return ["layers,\nhead", *(f"B={size}\n{one:.0%}" for size in sizes for one in accepted)]
+    return ["layers", *(f"B={size}\n{one:.0%}" for size in sizes for one in accepted)]
 
 
 def drafting_rows(data: Mapping[str, Any], most: int | None = None) -> list[list[str]]:
-    """One row of text for each draft layer and head: the best wall speedup, and its drafts."""
+    """One row of text for each draft layer: the best wall speedup, and its drafts."""
     sizes = [cost["batch_size"] for cost in data["costs"]][:most]
-    whole = data["shape"]["vocab_size"]
-    found: dict[tuple[int, int], dict[tuple[int, float], tuple[float, int]]] = {}
+    found: dict[int, dict[tuple[int, float], tuple[float, int]]] = {}
     for one in data["modes"]:
         if one["mode"] == "verify" and one["batch_size"] in sizes:
-            row = found.setdefault((one["exit_layer"], one["draft_head_rows"]), {})
+            row = found.setdefault(one["exit_layer"], {})
             key = one["batch_size"], one["acceptance"]
             row[key] = max(row.get(key, (0.0, 0)), (one["wall_speedup"], one["drafts"]))
     return [
-        [
-            f"{layer}, {'whole' if rows == whole else f'{rows // 1000}k'}",
-            *(f"{gain:.2f} ({drafts})" for gain, drafts in cells.values()),
-        ]
-        for (layer, rows), cells in found.items()
+        [str(layer), *(f"{gain:.2f} ({drafts})" for gain, drafts in cells.values())]
+        for layer, cells in found.items()
     ]
 
 
@@ -189,8 +185,7 @@ def _named(layers: Sequence[int]) -> str:
 DRAFTING_LEGEND = (
     "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts in "
     "one pass. Wall speedup at the best number of drafts, in parentheses, by batch size and share "
-    "of drafts that are accepted; with the whole head or a smaller one for drafts. Mode defer is "
-    "the same at a higher share."
+    "of drafts that are accepted. Mode defer is the same at a higher share."
 )
 LEGEND = (
     "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "

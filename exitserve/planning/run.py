@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from exitserve.costs.byte_costs import DecoderShape
-from exitserve.costs.curves import PRECISION, StepCosts
+from exitserve.costs.curves import StepCosts
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
 from exitserve.planning.drafts import ASSUMED, draft_layers, drafting_table
@@ -37,7 +36,6 @@ def make_plan(
     context: int,
     exit_share: float,
     own_layers: Sequence[int],
-    precision: float | None = PRECISION,
 ) -> dict[str, Any]:
     """The report without its `schema_version`.
 
@@ -48,9 +46,8 @@ def make_plan(
         context: tokens that each row's attention reads.
         exit_share: S, the share of tokens that is assumed to exit.
         own_layers: exit layers that the checkpoint declares already.
-        precision: of screens, see `StepCosts`.
     """
-    costs, shape = replace(source.costs, precision=precision), source.shape
+    costs, shape = source.costs, source.shape
     # On a CPU the engine runs active rows only; in a GPU's graph all rows keep their places.
     way = "compacted" if source.measured and source.details["threads"] else "masked"
     first = batch_sizes[0]
@@ -62,7 +59,7 @@ def make_plan(
 
     best = choice(layers)
     drafted = draft_layers(shape.num_layers, own_layers)
-    modes = drafting_table(costs, batch_sizes, drafted, shape.vocab_size)
+    modes = drafting_table(costs, batch_sizes, drafted)
     return {
         "model": model,
         "measured": source.measured,
@@ -86,7 +83,6 @@ def make_plan(
             "plausible_share": PLAUSIBLE,
             "at_depth": SHALLOWEST,
             "worth": WORTH,
-            "precision": precision,
         },
         "verdicts": [_verdict_block(costs, batch, way) for batch in batch_sizes],
         "modes": modes,
@@ -101,12 +97,11 @@ def _advice(
 ) -> dict[str, Any]:
     """Which mode to serve at a batch size: an entry of `modes`, or exits that skip layers.
 
-    Drafts are those of the whole head, at the shallowest layer planned, at the assumed acceptance.
+    Drafts are those at the shallowest layer planned, at the assumed acceptance.
     """
     layer = min(one["exit_layer"] for one in modes)
-    rows = max(one["draft_head_rows"] for one in modes)
     wanted = {"mode": "verify", "batch_size": batch, "exit_layer": layer}
-    wanted |= {"acceptance": ASSUMED, "draft_head_rows": rows}
+    wanted |= {"acceptance": ASSUMED}
     drafted = [one for one in modes if wanted.items() <= one.items()]
     found = dict(max(drafted, key=lambda one: float(one["wall_speedup"])))
     skipping = gain_of(best, batch, share)
@@ -142,6 +137,8 @@ def _shape_block(shape: DecoderShape) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "layer_bytes": shape.layer_bytes,
         "head_bytes": shape.head_bytes,
+        "exit_rows": shape.exit_rows,
+        "check_bytes": shape.check_bytes,
         "fill_bytes": shape.kv_projection_bytes,
         "kv_bytes_per_token": shape.num_layers * shape.kv_token_bytes,
     }

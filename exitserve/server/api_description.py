@@ -122,15 +122,6 @@ class LayerChecks(_Exact):
 
     checks: int = Field(description="tokens checked")
     checks_passed: int = Field(description="tokens that stopped there, or were drafted")
-    checks_screened: int = Field(description="tokens that were not checked, because of a screen")
-    break_even: float | None = Field(
-        description="the share of its checks that must pass for the layer to pay, by bytes; null "
-        "where drafts are judged (modes verify and defer)"
-    )
-    pays: bool | None = Field(
-        description="whether enough of them passed; a layer that does not pay can be left out with "
-        "--exit-layers; null without checks, or without break_even"
-    )
 
 
 class Period(_Exact):
@@ -152,10 +143,6 @@ class Period(_Exact):
     checks_passed: int = Field(description="of these, tokens that stopped (or were drafted)")
     drafted_tokens: int = Field(description="drafts that were judged (modes verify and defer)")
     accepted_tokens: int = Field(description="of these, drafts that were accepted")
-    checks_screened: int = Field(
-        description="tokens that were not checked, because a screen predicted that they would "
-        "hardly pass"
-    )
     exits: dict[int, LayerChecks] = Field(description="by exit layer")
 
 

@@ -14,7 +14,7 @@ from exitserve.arguments import (
     with_adapter,
 )
 from exitserve.checkpoint.block import read_config
-from exitserve.checkpoint.calibration import EXIT_CHECKS
+from exitserve.checkpoint.calibration import EXIT_ROWS
 from exitserve.engine.launch import (
     check_rules,
     engine_options,
@@ -118,10 +118,10 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
         help="threshold for end-of-sequence tokens (default: half way between the request's and 1)",
     )
     parser.add_argument(
-        "--exit-checks",
-        choices=EXIT_CHECKS,
-        help="screened: screens of a calibrated checkpoint leave out checks that will hardly pass "
-        "(default); all: every token is checked at every exit layer",
+        "--exit-rows",
+        choices=EXIT_ROWS,
+        help="rows of the LM head that checks and drafts read, where calibration found exit rows: "
+        "those of frequent tokens (default), or all",
     )
     parser.add_argument(
         "--exits-up-to",
@@ -134,7 +134,7 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
 
 MAY_LOSE = (
     "exitserve: tokens exit as requests ask, also where many requests run together and full depth "
-    "would be faster; `exitserve plan` and /exitserve/stats (pays) tell where that is."
+    "would be faster; `exitserve plan` tells where that is."
 )
 DIED = (" died ", "See root cause above")
 """In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
@@ -156,7 +156,7 @@ def serve(args: argparse.Namespace) -> int:
             "exit_layer": args.exit_layer,
             "num_drafts": args.num_drafts,
             "eos_threshold": args.eos_threshold,
-            "exit_checks": args.exit_checks,
+            "exit_rows": args.exit_rows,
             "exits_up_to": args.exits_up_to,
         },
         args.revision,

@@ -14,7 +14,6 @@ from exitserve.policy import TraceKeys
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
-    export_break_even,
     export_calibrated_agreement,
 )
 from exitserve.server.response_fields import Depths, RequestTrace
@@ -45,9 +44,7 @@ class ExitServer:
         self._exports = core.client_index == 0
         """Whether this one exports what it reads from them: `/metrics` adds up all processes."""
         metrics = ExitMetrics(get_prometheus_registry(), model_name) if self._exports else None
-        self._break_even = {} if self.rules.num_drafts else self.rules.break_even
-        """By exit layer; where drafts are judged, every token is checked whatever that brings."""
-        self.counts = LatestCounts(self.worker, metrics, StatsWindow(self._break_even))
+        self.counts = LatestCounts(self.worker, metrics, StatsWindow())
         self.open_requests = 0
         self.unsampled = False
         """Whether a request has ended since the last sample."""
@@ -58,8 +55,6 @@ class ExitServer:
         RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
         await self.worker.attach()
         await self.counts.read()
-        if self._exports:
-            export_break_even(get_prometheus_registry(), self._model_name, self._break_even)
         self._poller = asyncio.create_task(self._poll())
         self._follow_quality()
 

@@ -126,13 +126,6 @@ CHECKS_PASSED = WorkerMetric(
     by=("exit_layer",),
     read=lambda snapshot: _by_layer(snapshot["passed"]),
 )
-CHECKS_SCREENED = WorkerMetric(
-    name="exitserve_checks_screened_total",
-    help="Tokens that were not checked, because a screen predicted that they would hardly pass.",
-    promql="sum by (exit_layer) (rate(exitserve_checks_screened_total[5m]))",
-    by=("exit_layer",),
-    read=lambda snapshot: _by_layer(snapshot["screened"]),
-)
 FROZEN_ROW_TOKENS = WorkerMetric(
     name="exitserve_frozen_row_tokens_total",
     help="Tokens whose row was frozen and whose remaining K/V was propagated.",
@@ -195,19 +188,10 @@ CALIBRATED_AGREEMENT = Metric(
     is_gauge=True,
 )
 
-CHECK_BREAK_EVEN = Metric(
-    name="exitserve_check_break_even",
-    help="The share of its checks that must pass for an exit layer to pay, by bytes.",
-    promql="max by (model_name, exit_layer) (exitserve_check_break_even)",
-    by=("exit_layer",),
-    is_gauge=True,
-)
-
 WORKER_METRICS: tuple[WorkerMetric, ...] = (
     TOKENS,
     CHECKS,
     CHECKS_PASSED,
-    CHECKS_SCREENED,
     FROZEN_ROW_TOKENS,
     DEFERRED_LAYERS,
     DEPTH_SAVED,
@@ -219,7 +203,6 @@ METRICS: tuple[Metric, ...] = (
     SHADOW_AGREED,
     SHADOW_DROPPED,
     CALIBRATED_AGREEMENT,
-    CHECK_BREAK_EVEN,
 )
 """All metrics: tests compare dashboards, alert rules and documentation with this list."""
 
@@ -294,12 +277,3 @@ def export_calibrated_agreement(
 ) -> None:
     """Exports the agreement that the checkpoint's calibration promises; possible once."""
     CALIBRATED_AGREEMENT.gauge(registry).labels(model_name).set(agreement)
-
-
-def export_break_even(
-    registry: CollectorRegistry, model_name: str, rates: Mapping[int, float]
-) -> None:
-    """Exports what share of its checks must pass at each exit layer; possible once."""
-    gauge = CHECK_BREAK_EVEN.gauge(registry)
-    for layer, rate in rates.items():
-        gauge.labels(model_name, str(layer)).set(rate)

@@ -9,7 +9,6 @@ from typing import Any
 from exitserve.server.metrics import (
     CHECKS,
     CHECKS_PASSED,
-    CHECKS_SCREENED,
     DEFERRED_LAYERS,
     DEPTH_SAVED,
     FULL_DEPTH,
@@ -34,13 +33,8 @@ MIN_SPACING_SECONDS = 0.5
 class StatsWindow:
     """Totals since the start and over the last minute, from occasional snapshots."""
 
-    def __init__(self, break_even: Mapping[int, float] | None = None) -> None:
-        """Starts without samples: all counts are zero until the first.
-
-        Args:
-            break_even: by exit layer, the share of its checks that must pass for it to pay.
-        """
-        self._break_even = dict(break_even or {})
+    def __init__(self) -> None:
+        """Starts without samples: all counts are zero until the first."""
         self._last: dict[int, Counts] = {}
         """By engine."""
         self._samples: deque[tuple[float, Counts]] = deque()
@@ -69,9 +63,9 @@ class StatsWindow:
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
-            later, and those of rejected drafts), `checks`, `checks_passed` and `checks_screened`,
-            `drafted_tokens` and `accepted_tokens`, and `exits`, the checks by exit layer with
-            whether it `pays`. Averages are None if no token was generated.
+            later, and those of rejected drafts), `checks` and `checks_passed`, `drafted_tokens` and
+            `accepted_tokens`, and `exits`, the checks by exit layer. Averages are None if no token
+            was generated.
         """
         self._forget(now)
         total = self._total()
@@ -79,25 +73,8 @@ class StatsWindow:
         lately = {key: count - before.get(key, 0) for key, count in total.items()}
         periods = {"since_start": total, "last_minute": lately}
         return {
-            name: {**_summary(counts), "exits": self._exits(counts)}
-            for name, counts in periods.items()
+            name: {**_summary(counts), "exits": _exits(counts)} for name, counts in periods.items()
         }
-
-    def _exits(self, counts: Counts) -> dict[str, Any]:
-        """By exit layer its checks, and whether enough of them passed to be worth their price."""
-        found = {}
-        for layer in sorted({int(layer) for name, layer in counts if name == CHECKS.name}):
-            kinds = CHECKS, CHECKS_PASSED, CHECKS_SCREENED
-            checks, passed, screened = (counts.get((one.name, str(layer)), 0) for one in kinds)
-            even = self._break_even.get(layer)
-            found[str(layer)] = {
-                "checks": checks,
-                "checks_passed": passed,
-                "checks_screened": screened,
-                "break_even": even,
-                "pays": None if even is None or not checks else passed / checks >= even,
-            }
-        return found
 
     def _total(self) -> Counts:
         return dict(self._samples[-1][1]) if self._samples else {}
@@ -106,6 +83,15 @@ class StatsWindow:
         # Keep the newest sample that is a minute old: the last minute starts there.
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
             self._samples.popleft()
+
+
+def _exits(counts: Counts) -> dict[str, Any]:
+    """The checks by exit layer."""
+    kinds = {"checks": CHECKS.name, "checks_passed": CHECKS_PASSED.name}
+    return {
+        str(layer): {kind: counts.get((name, str(layer)), 0) for kind, name in kinds.items()}
+        for layer in sorted({int(layer) for name, layer in counts if name == CHECKS.name})
+    }
 
 
 def _summary(counts: Counts) -> dict[str, Any]:
@@ -123,6 +109,5 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "mean_layers_run": (run + total(DEFERRED_LAYERS)) / tokens if tokens else None,
         "checks": total(CHECKS),
         "checks_passed": total(CHECKS_PASSED),
-        "checks_screened": total(CHECKS_SCREENED),
         **{name: counts.get((name, ""), 0) for name in DRAFTS},
     }

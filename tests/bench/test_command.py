@@ -40,7 +40,7 @@ def calibrated(model: Path) -> Path:
         mode="defer",
         criterion="margin",
         confidence_level=0.95,
-        exit_checks="all",
+        exit_rows="all",
         num_layers=6,
         chosen=point,
         points=(

@@ -35,7 +35,7 @@ def test_beside_plain_vllm_as_often_as_asked_for(
     prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
     params = greedy_params(60)
     plain = start_plain_engine(model, **options)
-    exits = {"mode": "confidence", "exit_threshold": 0.5, "exit_layers": [2], "exit_checks": "all"}
+    exits = {"mode": "confidence", "exit_threshold": 0.5, "exit_layers": [2], "exit_rows": "all"}
     forced = start_forced_engine(
         model, {"confidence": 0.8, "acceptance": 0.9}, exits=exits, **options
     )

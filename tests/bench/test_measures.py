@@ -133,8 +133,10 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     plain = observed(PLAIN, [100.0], [4, 4], checks=0)
     seen = observed(Setting(mode="verify", exit_threshold=0.5), [100.0], [4, 4], checks=1)
     limits = []
-    for layers, heads in ((2, 1), (4, 1), (4, 1.5)):
-        seen.reads = [Reads(layers=layers + more, heads=heads) for more in (-1, 1)]  # two repeats
+    for layers, heads, checks in ((2, 1, 0), (4, 1, 0), (4, 1, 0.5)):
+        seen.reads = [
+            Reads(layers=layers + more, checks=checks, heads=heads) for more in (-1, 1)
+        ]  # two repeats
         limits.append(case_of(seen, plain, SHAPE, (2,))["limit_speedup"])
     assert limits[0] > limits[1] == 1.0 > limits[2]
 

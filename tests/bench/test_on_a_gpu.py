@@ -18,7 +18,6 @@ from exitserve.bench import engines, run
 from exitserve.bench.command import add_command, job_of
 from exitserve.bench.engines import _arguments, engine_names
 from exitserve.bench.settings import GPU_SHARE, BenchJob
-from exitserve.calibration.command import _own_checks
 from exitserve.engine.launch import engine_options, suit_runner
 from exitserve.errors import ExitServeError
 
@@ -145,7 +144,3 @@ def test_drafts_are_planned_by_the_name_of_the_gpu(model: Path, gpu: None) -> No
     options = {"mode": "verify", "exit_threshold": 0.5, "exit_layers": [6]}
     suited = suit_runner(engine_options(model, options), model)
     assert suited["speculative_config"]["num_speculative_tokens_per_batch_size"]
-
-
-def test_calibrations_are_for_this_machines_servers(gpu: None) -> None:
-    assert _own_checks() == "all", "the first layers draft, and no screens are read"

@@ -56,7 +56,7 @@ def passes(monkeypatch) -> Counter[Any]:
     counted: Counter[Any] = Counter()
 
     def measure(reference: Reference, piece: Piece, full: FullDepthPass, policy: ExitPolicy):
-        counted[reference.criterion, bool(reference.screens), policy, piece] += 1
+        counted[reference.criterion, policy, piece] += 1
         return measure_outcome(reference, piece, full, policy)
 
     monkeypatch.setattr(calibration_run, "measure_outcome", measure)
@@ -162,7 +162,7 @@ def assert_drafts_at_one_layer(model: Path, found: Calibration) -> None:
     assert check_rules(model, {}).exit_layers == (layer,)
 
 
-def test_two_modes_share_criterion_and_screens(quick, capsys, model: Path, corpora) -> None:
+def test_two_modes_share_the_criterion(quick, capsys, model: Path, corpora) -> None:
     asked = ["--target-agreement", "0.8", "--windows", "100", "--mode", "defer,confidence"]
     research = {"confidence_level": 0.8, "generated_share": 0.0}
     assert calibrate(model, corpora[0], *asked, **research) == 0

@@ -29,7 +29,7 @@ def scores_of(layers: tuple[int, ...], seed: int = 0) -> dict[int, ExitScores]:
         confidence = torch.rand(TOKENS, generator=drawn) ** (4.0 / layer)
         agrees = torch.rand(TOKENS, generator=drawn) < 0.4 + 0.6 * confidence
         ends = torch.zeros(TOKENS, dtype=torch.bool)
-        found[layer] = ExitScores({"max_prob": confidence}, agrees, ends, {})
+        found[layer] = ExitScores({"max_prob": confidence}, agrees, ends)
     return found
 
 
@@ -37,8 +37,6 @@ def total(
     scores: dict[int, ExitScores],
     thresholds: dict[int, float],
     price: float,
-    *,
-    screened: bool = False,
 ) -> float:
     """What all tokens cost, one after the other, as a share of full depth's and with errors."""
     cost = 0.0
@@ -46,7 +44,7 @@ def total(
         depth, checks, wrong = 12, 0, False
         for layer, threshold in sorted(thresholds.items()):
             leaves = scores[layer].confidence["max_prob"][token] > threshold
-            checks += int(leaves or not screened)
+            checks += 1
             if leaves:
                 depth, wrong = layer, not scores[layer].agrees[token]
                 break
@@ -54,15 +52,14 @@ def total(
     return cost
 
 
-@pytest.mark.parametrize("screened", [False, True])
 @pytest.mark.parametrize("price", [0.7, 2.0, 6.0])
-def test_one_threshold_is_the_best_of_all(screened: bool, price: float) -> None:
+def test_one_threshold_is_the_best_of_all(price: float) -> None:
     scores = scores_of((6,))
-    (found,) = propose(scores, "max_prob", COSTS, screened=screened, prices=[price])
-    own = total(scores, dict(found.thresholds), price, screened=screened)
+    (found,) = propose(scores, "max_prob", COSTS, prices=[price])
+    own = total(scores, dict(found.thresholds), price)
     confidence = scores[6].confidence["max_prob"].sort(descending=True).values
     between = ((confidence[FEWEST:] + confidence[FEWEST - 1 : -1]) / 2).tolist()
-    best = min(total(scores, {6: one}, price, screened=screened) for one in between)
+    best = min(total(scores, {6: one}, price) for one in between)
     assert own <= best + 1e-6
     assert own < total(scores, {}, price), "else it would not be proposed"
 
@@ -87,7 +84,7 @@ def test_ends_of_sequence_leave_early_only_where_enough_were_seen() -> None:
     ends = torch.zeros(TOKENS, dtype=torch.bool)
     ends[:200] = True
     sure = own.confidence["max_prob"] > 0.8
-    known = ExitScores(own.confidence, torch.where(sure, True, own.agrees), ends, {})
+    known = ExitScores(own.confidence, torch.where(sure, True, own.agrees), ends)
     proposal = Proposal("max_prob", ((6, 0.3),), 1.0)
     few = int((ends & sure).sum())
     strict = end_thresholds({6: known}, proposal, 0.99, fewest=few // 2)[6]

@@ -1,4 +1,4 @@
-"""Every exit's view of a text, and screens that learn from it."""
+"""Every exit's view of a text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exitserve.agreement import exit_states
 from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.calibration.scores import ExitScores, all_scores, read_exits
-from exitserve.calibration.screening import fit_screen, fit_screens
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 
 
 @pytest.fixture(scope="module")
 def reference(make_checkpoint) -> Reference:
-    return load_reference(str(make_checkpoint("llama")), exit_checks="all")
+    return load_reference(str(make_checkpoint("llama")))
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +27,13 @@ def pieces() -> list[Piece]:
     return [Piece(tuple(row), 10, "text") for row in ids]
 
 
-def exit_scores(reference, pieces, screens) -> dict[int, ExitScores]:
-    return all_scores([read_exits(reference, piece, screens) for piece in pieces])
+def exit_scores(reference, pieces) -> dict[int, ExitScores]:
+    return all_scores([read_exits(reference, piece) for piece in pieces])
 
 
 def test_scores_are_those_of_the_oracles_checks(reference, pieces) -> None:
     """Tokens whose confidence at the first exit is above a threshold are those that leave there."""
-    scores = exit_scores(reference, pieces, {})
+    scores = exit_scores(reference, pieces)
     threshold = float(scores[2].confidence["max_prob"].median())
     trace = reference.trace(pieces[0].token_ids, 10, ExitPolicy.confidence(threshold, threshold))
     own = scores[2].confidence["max_prob"][:30] > threshold
@@ -45,45 +43,12 @@ def test_scores_are_those_of_the_oracles_checks(reference, pieces) -> None:
     assert len(scores[4].agrees) == 6 * 30
 
 
-def test_a_screen_tells_how_likely_a_check_passes() -> None:
-    """On tokens that it never saw, at thresholds between its knots too."""
-    drawn = torch.Generator().manual_seed(0)
-    states = 3.0 * torch.randn(24_000, 32, generator=drawn) + 1.0
-    noise = torch.randn(24_000, generator=drawn)
-    confidence = torch.sigmoid(states[:, 0] - 0.7 * states[:, 3].abs() + noise)
-    own = fit_screen(states[:12_000], confidence[:12_000])
-    score, confidence = own.score(states[12_000:]), confidence[12_000:]
-    for threshold in (0.15, 0.4, 0.55, 0.75, 0.93):
-        chance, passes = own.chance(score, threshold), (confidence > threshold).float()
-        for low in (0.0, 0.2, 0.4, 0.6, 0.8):
-            within = (chance >= low) & (chance < low + 0.2)
-            if within.sum() > 1_000:  # standard error below 0.016
-                said = float(chance[within].mean())
-                assert float(passes[within].mean()) == pytest.approx(said, abs=0.05)
-        opened = score > own.least_score(threshold, 0.3)
-        assert passes[opened].mean() > 2.0 * passes[~opened].mean()
-        assert (passes[opened].sum() / passes.sum()) > 0.7
-
-
-def test_screens_stay_where_the_model_is(reference, pieces) -> None:
-    screens = fit_screens(reference, pieces, lambda: None)
-    assert set(screens) == {"max_prob", "margin", "entropy"}
-    assert all(set(own) == {2, 4} for own in screens.values())
-    states, _ = exit_states(reference, pieces[0].token_ids, pieces[0].prompt_length)
-    own = screens["margin"][2]
-    assert own.score(states[2]).shape == (30,)
-    assert {one.device for one in vars(own).values()} == {reference.device}
-    scores = exit_scores(reference, pieces[:1], screens)
-    assert torch.equal(scores[2].screen["margin"], own.score(states[2]))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_exact_keys_and_values_one_pass_tells_every_outcome(
     make_checkpoint, pieces, family: str
 ) -> None:
     reference = load_reference(str(make_checkpoint(family)))
-    screens = {"max_prob": reference.screens}
-    exact = ExactOutcomes([read_exits(reference, piece, screens) for piece in pieces[:3]])
+    exact = ExactOutcomes([read_exits(reference, piece) for piece in pieces[:3]])
     seen = set()
     for layer, low, ends in ((2, 0.08, 0.09), (4, 0.1, 0.15), (2, 0.12, math.inf)):
         policy = ExitPolicy(mode="defer", by_layer=((layer, low, ends),))
@@ -94,7 +59,6 @@ def test_with_exact_keys_and_values_one_pass_tells_every_outcome(
             assert found.accepted >= 1.0 - found.stays
             assert (found.nats, found.full_nats) == pytest.approx((told.nats, told.full_nats))
             seen.add(found.depth)
-            assert found.checks <= 1.0
     assert len(seen) > 4
 
 
@@ -106,7 +70,7 @@ def test_layers_below_the_first_check_need_not_run_again(
 ) -> None:
     reference = load_reference(str(make_checkpoint(family)))
     piece = pieces[0]
-    scores = exit_scores(reference, pieces[:1], {})
+    scores = exit_scores(reference, pieces[:1])
     levels = {depth: float(scores[depth].confidence["max_prob"].median()) for depth in (2, 4)}
     policy = ExitPolicy(
         mode=mode,

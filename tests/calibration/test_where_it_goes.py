@@ -12,16 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from exitserve.checkpoint.adapters import merged_checkpoint
-from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
-from exitserve.checkpoint.draft_tokens import load_draft_tokens, save_draft_tokens
+from exitserve.checkpoint.exit_rows import load_exit_rows, save_exit_rows
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
-from exitserve.screens import KNOTS, Screen, save_screens
 
 CALIBRATION = Calibration(
     target="agreement>=0.99",
@@ -29,6 +27,7 @@ CALIBRATION = Calibration(
     criterion="margin",
     confidence_level=0.95,
     num_layers=24,
+    exit_rows="frequent",
     chosen=OperatingPoint(agreement=0.99, thresholds={6: 0.5}, eos_thresholds={6: 1.0}),
 )
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -60,17 +59,13 @@ def read_only(audited: None) -> Iterator[Callable[[Path], None]]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The models whose calibration was started; it is made up, with screens."""
+    """The models whose calibration was started; it is made up, with exit rows."""
     models: list[Path] = []
 
     def calibrate(args: Any, directory: Path, *rest: Any) -> tuple[Any, ...]:
         models.append(directory)
-        size = read_config(directory)["hidden_size"]
-        screens = {layer: screen(size, 1.0) for layer in (6, 12, 18)}
         promised = [SimpleNamespace(point=CALIBRATION.chosen)]
-        found = SimpleNamespace(
-            criterion="margin", screens=screens, promised=promised, draft_tokens=[2, 5]
-        )
+        found = SimpleNamespace(criterion="margin", promised=promised, exit_rows=[2, 5])
         return CALIBRATION, {"": {}}, found
 
     def show_report(out: Path, data: Any) -> None:
@@ -83,18 +78,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def model(bundled: Path, tmp_path: Path) -> Path:
-    """With screens already, which are others."""
+    """With exit rows already, which are others."""
     copy = Path(shutil.copytree(bundled, tmp_path / "model"))
-    name = save_screens(copy, {3: screen(8, 0.0)})
-    write_multi_exit(copy, MultiExit(exit_layers=(6, 12, 18), screens=name))
-    save_draft_tokens(copy, [1])
+    name = save_exit_rows(copy, [1])
+    write_multi_exit(copy, MultiExit(exit_layers=(6, 12, 18), rows=name))
     return copy
-
-
-def screen(size: int, value: float) -> Screen:
-    meaning = torch.zeros(len(KNOTS))
-    weights = torch.full((2, size), value), torch.zeros(2), torch.ones(2), torch.zeros(1)
-    return Screen(*weights, meaning, meaning)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -106,13 +94,13 @@ def calibrate(model: Path | str, *more: str) -> int:
 
 
 def assert_calibrated(folder: Path) -> None:
-    """Served with the new thresholds and screens, the weights being those of the model."""
+    """Served with the new thresholds and rows, the weights being those of the model."""
     block = read_multi_exit(folder)
     assert block is not None and block.calibration == CALIBRATION
     assert check_rules(folder, {}).default.by_layer == ((6, 0.5, float("inf")),)
-    assert len(list((folder / "exit_screens").iterdir())) == 1
-    drafted = load_draft_tokens(folder)
-    assert drafted is not None and drafted.tolist() == [2, 5]
+    assert len(list((folder / "exit_rows").iterdir())) == 1
+    assert block.rows_file is not None
+    assert load_exit_rows(folder, block.rows_file).tolist() == [2, 5]
     assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == 24
 
 

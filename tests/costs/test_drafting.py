@@ -25,7 +25,6 @@ LLAMA_3_8B = {
     "vocab_size": 128256,
     "dtype": "bfloat16",
 }
-SMALL = 32_000 / 128_256
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +33,19 @@ def costs():
 
 
 @pytest.mark.parametrize(
-    ("layer", "drafts", "share", "expected"),
-    # By hand: layer 0.0909 ms, head 0.219 ms, step 3.13 ms.
+    ("layer", "drafts", "expected"),
+    # By hand: layer 0.0909 ms, head 0.219 ms, 8,192 rows of it 0.014 ms, step 3.13 ms.
     [
-        (2, 2, 1.0, (1.74, 1.94, 2.16)),
-        (2, 4, SMALL, (2.13, 2.58, 3.14)),
-        (4, 4, SMALL, (1.81, 2.19, 2.67)),
-        (8, 5, 1.0, (1.17, 1.47, 1.86)),
+        (2, 2, (1.95, 2.17, 2.41)),
+        (4, 4, (1.87, 2.27, 2.76)),
+        (8, 5, (1.35, 1.69, 2.14)),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_where_weights_take_the_time_the_batch_does_not_matter(
-    costs, batch: int, layer: int, drafts: int, share: float, expected: tuple[float, ...]
+    costs, batch: int, layer: int, drafts: int, expected: tuple[float, ...]
 ) -> None:
-    way = Drafting(exit_layer=layer, drafts=drafts, head_share=share)
+    way = Drafting(exit_layer=layer, drafts=drafts)
     found = [drafting_speedup(costs, batch, way, one) for one in (0.7, 0.8, 0.9)]
     assert found == pytest.approx(expected, abs=0.006)
 
@@ -57,7 +55,7 @@ def test_large_batches_draft_less_and_none_at_last(costs) -> None:
     found = drafts_by_batch(costs, 512, way, 0.8)
     drafts = [one[2] for one in found]
     assert drafts == sorted(drafts, reverse=True)
-    assert drafts[0] == best_drafts(costs, 1, way, 0.8) == 4
+    assert drafts[0] == best_drafts(costs, 1, way, 0.8) == 5
     assert drafts[-1] == 0, "arithmetic limits it"
     assert found[0][0] == 1
     assert all(one[1] + 1 == other[0] for one, other in pairwise(found))
@@ -68,14 +66,14 @@ def test_no_drafts_are_plain_decoding(costs) -> None:
     assert tokens_of(0.5, 2) == 1.75
 
 
-def test_a_check_of_all_judged_tokens_costs_a_head(costs) -> None:
+def test_a_check_of_all_judged_tokens_costs_its_rows(costs) -> None:
     one = Drafting(exit_layer=4, drafts=4)
     both = [
         drafting_speedup(costs, 1, Drafting(exit_layer=4, drafts=4, checks=checks), 0.8)
         for checks in (False, True)
     ]
     assert both[0] == drafting_speedup(costs, 1, one, 0.8)
-    assert 0.9 < both[1] / both[0] < 1.0
+    assert 0.99 < both[1] / both[0] < 1.0
 
 
 @pytest.mark.parametrize(

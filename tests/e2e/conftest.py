@@ -151,7 +151,7 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         mode="confidence",
         criterion="max_prob",
         confidence_level=0.95,
-        exit_checks="all",
+        exit_rows="all",
         num_layers=24,
         chosen=point,
     )

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ class Job:
     prompt: list[int]
     fields: dict[str, Any]
     max_tokens: int = 24
+    sampling: Mapping[str, Any] = MappingProxyType({})
+    """Of vLLM's fields, such as need the whole head, and by which the likeliest token is taken."""
 
     @property
     def policy(self) -> ExitPolicy:
@@ -120,9 +123,9 @@ class Harness:
 
         params = SamplingParams(
             max_tokens=job.max_tokens,
-            temperature=0,
             ignore_eos=True,
             extra_args={**job.fields, "exit_trace": [name]},
+            **{"temperature": 0, **job.sampling},
         )
         self.engine.llm_engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
 
@@ -158,7 +161,7 @@ USUAL = {
     "max_num_seqs": 16,
 }
 
-DEFAULTS = {"exit_checks": "screened"}
+DEFAULTS = {"exit_rows": "frequent"}
 """Of our options: an engine that is told them is one that is not."""
 
 
@@ -316,8 +319,15 @@ def expect() -> Callable[[Reference, Job], Outcome]:
     """What the oracle says of a job."""
 
     def expect(reference: Reference, job: Job) -> Outcome:
-        found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
-        return found.token_ids, found.exit_layers
+        if not job.sampling:
+            found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
+            return found.token_ids, found.exit_layers
+        ids, depths = list(job.prompt), list[int]()
+        for _ in range(job.max_tokens):
+            trace = reference.trace(ids, len(job.prompt), job.policy)
+            ids.append(int(trace.logits[-1].argmax()))
+            depths.append(int(trace.depth[-1]))
+        return ids[len(job.prompt) :], depths
 
     return expect
 

@@ -46,6 +46,7 @@ def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidenc
         criterion=criterion,
         confidence_level=0.95,
         num_layers=6,
+        exit_rows="frequent",
         chosen=OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
         points=(OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),),
     )
@@ -85,7 +86,7 @@ def test_the_engine_is_the_oracle(
     assert harness.run(asked) == expected
 
 
-def test_deferred_tokens_pass_screens_too(start, expect, make_checkpoint, tmp_path) -> None:
+def test_deferred_tokens_pass_by_the_same_rows(start, expect, make_checkpoint, tmp_path) -> None:
     directory = calibrated(make_checkpoint, tmp_path, "margin", mode="defer")
     asked = requests(directory)
     reference = load_reference(str(directory), [2])  # where the server drafts
@@ -95,12 +96,11 @@ def test_deferred_tokens_pass_screens_too(start, expect, make_checkpoint, tmp_pa
     assert harness.run(asked) == expected
 
 
-def test_screens_that_were_left_behind_are_missed_before_anything_starts(
+def test_rows_that_were_left_behind_are_missed_before_anything_starts(
     make_checkpoint, tmp_path
 ) -> None:
     directory = calibrated(make_checkpoint, tmp_path, "margin")
-    assert load_reference(str(directory), [2, 3]).screens.keys() == {2}, "others check every token"
-    shutil.rmtree(directory / "exit_screens")
+    shutil.rmtree(directory / "exit_rows")
     with pytest.raises(ExitServeError, match="copy that folder along"):
         check_rules(directory, {})
-    assert check_rules(directory, {"exit_checks": "all"}).screens_file is None
+    assert check_rules(directory, {"exit_rows": "all"}).rows_file is None

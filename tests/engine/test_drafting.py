@@ -3,11 +3,9 @@ shares the batch. On runner V1 here, and on V2 in `runner_v2`."""
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import replace
 
 import pytest
-
-from exitserve.checkpoint.draft_tokens import save_draft_tokens
 
 
 @pytest.mark.parametrize(("kind", "every"), [("verify", 2), ("defer", 0), (None, 2)])
@@ -54,17 +52,27 @@ def test_a_context_that_is_full(model, start, job, asking, expected, drafting) -
     assert harness.run(jobs) == expected(model, jobs)
 
 
-def test_a_smaller_head_drafts_less_and_loses_nothing(
-    model, start, random_jobs, asking, expected, drafting, tmp_path
+def test_the_whole_head_is_read_for_those_that_need_it(
+    model, start, random_jobs, asking, expected, drafting
 ) -> None:
-    """Of half of the tokens: fewer drafts are accepted, and the answers are the same."""
-    cut = tmp_path / "model"
-    shutil.copytree(model, cut)
-    save_draft_tokens(cut, list(range(0, 128, 2)))
-    jobs = asking(random_jobs(6, longest=30, max_tokens=20))
+    """Sampled requests, and those with log-probabilities: their final tokens are the whole
+    head's."""
+    plain = asking(random_jobs(6, longest=30, max_tokens=20))
+    more = [{"temperature": 1.0, "top_k": 1}, {"logprobs": 2}, {}]
+    jobs = [replace(one, sampling=more[index % 3]) for index, one in enumerate(plain)]
+    assert expected(model, jobs) != expected(model, plain)
+    assert start(model, **drafting).run(jobs) == expected(model, jobs)
+
+
+def test_fewer_rows_draft_less_and_lose_nothing(
+    model, start, random_jobs, asking, expected, drafting
+) -> None:
+    """Of half of the tokens: fewer drafts are accepted, and full depth's answers are the same."""
+    jobs = asking(random_jobs(6, longest=30, max_tokens=20), "verify")
     accepted = []
-    for one in (model, cut):
-        harness = start(one, **drafting)
+    for rows in ("all", "frequent"):
+        own = drafting | {"exits": drafting["exits"] | {"exit_rows": rows}}
+        harness = start(model, **own)
         assert harness.run(jobs) == expected(model, jobs)
         accepted.append(harness.stats()["accepted_tokens"])
     assert 0 < accepted[1] < accepted[0]

@@ -19,8 +19,12 @@ ENDS = torch.tensor([3])
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])  # those that vLLM's kernel knows
-def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int) -> None:
-    """Of a form that vLLM's own kernel takes; each rank then knows what the whole head says."""
+@pytest.mark.parametrize("exit_rows", [None, torch.tensor([0, 3, 5, 6, 9])])
+def test_ranks_exchange_one_sum(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int, exit_rows: Tensor | None
+) -> None:
+    """Of a form that vLLM's own kernel takes; each rank then knows what all slices say, and where
+    there are exit rows most ranks have none of them."""
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
     from exitserve.engine.layers import exit_head
@@ -66,7 +70,7 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
 
         processor.org_vocab_size = len(weight)  # type: ignore[attr-defined]
         model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
-        head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", {}, {})
+        head = exit_head.ExitHead(model, lambda _: None, ENDS, "max_prob", exit_rows)
         if as_host:
             pairs = list(zip(limits.tolist(), end_limits.tolist(), strict=True))
             return head.decide(normed, pairs)[0]
@@ -75,15 +79,17 @@ def test_ranks_exchange_one_sum(monkeypatch: pytest.MonkeyPatch, ranks: int, row
     for rank in range(ranks):
         checked(rank)
     told.append(torch.stack(sent).sum(dim=0))
+    read = torch.arange(len(weight)) if exit_rows is None else exit_rows
+    logits, ends = (normed @ weight.T)[:, read], torch.isin(read, ENDS).nonzero().flatten()
     truth = check_logits(
-        normed @ weight.T, limits, criterion="max_prob", end_tokens=ENDS, end_thresholds=end_limits
+        logits, limits, criterion="max_prob", end_tokens=ends, end_thresholds=end_limits
     )
     for rank in range(ranks):
         found = checked(rank)
         torch.testing.assert_close(found.confidence, truth.confidence)
         assert torch.equal(found.exits, truth.exits)
         decided = checked(rank, as_host=True)
-        assert decided.tokens == (normed @ weight.T).argmax(dim=-1).tolist()
+        assert decided.tokens == read[logits.argmax(dim=-1)].tolist()
         assert decided.confidence == found.confidence.tolist()
         assert decided.exits == found.exits.tolist()
     assert len(sent) == 3 * ranks, "one for each check"
@@ -117,7 +123,7 @@ def test_a_host_decides_the_same(
                 f"exitserve.engine.layers.exit_head.get_tensor_model_parallel_{name}",
                 lambda value=value: value,
             )
-        head = ExitHead(model, lambda normed: normed, columns, criterion, {}, {})
+        head = ExitHead(model, lambda normed: normed, columns, criterion, None)
     limits = limits[: len(rows)]
     found, kept = head.decide(logits, limits)
     truth, _ = head.check(logits, *torch.tensor(limits).reshape(-1, 2).unbind(dim=-1))
@@ -127,3 +133,49 @@ def test_a_host_decides_the_same(
     rows_found = zip(found.exits, truth.exits.tolist(), found.confidence, limits, strict=True)
     for own, other, confidence, both in rows_found:
         assert own == other or any(abs(confidence - limit) < ROUNDING for limit in both)
+
+
+def test_kernels_and_drafts_read_a_copy_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are numbers of the vocabulary again, and logits of others are -inf."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from exitserve.engine.layers import exit_head
+
+    weight, normed = torch.randn(40, WIDTH), torch.randn(6, WIDTH)
+    rows = torch.tensor([1, 3, 8, 20, 39])
+    shard = SimpleNamespace(org_vocab_start_index=0, num_org_elements=40)
+    lm_head = SimpleNamespace(
+        shard_indices=shard,
+        num_embeddings_per_partition=64,
+        weight=torch.cat([weight, torch.zeros(24, WIDTH)]),  # padding
+        quant_method=UnquantizedEmbeddingMethod(),
+    )
+    processor = SimpleNamespace(
+        org_vocab_size=40, logits_as_input=False, head_dtype=None, soft_cap=2.0, scale=0.5
+    )
+    model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
+    for name, value in (("world_size", 1), ("rank", 0)):
+        monkeypatch.setattr(
+            exit_head, f"get_tensor_model_parallel_{name}", lambda value=value: value
+        )
+    logits = 0.5 * 2.0 * torch.tanh(normed @ weight.T / 2.0)
+    limits, found = torch.full((6,), 0.3), []
+    for implementation in ("torch", "triton"):
+        monkeypatch.setattr(exit_head, "choose", lambda *_, told=implementation: told)
+        head = exit_head.ExitHead(model, lambda _: logits, ENDS, "max_prob", rows)
+        assert head.draft(normed).tolist() == rows[logits[:, rows].argmax(dim=-1)].tolist()
+        decision, read = head.check(normed, limits, limits)
+        found.append(decision.exits)
+        torch.testing.assert_close(decision.confidence, logits[:, rows].softmax(-1).amax(-1))
+        torch.testing.assert_close(read, logits[:, rows])
+        pairs = [(0.3, 0.3)] * 6
+        assert head.decide(normed, pairs)[0].tokens == head.draft(normed).tolist()
+        (full,) = head.logits_of(read, [4])
+        assert full.isneginf().sum() == 40 - len(rows)
+        room = torch.zeros(6, 40)
+        head.put(read, decision.exits, room)
+        assert room[~decision.exits].eq(0.0).all()
+        assert (
+            room[decision.exits].argmax(-1).tolist() == head.draft(normed)[decision.exits].tolist()
+        )
+    assert torch.equal(*found)

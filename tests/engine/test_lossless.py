@@ -60,7 +60,7 @@ def test_tokens_are_those_of_plain_vllm(start, start_plain, bundled, prompts) ->
     """Float32: in bfloat16 a batch of another size may round a near tie the other way."""
     assert {kind for kind, _ in prompts} == set(KINDS)
     options = {"enable_prefix_caching": False, "max_model_len": 512}
-    exits = {"mode": "verify", "exit_threshold": 0.3, "exit_checks": "all"}
+    exits = {"mode": "verify", "exit_threshold": 0.3, "exit_rows": "all"}
     expected = answers(start_plain(bundled, **options), prompts)
     assert all(expected), "of a grammar that does not compile, there is no answer"
     harness = start(bundled, exits=exits, disable_log_stats=False, **options)

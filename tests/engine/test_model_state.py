@@ -20,6 +20,7 @@ from .toy_pass import (
     MOST,
     RULES,
     Parts,
+    put,
     room,
 )
 
@@ -37,7 +38,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> ExitModelState:
     monkeypatch.setattr(DefaultModelState, "__init__", start)
     known = EngineState(RULES, torch.tensor([1]))
     monkeypatch.setattr("exitserve.engine.hooks.model_state.state_of", lambda _: known)
-    every = DeviceRequests(known, MOST, room(MOST, CPU), CPU)
+    every = DeviceRequests(known, MOST, room(MOST, CPU), CPU, put)
     model: Any = SimpleNamespace(make_device_requests=lambda most_rows, device: every)
     made = ExitModelState(None, model, None, CPU)
     assert known.requests is made._requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ def jobs(random_jobs):
 @pytest.fixture(scope="module")
 def expected(model, jobs, expect):
     return {
-        checks: [expect(load_reference(str(model), exit_checks=checks), one) for one in jobs]
-        for checks in ("screened", "all")
+        rows: [expect(load_reference(str(model), exit_rows=rows), one) for one in jobs]
+        for rows in ("frequent", "all")
     }
 
 
@@ -31,26 +32,45 @@ def _depths(outcomes) -> list[int]:
     return [depth for _, depths in outcomes for depth in depths]
 
 
-def test_screens_leave_checks_out(expected) -> None:
+def test_rows_change_what_exits(expected) -> None:
     """Else the comparisons below would show nothing of them."""
-    assert _depths(expected["screened"]).count(6) > _depths(expected["all"]).count(6)
+    assert expected["frequent"] != expected["all"]
 
 
-@pytest.mark.parametrize("checks", ["screened", "all"])
-def test_engine_is_the_oracle(start, model, jobs, expected, checks: str) -> None:
-    harness = start(model, exits={"exit_checks": checks}, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected[checks]
-    assert harness.run(jobs, every=3) == expected[checks]
-    counted = harness.stats()
-    assert sum(counted["checks"].values()) > 0
-    assert all((count > 0) == (checks == "screened") for count in counted["screened"].values())
+@pytest.mark.parametrize("rows", ["frequent", "all"])
+def test_engine_is_the_oracle(start, model, jobs, expected, rows: str) -> None:
+    harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected[rows]
+    assert harness.run(jobs, every=3) == expected[rows]
+    assert sum(harness.stats()["checks"].values()) > 0
 
 
-@pytest.mark.parametrize("checks", ["screened", "all"])
-def test_rows_that_keep_their_places(start, model, jobs, expected, masked, checks: str) -> None:
-    harness = start(model, exits={"exit_checks": checks}, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected[checks]
-    assert harness.run(jobs, every=3) == expected[checks]
+@pytest.mark.parametrize("rows", ["frequent", "all"])
+def test_rows_that_keep_their_places(start, model, jobs, expected, masked, rows: str) -> None:
+    harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
+    assert harness.run(jobs) == expected[rows]
+    assert harness.run(jobs, every=3) == expected[rows]
+
+
+WHOLE_HEAD: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 1}, {"logprobs": 2}, {}]
+"""What makes a request read the whole head where its token exits, and what does not."""
+
+
+def asking_more(jobs) -> list[Any]:
+    return [replace(one, sampling=WHOLE_HEAD[index % 3]) for index, one in enumerate(jobs)]
+
+
+def test_the_whole_head_is_read_for_those_that_need_it(
+    start, model, jobs, expected, expect, request
+) -> None:
+    """Beside others in the same passes, with rows that leave and with rows that stay."""
+    asked, reference = asking_more(jobs), load_reference(str(model))
+    own = [expect(reference, one) for one in asked]
+    assert own != expected["frequent"]
+    harness = start(model, enable_prefix_caching=False)
+    assert harness.run(asked) == own
+    request.getfixturevalue("masked")
+    assert harness.run(asked, every=3) == own
 
 
 def test_preempted_requests_freeze_where_they_did(
@@ -82,7 +102,7 @@ def test_tensor_parallel(start, model, jobs, expected, monkeypatch) -> None:
     """Every rank takes the same branch, and the cache of each holds its own heads."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     harness = start(model, tensor_parallel_size=2, enable_prefix_caching=False)
-    assert harness.run(jobs, every=2) == expected["screened"]
+    assert harness.run(jobs, every=2) == expected["frequent"]
 
 
 @pytest.mark.nightly

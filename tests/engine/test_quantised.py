@@ -106,7 +106,7 @@ def test_weights_of_four_bits(start, start_plain, weights_of_four_bits, job, job
     asked = [job(one.prompt, field, max_tokens=32) for one, field in zip(jobs, fields, strict=True)]
     outcomes = start(weights_of_four_bits, exits={"mode": "off"}, **options).run(asked)
     assert set(outcomes[0][1][1:]) == {12} and {6, 24} <= set(outcomes[2][1])
-    exits = {"mode": "verify", "exit_threshold": 0.4, "exit_checks": "all"}
+    exits = {"mode": "verify", "exit_threshold": 0.4, "exit_rows": "all"}
     verifying = start(weights_of_four_bits, exits=exits, **options)
     verified = verifying.run([job(one.prompt, {}, max_tokens=32) for one in jobs])
     stats = verifying.stats()

@@ -36,11 +36,11 @@ class Layers:
         residual: Tensor | None,
         frozen: Tensor,
         state: Tensor,
-    ) -> tuple[Tensor, None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.runs += 1
         total = hidden if residual is None else hidden + residual
         after = hidden.tanh().masked_fill(frozen, 0.0), torch.where(frozen, state, total)
-        return sum(after), None, *after
+        return sum(after), *after
 
 
 class Head:
@@ -70,7 +70,7 @@ class Parts:
         hidden = torch.randn(tokens, WIDTH, device=device) if hidden is None else hidden
         normed = self.loop.run(torch.zeros(tokens, device=device).long(), hidden, rows)
         when(
-            rows.ran_all_layers().any(),
+            rows.needs_whole_head().any(),
             lambda: rows.take_last_logits(torch.zeros_like(rows.logits)),
         )
         return normed
@@ -80,9 +80,14 @@ def room(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, VOCABULARY, device=device)
 
 
+def put(checked: Tensor, chosen: Tensor, logits: Tensor) -> None:
+    """As `ExitHead.put` of a whole head."""
+    torch.where(chosen[:, None], checked, logits, out=logits)
+
+
 def requests(rules: ExitRules = RULES, device: torch.device = CPU) -> DeviceRequests:
     state = EngineState(rules, torch.tensor([1]))
-    return DeviceRequests(state, MOST, room(MOST, device), device)
+    return DeviceRequests(state, MOST, room(MOST, device), device, put)
 
 
 def request_of(name: str, policy: ExitPolicy, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:

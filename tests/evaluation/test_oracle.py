@@ -23,7 +23,7 @@ FULL = EvalSetting(fields={}, policy=ExitPolicy.off())
 @pytest.fixture(scope="module")
 def reference(make_checkpoint: Any) -> Reference:
     path: Path = make_checkpoint("llama")
-    return load_reference(str(path), exit_checks="all")
+    return load_reference(str(path), exit_rows="all")
 
 
 @pytest.fixture(scope="module")

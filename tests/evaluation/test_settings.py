@@ -32,7 +32,7 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
         mode="defer",
         criterion="max_prob",
         confidence_level=0.95,
-        exit_checks="all",
+        exit_rows="all",
         num_layers=24,
         chosen=POINT,
         points=(replace(POINT, agreement=0.9, thresholds={18: 0.2}),),

@@ -15,7 +15,6 @@ from exitserve.server.metrics import (
     METRICS,
     ExitMetrics,
     ShadowMetrics,
-    export_break_even,
     export_calibrated_agreement,
 )
 
@@ -107,7 +106,6 @@ def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     ExitMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
     ShadowMetrics(registry, MODEL, (*EXITS, LAYERS))
     export_calibrated_agreement(registry, MODEL, 0.0)
-    export_break_even(registry, MODEL, {2: 0.0})
     text = generate_latest(registry).decode()
     assert f"# HELP {metric.name} {metric.documentation}" in text
     assert metric.name in metric.promql

@@ -128,7 +128,7 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
         "--shadow-rate 0.01",
         "--shadow-rate 0 --max-logprobs 0",
         "--mode verify --exit-threshold 0.5 --num-drafts 4",
-        "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-checks screened",
+        "--mode defer --exit-threshold 0.5 --num-drafts 4 --exit-rows frequent",
         "--mode defer --exit-threshold 0.5 --num-drafts 4 --shadow-rate 0.1",
     ],
 )

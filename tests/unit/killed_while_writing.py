@@ -4,7 +4,7 @@
 
 Run as a process of its own, since it forks. Prints JSON, a list for each of `CASES`: for each step
 at which the process ended, and for the run that did not end early, the value of the thresholds
-that the checkpoint has then, which is that of its screens too; null where there is none yet.
+that the checkpoint has then, which is that of its exit rows too; null where there is none yet.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from exitserve.calibration.command import _write
 from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.exit_rows import load_exit_rows, save_exit_rows
 from exitserve.engine.launch import check_rules
-from exitserve.screens import KNOTS, Screen, load_screens, save_screens
 
 KILLED = 9
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.chmod", "os.symlink", "shutil.copyfile")
@@ -41,7 +39,7 @@ CONFIG = {
 }
 
 
-def block_of(value: float, screens: str | None) -> MultiExit:
+def block_of(value: float, rows: str | None) -> MultiExit:
     """A block whose thresholds are this value."""
     calibration = Calibration(
         target="agreement>=0.9",
@@ -51,32 +49,31 @@ def block_of(value: float, screens: str | None) -> MultiExit:
         num_layers=6,
         chosen=OperatingPoint(agreement=0.9, thresholds={2: value}, eos_thresholds={2: 1.0}),
     )
-    return MultiExit(exit_layers=(2,), screens=screens, calibration=calibration)
+    return MultiExit(exit_layers=(2,), rows=rows, calibration=calibration)
 
 
-def screens_of(value: float) -> dict[int, Screen]:
-    """Screens whose weights are this value."""
-    inner, meaning = torch.full((4, 8), value), torch.zeros(len(KNOTS))
-    return {2: Screen(inner, torch.zeros(4), torch.ones(4), torch.zeros(1), meaning, meaning)}
+def rows_of(value: float) -> list[int]:
+    """Exit rows that tell this value."""
+    return [1, round(20 * value)]
 
 
-def without_screens(folder: Path) -> None:
+def without_rows(folder: Path) -> None:
     """A checkpoint that has none."""
     write_multi_exit(folder, block_of(OLD, None))
 
 
-def with_screens(folder: Path) -> None:
-    """A checkpoint that names its screens."""
-    write_multi_exit(folder, block_of(OLD, save_screens(folder, screens_of(OLD))))
+def with_rows(folder: Path) -> None:
+    """A checkpoint that names its exit rows."""
+    write_multi_exit(folder, block_of(OLD, save_exit_rows(folder, rows_of(OLD))))
 
 
 CASES: dict[str, tuple[Callable[[Path], None], bool]] = {
-    "none to screens": (without_screens, True),
-    "screens to screens": (with_screens, True),
-    "screens to none": (with_screens, False),
-    "linked": (with_screens, True),
+    "none to rows": (without_rows, True),
+    "rows to rows": (with_rows, True),
+    "rows to none": (with_rows, False),
+    "linked": (with_rows, True),
 }
-"""The checkpoint before, and whether the new one has screens."""
+"""The checkpoint before, and whether the new one has exit rows."""
 
 
 def kill_at(step: int) -> None:
@@ -117,28 +114,28 @@ def ended_at(step: int, act: Callable[[], None]) -> bool:
 
 
 def value_in(folder: Path) -> float | None:
-    """The value of the thresholds, and of the screens if there are any."""
+    """The value of the thresholds, and of the exit rows if there are any."""
     if not (folder / "config.json").exists():
         return None
     block = read_multi_exit(folder)
     assert block is not None and block.calibration is not None
     check_rules(folder, {})
     value = block.calibration.chosen.thresholds[2]
-    if block.screens_file is not None:
-        screens = load_screens(folder, block.screens_file, [2])
-        assert screens[2].inner[0].tolist() == [value] * 8, "screens of other thresholds"
+    if block.rows_file is not None:
+        rows = load_exit_rows(folder, block.rows_file)
+        assert rows.tolist() == rows_of(value), "rows of other thresholds"
     return value
 
 
 def left_behind(kind: str, work: Path) -> list[float | None]:
     """What was there after each step."""
-    prepare, screened = CASES[kind]
+    prepare, cuts = CASES[kind]
     found: list[float | None] = []
     block = replace(block_of(NEW, None), calibration=None)
     calibration = block_of(NEW, None).calibration
     assert calibration is not None
-    screens = screens_of(NEW) if screened else {}
-    result: Any = SimpleNamespace(criterion="max_prob", screens=screens, draft_tokens=None)
+    rows = rows_of(NEW) if cuts else None
+    result: Any = SimpleNamespace(criterion="max_prob", exit_rows=rows)
     ended = True
     while ended:
         model = work / f"step-{len(found)}"
@@ -162,8 +159,8 @@ def left_behind(kind: str, work: Path) -> list[float | None]:
             target.mkdir()
         act()  # again: nothing is in its way, and nothing of the first attempt stays
         assert value_in(target) == NEW
-        left = [path.name for path in (target / "exit_screens").glob("*")]
-        assert len(left) == screened, left
+        left = [path.name for path in (target / "exit_rows").glob("*")]
+        assert len(left) == cuts, left
     return found
 
 

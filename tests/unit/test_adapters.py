@@ -13,14 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.checkpoint.adapters import merged_checkpoint
-from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
+from exitserve.checkpoint.exit_rows import load_exit_rows, save_exit_rows
 from exitserve.checkpoint.hub import BLOCK_FILE
 from exitserve.checkpoint.weights import weight_files
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve.screens import load_screens, save_screens
-
-from ..conftest import random_screens
 
 MakeAdapter = Callable[..., Path]
 SCALE = 7.0 / 3
@@ -81,19 +79,19 @@ def test_exits_are_the_adapters_and_looked_up_at_every_start(
     folder = merged_checkpoint(str(base), str(adapter))
     assert f"merging '{adapter}' into '{base}': {folder}" in capsys.readouterr().err
     block = read_multi_exit(folder)
-    assert block == MultiExit(exit_layers=(3,)), "not the base's, which are 2 and 4, with screens"
-    assert not list(folder.glob("exit_screens/*"))
+    assert block == MultiExit(exit_layers=(3,)), "not the base's, which are 2 and 4, with rows"
+    assert not list(folder.glob("exit_rows/*"))
     written = (folder / "model.safetensors").stat().st_mtime_ns
 
     # As a calibration leaves it.
     for exits in ((1, 5), (5,)):
-        name = save_screens(adapter, random_screens(read_config(base), exits))
-        write_multi_exit(adapter, MultiExit(exit_layers=exits, screens=name))
+        name = save_exit_rows(adapter, list(exits))
+        write_multi_exit(adapter, MultiExit(exit_layers=exits, rows=name))
         assert merged_checkpoint(str(base), str(adapter)) == folder
         block = read_multi_exit(folder)
-        assert block is not None and block.screens_file is not None
-        assert load_screens(folder, block.screens_file, exits).keys() == set(exits)
-        assert len(list(folder.glob("exit_screens/*"))) == 1
+        assert block is not None and block.rows_file is not None
+        assert load_exit_rows(folder, block.rows_file).tolist() == list(exits)
+        assert len(list(folder.glob("exit_rows/*"))) == 1
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     (adapter / BLOCK_FILE).unlink()
     assert read_multi_exit(merged_checkpoint(str(base), str(adapter))) is None

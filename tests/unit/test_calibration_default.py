@@ -18,7 +18,7 @@ def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin"
         criterion=criterion,
         confidence_level=0.95,
         num_layers=12,
-        exit_checks="all",
+        exit_rows="all",
         chosen=OperatingPoint(
             agreement=0.98, thresholds={6: 0.8, 9: 0.5}, eos_thresholds={6: 1.0, 9: 1.0}
         ),
@@ -107,14 +107,14 @@ def test_a_server_serves_its_own_mode_of_those_calibrated(
             make_rules(model, {**options, "mode": "confidence"})
 
 
-def test_a_promise_holds_for_the_checks_that_it_was_made_with() -> None:
-    every, screened = config("defer"), config("defer")
-    screened["multi_exit"]["calibration"]["exit_checks"] = "screened"
-    assert make_rules(screened, {}).default.mode == "off", "its screens are gone"
-    screened["multi_exit"]["screens"] = "0" * 64
+def test_a_promise_holds_for_the_rows_that_it_was_made_with() -> None:
+    every, frequent = config("defer"), config("defer")
+    frequent["multi_exit"]["calibration"]["exit_rows"] = "frequent"
+    assert make_rules(frequent, {}).default.mode == "off", "its rows are gone"
+    frequent["multi_exit"]["rows"] = "0" * 64
     assert make_rules(every, {}).default.mode == "defer"
-    assert make_rules(screened, {}).default.mode == "defer"
-    assert make_rules(screened, {"exit_checks": "all"}).default.mode == "off"
+    assert make_rules(frequent, {}).default.mode == "defer"
+    assert make_rules(frequent, {"exit_rows": "all"}).default.mode == "off"
 
 
 def test_a_threshold_of_ones_own_goes_before_it() -> None:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from exitserve.costs.byte_costs import (
     DecoderShape,
     DecodeStep,
-    break_even,
-    break_even_rates,
     full_depth,
     limit_speedup,
     serving_dtype,
@@ -67,20 +65,18 @@ def test_limit_is_a_ratio_of_sums() -> None:
     assert limit_speedup(TINY, steps) == pytest.approx(full / (early + full / 2 + 512))
 
 
-@given(st.integers(1, 3), st.integers(16, 4096))
-def test_checks_pay_from_the_break_even_rate(exit_layer: int, vocab: int) -> None:
-    """At that rate the bytes of a check that passes or fails come to those of plain decoding."""
-    shape = dataclasses.replace(TINY, vocab_size=vocab)
-    rate = break_even(shape, exit_layer)
-    assert 0 < rate < 1
-    exits = step_bytes(shape, step(exit_layer, checks=1, contexts=(0,)))
-    stays = step_bytes(shape, step(4, checks=1, contexts=(0,)))
-    plain = step_bytes(shape, step(4, contexts=(0,)))
-    assert rate * exits + (1 - rate) * stays == pytest.approx(plain)
+@given(st.integers(1, 3), st.integers(16, 4096), st.integers(1, 16))
+def test_checks_read_the_exit_rows(exit_layer: int, vocab: int, rows: int) -> None:
+    whole = dataclasses.replace(TINY, vocab_size=vocab)
+    shape = dataclasses.replace(whole, exit_rows=rows)
+    for checked in (step(exit_layer, checks=1), step(4, checks=1)):
+        spared = step_bytes(whole, checked) - step_bytes(shape, checked)
+        assert spared == (vocab - rows) * 8 * 2
+    assert step_bytes(whole, step(4)) == step_bytes(shape, step(4))
 
 
-def test_break_even_of_other_shapes() -> None:
-    """GPT-2 has names of its own; a mixture reads its active experts; the unknown gets no rate."""
+def test_other_shapes() -> None:
+    """GPT-2 has names of its own; a mixture reads its active experts."""
     gpt2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 100, "n_inner": None}
     shape = shape_of(gpt2, "float32")
     assert (shape.intermediate_size, shape.feed_forward_matrices) == (256, 2)
@@ -94,8 +90,6 @@ def test_break_even_of_other_shapes() -> None:
         "vocab_size": 100,
     }
     assert shape_of(mixture, "float32").intermediate_size == 64
-    assert break_even_rates(gpt2, (1, 2)).keys() == {1, 2}
-    assert break_even_rates({"model_type": "odd"}, (1, 2)) == {}
 
 
 @pytest.mark.parametrize("value", [None, 0, True, "8", 1.5])

@@ -29,7 +29,7 @@ BLOCK: dict[str, Any] = {
     "exit_layers": [2, 4],
     "objective": "aligned",
     "criterion": "entropy",
-    "screens": "0" * 64,
+    "rows": "0" * 64,
     "calibration": {
         "target": "agreement>=0.99",
         "mode": "confidence",
@@ -154,7 +154,7 @@ def test_any_value_anywhere_is_read_or_named(path: Path_, value: Any) -> None:
         ("calibration.other_modes[0].thresholds.2", -1, "is -1; it should be greater than"),
         ("calibration", [1], "it should be an object"),
         ("criterion", "luck", "is 'luck'; allowed: max_prob, margin, entropy"),
-        ("screens", "../../secret", "is '../../secret'; it should match pattern"),
+        ("rows", "../../secret", "is '../../secret'; it should match pattern"),
         ("exit_layers", [4, 2], r"is \[4, 2\]; it must ascend without repeats"),
         ("exit_layers", [2, 2, 4], "it must ascend without repeats"),
         ("exit_layers[0]", 0, "is 0; it should be greater than or equal to 1"),

@@ -26,7 +26,6 @@ def test_counts() -> None:
         "tokens_by_depth": {1: 0, 2: 3, 3: 0, 4: 0, 5: 0, 6: 2},
         "checks": {2: 5, 4: 2},
         "passed": {2: 3, 4: 0},
-        "screened": {2: 0, 4: 0},
         "head_passes": 2,
         "frozen_tokens": 2,
         "deferred_layers": 4 + 2 * 6,

@@ -16,7 +16,9 @@ from vllm.platforms import current_platform
 from exitserve_kernels.exit_check import Head
 
 
-def readable_head(head: Any, processor: Any, columns: int, ends: Tensor) -> Head | None:
+def readable_head(
+    head: Any, processor: Any, columns: int, ends: Tensor, rows: Tensor | None = None
+) -> Head | None:
     """An LM head for the kernels; None where its product is not a plain one.
 
     Args:
@@ -24,6 +26,7 @@ def readable_head(head: Any, processor: Any, columns: int, ends: Tensor) -> Head
         processor: vLLM's `LogitsProcessor` of the model.
         columns: tokens of this rank's slice, without padding.
         ends: [K] those of them that end the text.
+        rows: where the tokens are that are taken, among which are `ends`; None for all.
     """
     method = type(getattr(head, "quant_method", None))
     plain = method in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
@@ -31,14 +34,17 @@ def readable_head(head: Any, processor: Any, columns: int, ends: Tensor) -> Head
         return None
     if processor.head_dtype not in (None, head.weight.dtype):
         return None
-    ending = torch.zeros(head.weight.shape[0], dtype=torch.bool, device=head.weight.device)
+    weight, bias = head.weight.detach(), getattr(head, "bias", None)
+    if rows is not None:
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    ending = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
     ending[ends] = True
     return Head(
-        weight=head.weight.detach(),
-        bias=getattr(head, "bias", None),
+        weight=weight,
+        bias=bias,
         soft_cap=processor.soft_cap,
         scale=processor.scale,
-        vocab_size=columns,
+        vocab_size=columns if rows is None else len(rows),
         ends=ending,
         rounded=True,  # the sampler gets logits of that type: the check judges what it gets
     )

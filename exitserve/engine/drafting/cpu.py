@@ -40,7 +40,7 @@ class RowRequests(DraftingRequests):
     def __init__(self, runner: CPUModelRunner) -> None:
         """Takes the runner, its model loaded."""
         model: Any = runner.get_model()
-        super().__init__(model.exit_state, model.drafting.head.least_score)
+        super().__init__(model.exit_state)
         self._runner = runner
         self._rows: list[tuple[Request, int, int]] = []
         """Of the current pass: each row's request, its drafts, and the index of the token that its
@@ -153,7 +153,7 @@ class FirstLayersProposer(DraftModelProposer):
             with set_forward_context(
                 metadata, runner.vllm_config, num_tokens=len(rows), slot_mapping=slots
             ):
-                tokens = self._loop.draft_head.tokens(self._loop.draft(tokens, positions))
+                tokens = self._loop.head.draft(self._loop.draft(tokens, positions))
             found.append(tokens)
             positions = (positions + 1).clamp_(max=longest)
         self._loop.count_drafts(count)

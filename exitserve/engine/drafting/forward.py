@@ -1,7 +1,8 @@
 """The passes of a model that drafts with its first layers.
 
 In mode "defer" a pass keeps every token's state after the draft layer. A token whose state there is
-confident is final: the sampler gets the logits of that state in place of full depth's. So drafts
+confident is final: the sampler gets the logits of that state in place of full depth's, those that
+the check read, or the whole head's where the request needs them. So drafts
 above the threshold are accepted, whatever full depth would say, and also the token that follows the
 last draft may be final. Keys and values are full depth's throughout. Where no token may be final,
 the pass is vLLM's own; but a GPU replays one graph for all passes.
@@ -23,7 +24,6 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from exitserve.engine.drafting.head import DraftHead
 from exitserve.engine.drafting.requests import Judged
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.layers.segments import Segment
@@ -37,7 +37,6 @@ class DraftingLoop:
         model: Any,
         segments: Sequence[Segment],
         head: ExitHead,
-        draft_head: DraftHead,
         most_tokens: int,
         *,
         in_graphs: bool,
@@ -48,11 +47,10 @@ class DraftingLoop:
             model: a `MultiExitMixin`.
             segments: its layers, up to the draft layer and beyond it.
             head: the model's.
-            draft_head: the part of it that drafts read.
             most_tokens: of a pass.
             in_graphs: whether passes are replayed from graphs, as runner V2 does.
         """
-        self._model, self.head, self.draft_head = model, head, draft_head
+        self._model, self.head = model, head
         self._in_graphs = in_graphs
         self._first, self._rest = segments
         self._most_tokens = most_tokens
@@ -75,7 +73,7 @@ class DraftingLoop:
         """Counts what so many drafts of a step read."""
         recorder = self._model.exit_state.recorder
         recorder.layer_reads += count * self.draft_layer
-        recorder.final_heads += count
+        recorder.head_passes += count
 
     def run(
         self, positions: Tensor, embed: Callable[[], Tensor], plain: Callable[[], Tensor]
@@ -100,12 +98,11 @@ class DraftingLoop:
     def _run_keeping(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Runs embedded tokens [T, D], and keeps their states after the draft layer."""
         if self._room is None:
+            self.head.prepare(hidden.device)
             self._room = _Room(hidden.new_empty(self._most_tokens, hidden.shape[1]))
         room = self._room
-        states, scores, after, residual = self._first(positions, _kept(hidden, room.hidden), None)
+        states, after, residual = self._first(positions, _kept(hidden, room.hidden), None)
         _kept(states, room.states)
-        if scores is not None:
-            _kept(scores, room.scores)
         if residual is not None:
             residual = _kept(residual, room.residual)
         normed: Tensor = self._rest(positions, _kept(after, room.hidden), residual)[0]
@@ -133,25 +130,23 @@ class DraftingLoop:
             return compute(normed)
         assert self._room is not None
         states, head = self._room.states[judged.places], self.head
-        threshold, end_threshold, least_score = judged.limits.unbind(dim=1)
-        logits: Tensor | None
-        if head.is_whole(normed.device):  # one read of the head for both
-            found, both = head.check(torch.cat([states, normed]), threshold, end_threshold)
+        *limits, needs_whole_head = judged.limits.unbind(dim=1)
+        if head.reads_whole_logits:  # one read of the head for both
+            found, both = head.check(torch.cat([states, normed]), *limits)
             own, logits = both[: len(states)], both[len(states) :]
-        else:
-            logits = compute(normed)
-            found, own = head.check(states, threshold, end_threshold)
-            own = head.logits_of(own, range(len(own)))
-        is_final = found.exits
-        if head.screens:
-            is_final = is_final & (self._room.scores[judged.places] > least_score)
-        judged.is_final.copy_(is_final)
-        return None if logits is None else torch.where(is_final[:, None], own, logits)
+            judged.is_final.copy_(found.exits)
+            return torch.where(found.exits[:, None], own, logits)
+        found, own = head.check(states, *limits)
+        judged.is_final.copy_(found.exits)
+        by_whole_head = found.exits & (needs_whole_head > 0)
+        logits = head.own_logits(torch.where(by_whole_head[:, None], states, normed))
+        head.put(own, found.exits & ~by_whole_head, logits)
+        return head.gathered(logits)
 
 
 class _Room:
     """Where a pass keeps what it hands on, [most_tokens, D] each: what goes into a segment, and the
-    states after the draft layer, normed; and their screen's scores [most_tokens].
+    states after the draft layer, normed.
 
     A graph that is replayed reads and writes where it was captured. Of a segment that is captured
     in pieces, what goes in must lie at one place, and what comes out lies where later pieces put
@@ -160,7 +155,6 @@ class _Room:
 
     def __init__(self, like: Tensor) -> None:
         self.hidden, self.residual, self.states = (torch.empty_like(like) for _ in range(3))
-        self.scores = like.new_empty(len(like), dtype=torch.float32)
 
 
 def _kept(given: Tensor, place: Tensor) -> Tensor:

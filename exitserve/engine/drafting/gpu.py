@@ -19,7 +19,7 @@ Shapes: B rows, T tokens, S sampled positions (B and all drafts), K drafts at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,7 +92,7 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
 
     def sample_draft(self, hidden_states: Tensor, *others: Any) -> Tensor:
         """[B] greedy drafts, for sampled requests too: rejection sampling takes care of those."""
-        return self.model.loop.draft_head.tokens(hidden_states)
+        return self.model.loop.head.draft(hidden_states)
 
     def _configure_decode_metadata_update(self) -> None:
         # Also with one draft, which speculators with a draft prefill make there.
@@ -293,7 +293,6 @@ class SlotRequests(DraftingRequests):
     def __init__(
         self,
         state: EngineState,
-        least_score: Callable[[int, float], float],
         most_rows: int,
         device: torch.device,
     ) -> None:
@@ -301,12 +300,11 @@ class SlotRequests(DraftingRequests):
 
         Args:
             state: the engine's.
-            least_score: see `DraftingRequests`.
             most_rows: requests that run together.
             device: where the model is.
         """
-        super().__init__(state, least_score)
-        self._limits = torch.full((most_rows, len(IMPASSABLE)), NEVER, device=device)
+        super().__init__(state)
+        self._limits = torch.tensor(IMPASSABLE, device=device).repeat(most_rows, 1)
         """`Limits` of each slot."""
         self._may_be_final: set[int] = set()
         """Slots whose requests have thresholds."""

@@ -8,7 +8,7 @@ Shapes: S sampled positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,24 +46,18 @@ class Outcome(NamedTuple):
 
 
 Limits = tuple[float, float, float]
-"""What a token must pass to be final: the threshold for any token, that for an end of sequence, and
-the least score of the screen (minus infinity without one)."""
-IMPASSABLE: Limits = (NEVER, NEVER, NEVER)
+"""What a token must pass to be final: the threshold for any token, and that for an end of sequence;
+and 1 if its request then needs the whole head's logits, else 0."""
+IMPASSABLE: Limits = (NEVER, NEVER, 0.0)
 """Where full depth decides."""
 
 
 class DraftingRequests(RunningRequests):
     """Counts and traces what passes give."""
 
-    def __init__(self, state: EngineState, least_score: Callable[[int, float], float]) -> None:
-        """Starts without requests.
-
-        Args:
-            state: the engine's.
-            least_score: the least score of a screen, by layer and threshold
-                (`exitserve.engine.layers.exit_head`).
-        """
-        self._state, self._recorder, self._least_score = state, state.recorder, least_score
+    def __init__(self, state: EngineState) -> None:
+        """Starts without requests; takes the engine's rules and what counts."""
+        self._state, self._recorder = state, state.recorder
         (self.layer,) = state.rules.exit_layers
         """How many layers a draft runs."""
         self._by_number: dict[int, Request] = {}
@@ -79,8 +73,7 @@ class DraftingRequests(RunningRequests):
         """What a token of a request must pass to be final at the draft layer."""
         if request.policy.mode != "defer":
             return IMPASSABLE
-        threshold, ends = request.policy.thresholds_at(self.layer)
-        return threshold, ends, self._least_score(self.layer, threshold)
+        return (*request.policy.thresholds_at(self.layer), float(request.needs_whole_head))
 
     def get(self, number: int, name: str) -> Request | None:
         """The request of a row or slot; None where it has another name, as in warm-ups."""

@@ -32,14 +32,12 @@ class ActiveRows:
         """[A, D]."""
         self.normed = hidden
         """[A, D] normed states behind the segment that ran last."""
-        self.scores: Tensor | None = None
-        """[A] of that segment's screen, if it has one."""
         self.tokens = torch.arange(len(positions))
         """[A] where they are in the pass."""
 
     def run(self, segment: Segment) -> None:
         """Runs the next layers."""
-        self.normed, self.scores, hidden, residual = segment(self.positions, *self.stream)
+        self.normed, hidden, residual = segment(self.positions, *self.stream)
         if hidden is not None:  # behind the last layer nothing goes on
             self.stream = hidden, residual
 

@@ -22,23 +22,6 @@ class Checks:
         """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
-    def opened(self, scores: Sequence[float], due: Sequence[Candidate], layer: int) -> list[int]:
-        """Indices of the rows whose check after `layer` layers is worth making.
-
-        Args:
-            scores: [N] of the layer's screen.
-            due: [N] the rows.
-            layer: the exit layer.
-        """
-        least = self.least_scores(due, layer)
-        opened = [index for index in range(len(due)) if scores[index] > least[index]]
-        self._recorder.screened[layer] += len(due) - len(opened)
-        return opened
-
-    def least_scores(self, due: Sequence[Candidate], layer: int) -> list[float]:
-        """[N] scores above which rows are checked."""
-        return [self.head.least_score(layer, one.thresholds_at(layer)[0]) for one in due]
-
     def check(self, normed: Tensor, due: list[Candidate], layer: int, step: Step) -> list[int]:
         """Checks rows after `layer` layers.
 
@@ -78,10 +61,12 @@ class Checks:
         """
         passed = [index for index, leaves in enumerate(exits) if leaves]
         if passed:
-            rows = [due[index].row for index in passed]
-            step.depth |= dict.fromkeys(rows, layer)
-            own = self.head.logits_of(logits, [places[index] for index in passed])
-            step.keep_logits(rows, own)
+            step.depth |= dict.fromkeys((due[index].row for index in passed), layer)
+            # The others get the whole head's logits, once the pass is through.
+            kept = [index for index in passed if not due[index].request.needs_whole_head]
+            if kept:
+                own = self.head.logits_of(logits, [places[index] for index in kept])
+                step.keep_logits([due[index].row for index in kept], own)
         self._recorder.count_checks(layer, len(due), len(passed))
         self._recorder.frozen_tokens += len(passed)
         return passed
@@ -113,24 +98,11 @@ class HostMaskedRows:
             found[one.row] = torch.tensor(one.thresholds_at(layer))
         return found[:, 0], found[:, 1]
 
-    def least_scores(self, layer: int) -> Tensor:
-        """Those of the rows that are due; 0 for all others."""
-        found = torch.zeros(len(self.places))
-        rows = [one.row for one in self._due]
-        found[rows] = torch.tensor(self._checks.least_scores(self._due, layer))
-        return found
-
-    def count_screened(self, layer: int, rows: Tensor) -> None:
-        """Counts them."""
-        self._recorder.screened[layer] += int(rows.sum())
-
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
         """Notes the outcome."""
-        outcome, checked = passed.tolist(), due.tolist()
-        rows = [one for one in self._due if checked[one.row]]
-        places = [one.row for one in rows]
+        outcome, places = passed.tolist(), [one.row for one in self._due]
         exits = [outcome[row] for row in places]
-        found = self._checks.settle(self._step, layer, rows, exits, logits, places)
+        found = self._checks.settle(self._step, layer, self._due, exits, logits, places)
         return self._mask([places[index] for index in found])
 
     def count_layers(self, layers: int) -> None:

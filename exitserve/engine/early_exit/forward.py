@@ -128,9 +128,6 @@ class HostLoop:
             The rows that exit.
         """
         due = step.due(layer)
-        if due and active.scores is not None:
-            scores = active.scores[active.last_tokens([one.row for one in due])].tolist()
-            due = [due[index] for index in self._checks.opened(scores, due, layer)]
         if not due:
             return set()
         places = active.last_tokens([one.row for one in due])
@@ -152,7 +149,7 @@ class HostLoop:
             normed = hidden
             stream: Stream = (hidden, None)
             for segment in self._segments:
-                normed, _, *stream = segment(positions, *stream)
+                normed, *stream = segment(positions, *stream)
             self._checks.head.warm_up(normed[:FEW])
             self._propagation.warm_up(normed[:FEW])
 

@@ -59,14 +59,8 @@ class MaskedRows(Protocol):
     def thresholds(self, layer: int) -> tuple[Tensor, Tensor]:
         """[B] for any token, [B] for ends of sequence."""
 
-    def least_scores(self, layer: int) -> Tensor:
-        """[B] scores above which the layer's screen lets rows through to a check."""
-
-    def count_screened(self, layer: int, rows: Tensor) -> None:
-        """Counts rows [B] bool that a screen did not let through."""
-
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
-        """Takes the outcome of a check: passed [B], logits [B, V]. Returns who exits [B] bool."""
+        """Takes the outcome of a check: passed [B], and its logits. Returns who exits [B] bool."""
 
     def count_layers(self, layers: int) -> None:
         """Counts layers that run: for all tokens, while any still does."""
@@ -80,7 +74,6 @@ class Room:
         self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
         self.state, self.normed = torch.zeros_like(like), torch.empty_like(like)
         self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)
-        self.scores = like.new_empty(len(like), dtype=torch.float32)
 
 
 @dataclass
@@ -126,10 +119,6 @@ class MaskedLoop:
         known = rows.known_depth
         newly = torch.zeros_like(held.frozen) if known is None else (known == layer)[:, None]
         due = rows.due(layer, ~held.frozen[rows.places, 0])
-        if held.is_screened:
-            opened = held.scores[rows.places] > rows.least_scores(layer).to(due.device)
-            rows.count_screened(layer, due & ~opened)
-            due = due & opened
 
         def check() -> None:
             normed = held.normed[rows.places]  # [B, D]
@@ -153,9 +142,6 @@ class _Held:
         self.state, self.normed = room.state[:tokens], room.normed[:tokens]
         """States of frozen tokens; and of all, normed, where they are."""
         self.frozen = room.frozen[:tokens]
-        self.scores = room.scores[:tokens]
-        """Of the last segment's screen, if it `is_screened`."""
-        self.is_screened = False
         self._is_pair = False
         self.hidden.copy_(hidden)
         self.state.zero_()
@@ -169,18 +155,9 @@ class _Held:
         """The stream [T, D], as layers carry it."""
         return self.hidden, self._residual if self._is_pair else None
 
-    def take(
-        self,
-        normed: Tensor,
-        scores: Tensor | None,
-        hidden: Tensor | None,
-        residual: Tensor | None,
-    ) -> None:
+    def take(self, normed: Tensor, hidden: Tensor | None, residual: Tensor | None) -> None:
         """Keeps a segment's result."""
         self.normed.copy_(normed)
-        self.is_screened = scores is not None
-        if scores is not None:
-            self.scores.copy_(scores)
         if hidden is not None:
             self._keep(hidden, residual)
 

@@ -101,8 +101,7 @@ class DraftingModelState(DefaultModelState):
         self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        least, rows = model.drafting.head.least_score, self.max_num_reqs
-        self._requests = SlotRequests(model.exit_state, least, rows, device)
+        self._requests = SlotRequests(model.exit_state, self.max_num_reqs, device)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request came, or came back after a preemption."""

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from exitserve.engine.compat.compiled import compiled_module
-from exitserve.screens import Screen, Screens
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream [T, D]: alone, or as a pair whose sum it is (the next norm adds them)."""
 
-Ended = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Behind some layers: normed states [T, D]; their screen's scores [T], None where there is none;
-and the stream, None behind the last layers."""
+Ended = tuple[Tensor, Tensor | None, Tensor | None]
+"""Behind some layers: normed states [T, D], and the stream, None behind the last layers."""
 
 RunLayer = Callable[[Any, Tensor, Stream], Stream]
 """Runs one decoder layer: (layer, positions [T], stream) to stream."""
@@ -33,24 +31,19 @@ def total_of(stream: Stream) -> Tensor:
 
 
 def ended(
-    final_norm: Callable[[Tensor, Tensor | None], Tensor],
-    screen: Screen | None = None,
-    *,
-    is_last: bool,
+    final_norm: Callable[[Tensor, Tensor | None], Tensor], *, is_last: bool
 ) -> Callable[[Stream], Ended]:
-    """The model's final norm, behind the layers before an exit or behind the last ones; and the
-    exit's screen, if it has one.
+    """The model's final norm, behind the layers before an exit or behind the last ones.
 
-    Compiled with them both are fused into what they end with; by itself vLLM runs the norm as half
-    a dozen operations. Behind the last layers it is called as vLLM does, to the bit; vLLM's form
+    Compiled with them it is fused into what they end with; by itself vLLM runs it as half a dozen
+    operations. Behind the last layers it is called as vLLM does, to the bit; vLLM's form
     for pairs may write into what it is given, so it gets a sum of its own where the stream goes on.
     """
 
     def end_with(stream: Stream) -> Ended:
         if is_last:
-            return final_norm(*stream), None, None, None
-        normed = final_norm(total_of(stream), None)
-        return normed, None if screen is None else screen.score(normed), *stream
+            return final_norm(*stream), None, None
+        return final_norm(total_of(stream), None), *stream
 
     return end_with
 
@@ -128,18 +121,14 @@ def compiled_segment(
     run_layer: RunLayer,
     *,
     final_norm: Callable[[Tensor, Tensor | None], Tensor],
-    screens: Screens,
     masked: bool = False,
 ) -> Segment:
-    """A segment that is compiled as one unit where vLLM compiles, with the screen at its end.
+    """A segment that is compiled as one unit where vLLM compiles.
 
     With `masked` a call of it is `Segment.masked`.
     """
-    screen = screens.get(end)
     name = f"segment_{start}_{end}" + ("_masked" if masked else "")
-    if screen is not None:
-        name += f"_screen_{len(screen.inner)}"
-    end_with = ended(final_norm, screen, is_last=end == len(layers))
+    end_with = ended(final_norm, is_last=end == len(layers))
 
     arguments = ["positions", "hidden", "residual", *(["frozen", "state"] if masked else [])]
     segment: Segment = compiled_module(

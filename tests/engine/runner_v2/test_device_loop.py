@@ -13,7 +13,7 @@ from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
-EXITS = {"exit_checks": "screened"}
+EXITS = {"exit_rows": "frequent"}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def jobs(random_jobs):
     return random_jobs(count=9, max_tokens=20)
 
 
-@pytest.mark.parametrize("checks", ["screened", "all"])
-def test_the_engine_is_the_oracle(start, expect, model, jobs, checks: str) -> None:
-    reference = load_reference(str(model), exit_checks=checks)
+@pytest.mark.parametrize("rows", ["frequent", "all"])
+def test_the_engine_is_the_oracle(start, expect, model, jobs, rows: str) -> None:
+    reference = load_reference(str(model), exit_rows=rows)
     expected = [expect(reference, one) for one in jobs]
-    exits = {"exit_checks": checks}
+    exits = {"exit_rows": rows}
     harness = start(model, exits=exits, enable_prefix_caching=False)
     assert harness.run(jobs) == expected
     assert harness.run(jobs, every=3) == expected

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nightly
 
 COMPILATION = {"cudagraph_capture_sizes": SIZES}
 """Engines that are told so capture graphs, and no test without graphs shares them."""
-EXITS = {"exit_checks": "screened"}
+EXITS = {"exit_rows": "frequent"}
 OPTIONS = {"enable_prefix_caching": False, "max_num_seqs": 8, "max_model_len": 128}
 
 

@@ -51,7 +51,7 @@ def test_a_server_that_drafts(server: LocalServer, bundled: Path) -> None:
         found: dict[str, object] = answer.model_dump()
         return found
 
-    reference = load_reference(str(bundled), exit_layers=(6,), exit_checks="all")
+    reference = load_reference(str(bundled), exit_layers=(6,), exit_rows="all")
     ids = ask()["choices"][0]["prompt_token_ids"]  # type: ignore[index]
     for fields, policy in (
         ({}, ExitPolicy.confidence(0.4, mode="defer")),

@@ -106,8 +106,8 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
     shutil.copytree(bundled, model_dir)
     for name in ("LICENSE", "NOTICE.txt", "optimizer.pt", "trainer_state.json"):
         (model_dir / name).write_text(name)
-    (model_dir / "exit_screens").mkdir()
-    (model_dir / "exit_screens" / "screens.safetensors").write_text("screens")
+    (model_dir / "exit_rows").mkdir()
+    (model_dir / "exit_rows" / "rows.safetensors").write_text("rows")
     (model_dir / "checkpoint-1").mkdir()
     (model_dir / "checkpoint-1" / "tokenizer.json").write_text("{}")
     out = tmp_path / "six"
@@ -118,7 +118,7 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
         "README.md",
         "chat_template.jinja",
         "config.json",
-        "exit_screens",
+        "exit_rows",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",

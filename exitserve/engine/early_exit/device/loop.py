@@ -3,7 +3,7 @@
 vLLM's runner V2 captures a model's forward pass once and replays it, so the graph holds both ways:
 its own pass where no row may exit, and the masked loop. Outside of graphs the host, which knows
 whether any row may, chooses. Either way the logits are ready when the pass is: those of a check
-for the rows that passed it, the head's for the others.
+for the rows that passed it, the whole head's for the others, and for those that need them.
 
 Shapes: T tokens, B rows, D hidden, V vocabulary.
 """
@@ -102,6 +102,7 @@ class DeviceLoop:
         vLLM plans its memory by the largest of these passes, so they hold what a loop would.
         """
         self._propagation.load(hidden)
+        self._head.prepare(hidden.device)
         room = self._room_for(hidden)
         frozen, state = room.frozen[: len(hidden)].zero_(), room.state[: len(hidden)]
         after: Tensor | None = hidden
@@ -109,7 +110,7 @@ class DeviceLoop:
         with _fresh_context():
             for segment in self._segments:
                 assert after is not None, "not the last one before"
-                _, _, after, residual = segment(positions, after, residual, frozen, state)
+                _, after, residual = segment(positions, after, residual, frozen, state)
 
     def _loop(self, positions: Tensor, hidden: Tensor, rows: DeviceRows) -> Tensor:
         rows.start()
@@ -121,7 +122,7 @@ class DeviceLoop:
         )
         normed = loop.run(positions, hidden, rows, self._room_for(hidden))
         when(
-            rows.ran_all_layers().any(),
+            rows.needs_whole_head().any(),
             lambda: rows.take_last_logits(self._head.own_logits(normed[rows.places])),
         )
         return normed
@@ -138,7 +139,7 @@ class DeviceLoop:
         if rows is None or not rows.has_logits:
             return None
         rows.has_logits = False
-        return self._head.logits_of(rows.logits[:count], range(count))
+        return self._head.gathered(rows.logits[:count])
 
 
 def _fresh_context() -> AbstractContextManager[None]:

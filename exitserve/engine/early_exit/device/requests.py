@@ -18,9 +18,8 @@ from torch import Tensor
 from exitserve.engine.early_exit.device.rows import (
     DeviceRows,
     HostRow,
-    LeastScore,
+    Put,
     Slots,
-    every_check,
 )
 from exitserve.engine.requests import PreemptedRequests, Request, RunningRequests
 from exitserve.engine.state import EngineState
@@ -56,7 +55,7 @@ class DeviceRequests(RunningRequests):
         most_rows: int,
         logits: Tensor,
         device: torch.device,
-        least_score: LeastScore = every_check,
+        put: Put,
     ) -> None:
         """Makes room.
 
@@ -65,11 +64,11 @@ class DeviceRequests(RunningRequests):
             most_rows: requests that run together.
             logits: [most_rows, V / R] room for those of a pass.
             device: where the model is.
-            least_score: of the screens, see `ExitHead.least_score`.
+            put: see `ExitHead.put`.
         """
         self._rules, self._recorder = state.rules, state.recorder
-        self._slots = Slots(state.rules, most_rows, device, least_score)
-        self.rows = DeviceRows(self._slots, most_rows, state.rules.num_layers, logits)
+        self._slots = Slots(state.rules, most_rows, device)
+        self.rows = DeviceRows(self._slots, most_rows, state.rules.num_layers, logits, put)
         self.by_slot: dict[int, Request] = {}
         """Those that run."""
         self.preempted = PreemptedRequests()
@@ -144,8 +143,9 @@ class DeviceRequests(RunningRequests):
                 known_depth = [depths.get(at, full) for at in range(batch.padded_tokens)]
             if batch.padded_tokens > start:
                 padding = torch.arange(batch.padded_tokens, device=places.device) >= start
+        whole = {slot for slot, one in self.by_slot.items() if one.needs_whole_head}
         rows = [
-            HostRow(slot, may_exit[row], depths.get(row, full))
+            HostRow(slot, may_exit[row], depths.get(row, full), slot in whole)
             for row, slot in enumerate(batch.slots)
         ]
         self.rows.begin(rows, batch.padded, places, padding, known_depth)
@@ -185,7 +185,7 @@ class DeviceRequests(RunningRequests):
         recorder, heads = self._recorder, 0
         checks = self.rows.checks.tolist()
         for layer, counts in zip(self._rules.exit_layers, checks, strict=True):
-            made, passed, head_passes, recorder.screened[layer] = counts
+            made, passed, head_passes = counts
             recorder.checks[layer], recorder.passed[layer] = made, passed
             heads += head_passes
         layers, final_heads = self.rows.reads.tolist()

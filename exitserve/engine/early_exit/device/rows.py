@@ -12,7 +12,6 @@ Shapes: S slots, B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,55 +22,40 @@ from exitserve.engine.early_exit.masked_loop import Places
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy, ExitRules
 
-LeastScore = Callable[[int, float], float]
-"""Of an exit layer and a threshold: see `ExitHead.least_score`."""
-
-
-def every_check(layer: int, threshold: float) -> float:
-    """A `LeastScore` with which every check is made."""
-    return -math.inf
+Put = Callable[[Tensor, Tensor, Tensor], None]
+"""See `ExitHead.put`."""
 
 
 class Slots:
     """What is known of each request, by its slot; the last one is for rows without a request."""
 
-    def __init__(
-        self,
-        rules: ExitRules,
-        slots: int,
-        device: torch.device,
-        least_score: LeastScore,
-    ) -> None:
+    def __init__(self, rules: ExitRules, slots: int, device: torch.device) -> None:
         """Makes room.
 
         Args:
             rules: the model's.
             slots: S.
             device: where it lies.
-            least_score: of the screens, see `ExitHead.least_score`.
         """
         self.exit_layers = rules.exit_layers
         self.empty = slots
         """The slot of rows without a request, which fill up a graph."""
-        self._least_score = least_score
         # One entry for each slot, so that one copy starts a request.
-        shape = (slots + 1, 3, len(rules.exit_layers))
+        shape = (slots + 1, 2, len(rules.exit_layers))
         self._table = torch.full(shape, NEVER, dtype=torch.float32, device=device)
-        self.limits, self.end_limits, self.least_scores = self._table.unbind(1)
-        """[S + 1, E] thresholds for any token, for ends of sequence, and scores of screens."""
+        self.limits, self.end_limits = self._table.unbind(1)
+        """[S + 1, E] thresholds for any token, and for ends of sequence."""
 
-    def of(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`limits`, `end_limits` and `least_scores` [B, E] of the requests in some slots [B]."""
-        limits, end_limits, least_scores = self._table[slots].unbind(1)
-        return limits, end_limits, least_scores
+    def of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """`limits` and `end_limits` [B, E] of the requests in some slots [B]."""
+        limits, end_limits = self._table[slots].unbind(1)
+        return limits, end_limits
 
     def start(self, slot: int, policy: ExitPolicy) -> None:
         """Puts a request into a slot."""
         pairs = [policy.thresholds_at(layer) for layer in self.exit_layers]
         limits, ends = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        named = zip(self.exit_layers, limits, strict=True)
-        scores = [self._least_score(layer, one) for layer, one in named]
-        upload([limits, ends, scores], self._table[slot])
+        upload([limits, ends], self._table[slot])
 
 
 class HostRow(NamedTuple):
@@ -82,6 +66,8 @@ class HostRow(NamedTuple):
     may_exit: bool
     known_depth: int
     """Of its token, see `MaskedRows`; not read where rows have several."""
+    needs_whole_head: bool
+    """If its token exits, see `Request`."""
 
 
 class DeviceRows:
@@ -91,7 +77,9 @@ class DeviceRows:
     the pass, and reads `depth` after it. The pass begins with `start`, on the device.
     """
 
-    def __init__(self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor) -> None:
+    def __init__(
+        self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor, put: Put
+    ) -> None:
         """Makes room.
 
         Args:
@@ -99,23 +87,24 @@ class DeviceRows:
             most_rows: of a pass.
             num_layers: L, the depth of rows that do not exit.
             logits: [most_rows, V / R], takes those of every row.
+            put: see `ExitHead.put`.
         """
         device = slots.limits.device
         self._requests, self._num_layers, self._logits = slots, num_layers, logits
-        self._empty_row = HostRow(slots.empty, False, num_layers)
-        # First whether any row may exit, then the rows: [1 + most_rows, 3].
+        self._put = put
+        self._empty_row = HostRow(slots.empty, False, num_layers, False)
+        # First whether any row may exit, then the rows: [1 + most_rows, 4].
         self._uploaded = torch.zeros(
             (1 + most_rows, len(self._empty_row)), dtype=torch.int64, device=device
         )
         self._any_may_exit = self._uploaded[0, 0]
         self._any_might_before = False
         self._depth = torch.zeros(most_rows, dtype=torch.int32, device=device)
-        self.checks = torch.zeros((len(slots.exit_layers), 4), dtype=torch.int64, device=device)
-        """[E, 4] since the start: checks made, those that passed, passes through the LM head, and
-        checks that a screen left out."""
+        self.checks = torch.zeros((len(slots.exit_layers), 3), dtype=torch.int64, device=device)
+        """[E, 3] since the start: checks made, those that passed, and reads of the exit rows."""
         self.reads = torch.zeros(2, dtype=torch.int64, device=device)
         """[2] since the start, in passes in which a row may exit: layers, each counted once while
-        any row still runs, and heads behind the last one."""
+        any row still runs, and reads of the whole head."""
         self.num_rows = 0
         self.places: Places = slice(0)
         self._one_each = True
@@ -172,7 +161,7 @@ class DeviceRows:
         """
         self._is_empty = self._slots == self._requests.empty
         self.depth.fill_(self._num_layers).masked_fill_(self._is_empty, 0)
-        self._limits, self._end_limits, self._least_scores = self._requests.of(self._slots)
+        self._limits, self._end_limits = self._requests.of(self._slots)
         self._may_be_due = (self._limits < NEVER) & (self._rows[:, 1:2] != 0)
         self._unchecked = self._limits == ALWAYS
 
@@ -193,6 +182,10 @@ class DeviceRows:
     def known_depth(self) -> Tensor | None:
         """See `MaskedRows`."""
         return self._rows[:, 2] if self._one_each else self._known_tokens
+
+    @property
+    def _needs_whole_head(self) -> Tensor:
+        return self._rows[:, 3] != 0
 
     @property
     def any_may_exit(self) -> Tensor:
@@ -218,19 +211,11 @@ class DeviceRows:
         index = self._index(layer)
         return self._limits[:, index], self._end_limits[:, index]
 
-    def least_scores(self, layer: int) -> Tensor:
-        """See `MaskedRows`."""
-        return self._least_scores[:, self._index(layer)]
-
-    def count_screened(self, layer: int, rows: Tensor) -> None:
-        """See `MaskedRows`."""
-        self.checks[self._index(layer), 3].add_(rows.sum())
-
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:
-        """See `MaskedRows`; keeps the logits of the rows that exit."""
+        """See `MaskedRows`; keeps the logits of the rows that exit by them."""
         index = self._index(layer)
         exits = due & (passed | self._unchecked[:, index])
-        self._take_logits(exits, logits)
+        self._put(logits, exits & ~self._needs_whole_head, self.logits)
         self.depth.masked_fill_(exits, layer)
         self.checks[index, :2].add_(torch.stack([due, exits]).sum(dim=1))
         self.checks[index, 2].add_(due.any())
@@ -244,15 +229,13 @@ class DeviceRows:
         """See `MaskedRows`. A pass that only warms up counts nothing."""
         self.reads[0].add_(self._any_may_exit, alpha=layers)
 
-    def ran_all_layers(self) -> Tensor:
-        """[B] bool: rows whose logits the head is still to give."""
-        return self.depth == self._num_layers
+    def needs_whole_head(self) -> Tensor:
+        """[B] bool: rows whose logits the whole head is still to give: those that ran all layers,
+        and those that exited and need more than the exit rows'."""
+        return (self.depth == self._num_layers) | self._needs_whole_head
 
     def take_last_logits(self, logits: Tensor) -> None:
-        """Takes the head's logits [B, V / R] for the rows that ran all layers."""
+        """Takes the whole head's logits [B, V / R] for the rows that need them."""
         self.reads[1].add_(self._any_may_exit)
-        self._take_logits(self.ran_all_layers(), logits)
-
-    def _take_logits(self, rows: Tensor, logits: Tensor) -> None:
-        """Takes logits [B, V / R] for some rows [B] bool, in one pass over them."""
+        rows = self.needs_whole_head()
         torch.where(rows[:, None], logits, self.logits, out=self.logits)

@@ -10,7 +10,6 @@ export const OUTCOMES = {
   stopped: "stopped here",
   went_on: "went on: not sure enough",
   drafted: "sure enough, and drafted",
-  screened: "screened: a check would hardly pay",
   unchecked: "passed by, unchecked",
   not_reached: "not reached",
 };
