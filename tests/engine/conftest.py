@@ -12,9 +12,8 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Job:
     prompt: list[int]
     fields: dict[str, Any]
     max_tokens: int = 24
-    sampling: Mapping[str, Any] = MappingProxyType({})
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     """Of vLLM's fields, such as need the whole head, and by which the likeliest token is taken."""
 
     @property
