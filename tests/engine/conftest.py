@@ -124,7 +124,7 @@ class Harness:
             max_tokens=job.max_tokens,
             ignore_eos=True,
             extra_args={**job.fields, "exit_trace": [name]},
-            **{"temperature": 0, **job.sampling},
+            **{"temperature": 0, **getattr(job, "sampling", {})},
         )
         self.engine.llm_engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
 
@@ -318,7 +318,7 @@ def expect() -> Callable[[Reference, Job], Outcome]:
     """What the oracle says of a job."""
 
     def expect(reference: Reference, job: Job) -> Outcome:
-        if not job.sampling:
+        if not getattr(job, "sampling", None):
             found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
             return found.token_ids, found.exit_layers
         ids, depths = list(job.prompt), list[int]()
