@@ -58,7 +58,7 @@ def test_the_plan_of_a_table(
     out = tmp_path / "out"
     assert main(["plan", str(llama.parent), "--device", "h200", "--out", str(out)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "A check costs 2.4 layers" in printed
+    assert "A check costs 0.2 layers" in printed
     assert "unverified" in printed
     assert "Batch 1: exits that skip layers can pay" in printed
     assert "Batch 32: exits that skip layers CANNOT pay" in printed
