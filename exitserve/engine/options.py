@@ -51,6 +51,8 @@ QUANTISED = ("compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq")
 FIXED_SCALES = "activations quantised by scales that were fixed beforehand"
 PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 """How vLLM's configuration names what follows the batch of runner V1."""
+OWN_PROCESSORS = "exitserve.engine.hooks."
+"""How the names begin of those that are ours, and change no logits."""
 ASSUMED_ACCEPTANCE = 0.7
 """Of a draft, where no calibration has counted it."""
 MOST_DRAFTS = 64
@@ -309,5 +311,6 @@ def rules_from(vllm_config: Any) -> ExitRules:
         options_of(vllm_config),
         transfers=vllm_config.kv_transfer_config is not None,
     )
-    others = set(vllm_config.model_config.logits_processors or []) - {PROCESSOR}
+    processors = vllm_config.model_config.logits_processors or []
+    others = [one for one in processors if not str(one).startswith(OWN_PROCESSORS)]
     return replace(rules, logits_processors=bool(others))

@@ -154,7 +154,7 @@ def test_a_check_in_layers_and_the_time_of_a_token(
         ("Qwen3-4B", 18, 2.08, 0.01, 1.35, 1.71),
         ("Llama-3-8B", 8, 3.79, 0.01, 1.58, 2.43),
         ("Llama-3-8B", 16, 2.05, 0.01, 1.34, 1.69),
-        ("Llama-3-8B", 24, 1.41, 0.01, 1.17, 1.30),
+        ("Llama-3-8B", 24, 1.41, 0.02, 1.17, 1.30),
     ],
 )
 def test_one_exit_of_public_models(

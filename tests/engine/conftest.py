@@ -12,9 +12,8 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Job:
     prompt: list[int]
     fields: dict[str, Any]
     max_tokens: int = 24
-    sampling: Mapping[str, Any] = MappingProxyType({})
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     """Of vLLM's fields, such as need the whole head, and by which the likeliest token is taken."""
 
     @property
@@ -125,7 +124,7 @@ class Harness:
             max_tokens=job.max_tokens,
             ignore_eos=True,
             extra_args={**job.fields, "exit_trace": [name]},
-            **{"temperature": 0, **job.sampling},
+            **{"temperature": 0, **getattr(job, "sampling", {})},
         )
         self.engine.llm_engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
 
@@ -319,7 +318,7 @@ def expect() -> Callable[[Reference, Job], Outcome]:
     """What the oracle says of a job."""
 
     def expect(reference: Reference, job: Job) -> Outcome:
-        if not job.sampling:
+        if not getattr(job, "sampling", None):
             found = reference.decode(job.prompt, job.max_tokens, job.policy, ignore_eos=True)
             return found.token_ids, found.exit_layers
         ids, depths = list(job.prompt), list[int]()

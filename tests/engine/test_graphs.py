@@ -161,9 +161,9 @@ def test_memory_is_planned_with_the_room_of_a_loop(
             return super().__call__(*args)
 
     segments: Any = [Watched(2), Watched(LAYERS)]
-    unused: Any = None
+    head: Any = SimpleNamespace(prepare=lambda device: None)
     propagation: Any = SimpleNamespace(load=lambda hidden: None)
-    device_loop = loop.DeviceLoop(segments, unused, propagation, MOST)
+    device_loop = loop.DeviceLoop(segments, head, propagation, MOST)
     given = torch.randn(tokens, WIDTH)
     gc.collect()
     own = torch.zeros(tokens, dtype=torch.long)
