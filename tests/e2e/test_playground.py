@@ -1,7 +1,5 @@
 """The playground in a real browser, on real servers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two servers behind nginx, as `deploy/nginx` configures it: fields, streams, sessions, a death."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
