@@ -3,8 +3,6 @@
 Imports nothing heavy, so that `--help` answers at once; each command imports what it needs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.metadata import entry_points

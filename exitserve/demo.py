@@ -1,7 +1,5 @@
 """`exitserve demo`: complete code with the bundled model, show depths, compare with plain vLLM."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The exception for users' mistakes, and how its messages stay short."""
 
-from __future__ import annotations
-
 import difflib
 import reprlib
 from collections.abc import Iterable

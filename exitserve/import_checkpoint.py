@@ -5,8 +5,6 @@ that every exit shares, which is what is served here; only the list of layers is
 import; no tensor is loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

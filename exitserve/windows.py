@@ -9,8 +9,6 @@ A window stands for a request: a piece of text whose first tokens are the prompt
 what is generated. All windows have the same length.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -5,8 +5,6 @@ They are forks of a process that has imported both and done nothing else: Python
 arguments, environment, output and process group, and can be killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing.context

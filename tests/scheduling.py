@@ -3,8 +3,6 @@
 Hooks of pytest; `conftest.py` takes them from here.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

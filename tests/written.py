@@ -1,7 +1,5 @@
 """Runs what the documentation tells readers to run, as written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

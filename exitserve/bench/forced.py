@@ -8,8 +8,6 @@ layers draft (modes "verify" and "defer"), vLLM's rejection sampler accepts by l
 does in runner V2 only.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

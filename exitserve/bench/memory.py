@@ -4,8 +4,6 @@ vLLM takes a share of the whole card for one engine (`gpu_memory_utilization`), 
 where less is free. The engines here run at the same time, so they get equal parts of that share.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

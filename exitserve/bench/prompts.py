@@ -1,7 +1,5 @@
 """The prompts of a comparison: bundled, or from the user's file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

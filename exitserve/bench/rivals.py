@@ -5,8 +5,6 @@ arguments: n-grams and suffixes of the text so far as drafts, or a separate draf
 the checkpoint cut to its first layers by `exitserve truncate`). Their answers are full depth's.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path

@@ -14,8 +14,6 @@ Ville's inequality it ever reaches 1 / delta with probability at most delta. It 
 [0, 1] and drawn independently, nothing else: no normality, no large sample.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

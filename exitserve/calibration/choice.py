@@ -9,8 +9,6 @@ therefore counts as a loss of limit + (r - limit) n / n_max, which lies in [0, 1
 losses is above the limit exactly if the risk, averaged over all tokens, is.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

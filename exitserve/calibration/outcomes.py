@@ -1,7 +1,5 @@
 """What exits give on pieces of text, by the oracle: means over tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ proposals (up to noise, which costs a little of the best choice and nothing of t
 halving finds where a target ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ layers, *un-normed*. Of Hugging Face's `hidden_states` the last is normed and th
 hooks on the layers give un-normed states at every depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

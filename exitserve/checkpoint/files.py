@@ -1,7 +1,5 @@
 """Files that others read: replaced at once, linked rather than copied, checked beforehand."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

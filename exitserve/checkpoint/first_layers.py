@@ -1,7 +1,5 @@
 """The first N layers of a decoder: the tensors that belong to them, and their config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

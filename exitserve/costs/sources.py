@@ -1,7 +1,5 @@
 """Costs of a step's parts, from timing this machine or from a table. Light to import."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers between host and device, in both directions without waiting for each other."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ server would decode: each stops at its own depth and predicts the next token, wh
 In mode "verify" full depth decides every token, so both are those of full depth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

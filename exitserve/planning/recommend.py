@@ -9,8 +9,6 @@ The mean time of a step is then a sum over segments that depend only on their tw
 layers are a shortest path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -5,8 +5,6 @@ any logging is configured. They inherit the stream from this process, so its fil
 redirected while they run. vLLM's own errors go to standard output and stay visible.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Errors of requests: one short line each, which names the field."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence

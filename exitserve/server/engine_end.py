@@ -4,8 +4,6 @@ When its engine fails, vLLM 0.32 stops the server as if it had been asked to, wi
 supervisor that restarts on failure would leave it down.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

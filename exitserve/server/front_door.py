@@ -6,8 +6,6 @@
 - An error is one short line (`FrontDoor`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """What requests of a server may ask for, as `GET /exitserve/stats` tells clients with a choice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from exitserve.policy import ExitRules

@@ -4,8 +4,6 @@ vLLM names the requests behind one HTTP call `cmpl-X-{prompt}-{random}` or `chat
 with `{sample}_` in front if n > 1. These names tell which choice a trace belongs to.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -3,8 +3,6 @@
 The two completion routes wrap vLLM's handlers, which do everything else.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -13,8 +13,6 @@ and in 16 bits a pass over a prompt rounds differently from a pass over one toke
 This runs in the background, one answer at a time, and never delays or fails a request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -4,8 +4,6 @@
 may also be started from Python.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ has died never answers: a request that waited for it would not end, and the serv
 requests before it stops.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

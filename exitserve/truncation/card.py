@@ -1,7 +1,5 @@
 """The model card of a truncated checkpoint, and the files copied along with its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

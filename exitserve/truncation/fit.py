@@ -9,8 +9,6 @@ K/V projections above the first exit layer. Layers with windowed attention are c
 context, so models with such layers need less than this says.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Files are cut into windows as `exitserve eval` cuts them. A window's first token is not predicted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes the first layers of a checkpoint as a checkpoint of their own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The real thing on a tiny random checkpoint: engines, interleaved, and a report."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

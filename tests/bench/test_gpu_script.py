@@ -1,7 +1,5 @@
 """What the script for GPUs says of itself and of what it found, and the main job on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

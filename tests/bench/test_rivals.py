@@ -1,7 +1,5 @@
 """Other kinds of drafts: what is refused, and what vLLM is asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The guarantee, simulated: it is wrong as rarely as it says, and a looser one is caught."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The whole choice, simulated: order, start, test, sources, lengths, ends of sequence."""
 
-from __future__ import annotations
-
 import math
 import random
 

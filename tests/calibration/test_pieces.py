@@ -1,7 +1,5 @@
 """The text of a calibration: spread over documents, in three parts, enough of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Few choices are measured, and they are those that count."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What an interrupted calibration keeps."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

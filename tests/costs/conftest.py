@@ -1,7 +1,5 @@
 """Measurements of a fraction of a second."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Seconds by number of rows."""
 
-from __future__ import annotations
-
 from exitserve.costs.curves import Curve
 
 

@@ -1,7 +1,5 @@
 """Every kind of shape can be timed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

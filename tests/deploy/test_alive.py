@@ -3,8 +3,6 @@
 Against a real one: `tests/e2e/test_liveness.py`.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The compose file and what it mounts, read as text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Dockerfile, read as text: no engine for containers runs where these tests do."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -4,8 +4,6 @@ Overlays are built by kustomize itself, which kubectl contains; without either, 
 skipped, and only what they are made of is checked.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

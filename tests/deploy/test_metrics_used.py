@@ -1,7 +1,5 @@
 """Dashboards, rules and documentation use only metrics that the code or vLLM exports."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

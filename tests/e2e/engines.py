@@ -1,7 +1,5 @@
 """A server's engine from outside: its processes, holding them still, and the probe that notices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Bad requests answer 400 with one clear line, and the server goes on serving."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """A sample of the bodies that the soak sends: whatever is asked, the server says so and goes on."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import httpx

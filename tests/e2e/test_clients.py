@@ -1,7 +1,5 @@
 """docs/clients.md: every example, as written but for the port, against the shared server."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

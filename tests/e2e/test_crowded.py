@@ -4,8 +4,6 @@ Requests are preempted, prompts come in chunks and prefixes from the cache; `com
 server of `conftest.py`, where none of this happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One server of two engines and two API processes: `exitserve serve --data-parallel-size 2`."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import Counter

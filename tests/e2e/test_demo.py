@@ -3,8 +3,6 @@
 Its processes are forks of one that has imported all: tests/forks.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 One server runs at full depth and one drafts (mode "verify"); each reads what the other wrote.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

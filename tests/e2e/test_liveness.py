@@ -1,7 +1,5 @@
 """The liveness probe of the Kubernetes manifests on a real server whose engine is held still."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

@@ -1,7 +1,5 @@
 """Log-probabilities of exited tokens are the exit layer's, and the response says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

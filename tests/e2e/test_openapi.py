@@ -1,7 +1,5 @@
 """`/openapi.json` describes what the server answers, and what requests may ask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

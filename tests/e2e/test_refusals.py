@@ -1,7 +1,5 @@
 """What cannot be served with exits is refused: at start-up in one line, or with a 400."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Two servers behind nginx, as `deploy/nginx` configures it: fields, streams, sessions, a death."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -185,7 +183,7 @@ def test_answers_pass_unchanged(router: Router, server: LocalServer) -> None:
 
 
 def test_streams_pass_unchanged_and_unbuffered(router: Router, server: LocalServer) -> None:
-    routed, direct = (events(url, LONG) for url in (router, server.url))
+    routed, direct = (events(url, LONG) for url in (router.url, server.url))
     assert told(routed) == told(direct)
     assert told(routed)["exit_layers"] and told(routed)["exit_metrics"]
     # Events of a few hundred bytes: a buffer would hold back many at a time.

@@ -1,7 +1,5 @@
 """The server over HTTP with the official client: completions, chat, streams, traces, counts."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

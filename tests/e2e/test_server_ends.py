@@ -4,8 +4,6 @@ One command, started again after each end as a supervisor would, on the same por
 starts the installed one; that of the others is a fork (`tests/forks.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

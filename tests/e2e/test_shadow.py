@@ -3,8 +3,6 @@
 `judging` judges every request; `server`, which judges none, says what answers should be.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Grammars and tools: valid output at every depth, full depth unless the request asks for exits."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`benchmarks/trace_replay.py`: real traces' formats, and a replay against a real server."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server of mode "verify": the answers of plain vLLM, drafted by exits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

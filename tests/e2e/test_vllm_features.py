@@ -1,7 +1,5 @@
 """What a vLLM user expects of sampling and serving, with exits on: each over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -3,8 +3,6 @@
 docs/architecture.md draws the way; its boxes are files, and a plain arrow is an import.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import time

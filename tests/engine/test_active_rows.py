@@ -1,7 +1,5 @@
 """Which tokens run as rows leave: against a list of what should."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The exit check that vLLM compiles: with its own decorator, and a real compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

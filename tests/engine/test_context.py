@@ -1,7 +1,5 @@
 """The forward context that the engine makes for attention, without a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several tokens a step: every architecture, and two ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from exitserve.engine.hooks.plugin import ARCHITECTURES

@@ -1,7 +1,5 @@
 """Several tokens a step on runner V1: what vLLM's host leaves to us."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

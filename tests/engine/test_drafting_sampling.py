@@ -1,7 +1,5 @@
 """Several tokens a step: what vLLM does to logits, it does to those of drafts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

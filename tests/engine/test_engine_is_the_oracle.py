@@ -1,7 +1,5 @@
 """The engine on the bundled model in float32: same tokens and exit layers as the oracle."""
 
-from __future__ import annotations
-
 import pytest
 
 PROMPTS = (

@@ -1,7 +1,5 @@
 """The engine on tiny random checkpoints: crowding, prefix caching, refusals."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

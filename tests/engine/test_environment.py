@@ -1,7 +1,5 @@
 """What starting an engine sets in the environment, where the user has not; and its end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Gains and biases are random too, contexts outgrow the attention windows, and eve
 several key-value heads for several query heads unless its line says otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Without exits the engine is plain vLLM: same tokens, and log-probabilities within rounding."""
 
-from __future__ import annotations
-
 import pytest
 
 PROMPTS = ("def add(a, b):\n    return", "import os\n", "class Stack:\n    def")

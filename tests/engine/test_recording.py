@@ -1,7 +1,5 @@
 """A graph that is captured once and replayed does what the same Python does each time."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """Rows follow vLLM's persistent batch, and steps follow the rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

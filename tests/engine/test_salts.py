@@ -1,7 +1,5 @@
 """Salts of the prefix cache: no request reaches the blocks of another policy."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -8,8 +8,6 @@ those layers, which are the truncated model's too, whatever ran above them. So w
 token of "fixed": the truncated model, given the prompt and t, goes on as "fixed" does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

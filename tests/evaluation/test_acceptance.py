@@ -1,7 +1,5 @@
 """How many drafts full depth would accept."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

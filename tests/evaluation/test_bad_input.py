@@ -1,7 +1,5 @@
 """Mistakes are told in one line, before anything slow starts and before a folder is made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command on the bundled model: held-out text, a report, traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Full traces: their texts, their file, and what the oracle says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

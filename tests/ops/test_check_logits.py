@@ -1,7 +1,5 @@
 """The exit check of logits that are written already: what the oracle and a CPU's engine run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

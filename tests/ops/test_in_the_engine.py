@@ -1,7 +1,5 @@
 """The engine's check and its propagation in Triton: what the oracle and Hugging Face say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

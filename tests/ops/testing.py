@@ -1,7 +1,5 @@
 """Helpers of the kernels' tests: poisoned allocations, and errors against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

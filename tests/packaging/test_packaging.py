@@ -1,7 +1,5 @@
 """What an installation contains, what importing it costs, and what the repository must not hold."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

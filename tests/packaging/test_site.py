@@ -1,7 +1,5 @@
 """The documentation site: all pages are in its menu, and generated parts are what code gives."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

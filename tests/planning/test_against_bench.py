@@ -1,7 +1,5 @@
 """The comparison of `plan` with `bench`: which prediction belongs to which case."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Which exit layers are chosen, and when exits are said not to pay."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """What a request passes before its route: vLLM's real app, without an engine behind it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

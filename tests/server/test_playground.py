@@ -1,7 +1,5 @@
 """The playground's files, as vLLM's real app serves them, without an engine or a browser."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

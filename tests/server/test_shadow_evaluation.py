@@ -3,8 +3,6 @@
 The engine here is a few lines that speak vLLM's types; `tests/e2e/test_shadow.py` has a real one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace

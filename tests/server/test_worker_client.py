@@ -3,8 +3,6 @@
 The engine here is a stand-in: that real ones die is tested in `tests/e2e/test_ends_of_a_server.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """`python -m tests.soak --url URL`: soaks a server that runs already; exit code 1 if it failed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

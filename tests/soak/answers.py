@@ -1,7 +1,5 @@
 """What is wrong with an answer, whatever was asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -8,8 +8,6 @@ Two kinds: of the right types (`Bodies.alone`, `Bodies.pairs`), most of which ar
 wrong ones (`Bodies.wrong`).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

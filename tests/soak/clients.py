@@ -3,8 +3,6 @@
 Whatever a client does, another's answer must stay what it is alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """What a server holds and has counted, as its pages and the machine tell."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ server's, the tokens it counted lie between what clients got and what they may h
 server holds what it held before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

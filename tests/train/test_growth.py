@@ -1,7 +1,5 @@
 """A grown model computes what it grew from, its exits at twice their depth, and then trains."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon with AdamW: what each steps, how far, and that a checkpoint keeps both."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

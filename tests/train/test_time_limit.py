@@ -1,7 +1,5 @@
 """`max_minutes`: a run that ends by the clock, with its learning rate at 0 by then."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import count

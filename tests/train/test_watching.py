@@ -1,7 +1,5 @@
 """A run that is watched and stopped from outside: its lines, and SIGTERM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

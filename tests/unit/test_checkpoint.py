@@ -1,7 +1,5 @@
 """The multi_exit block and what is refused about it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

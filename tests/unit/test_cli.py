@@ -1,7 +1,5 @@
 """The command line: exit codes, one clear line, and help that teaches."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

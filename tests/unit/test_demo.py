@@ -1,7 +1,5 @@
 """What `exitserve demo` shows and compares, by what the checkpoint promises; nothing is started."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the engines print is kept in a file, and shown when they fail."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

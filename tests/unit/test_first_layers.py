@@ -1,7 +1,5 @@
 """Which tensors and which entries of a config belong to the first layers."""
 
-from __future__ import annotations
-
 import pytest
 
 from exitserve.checkpoint.first_layers import (

@@ -1,7 +1,5 @@
 """Request fields to policies: what is allowed, what is refused, and what the salt separates."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

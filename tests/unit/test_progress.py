@@ -1,7 +1,5 @@
 """Progress in a log file: lines, each once, instead of a bar."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

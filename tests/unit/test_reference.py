@@ -1,7 +1,5 @@
 """The oracle: one parallel pass and the decode loop are the same, and both are what design says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The parts that all reports share."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Response fields: which choice a trace belongs to, and how streams carry it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@
 them; the few classes below it say what differs. docs/adding-an-architecture.md walks through one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ vLLM's attention and linear layers. Such layers work on [1, T, D] and take the r
 cosines and sines as an argument.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ Read from `vllm/v1/attention/backends/{cpu_attn,flash_attn,triton_attn}.py`.
 Shapes: N rows, S layers, H kv heads, P head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

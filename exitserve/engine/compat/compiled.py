@@ -1,7 +1,5 @@
 """Modules that vLLM compiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any

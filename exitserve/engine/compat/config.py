@@ -1,7 +1,5 @@
 """vLLM's version and configuration: what is supported, and what a model's files declare."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Read from `vllm/forward_context.py` and `vllm/v1/attention/backends/cpu_attn.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ vLLM 0.32 ends its engine core in an orderly shutdown only: were the server kill
 own watch ends them with the core (`vllm/v1/executor/multiproc_executor.py`, DeathPipeMonitor).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -3,8 +3,6 @@
 Read from `vllm/v1/worker/gpu_model_runner.py` and `vllm/v1/worker/gpu_input_batch.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ generator has no offset: plain vLLM stops its engine there, and with it all requ
 such generators are replaced by one that knows how to step back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ methods from elsewhere: from vLLM's own worker, if another engine of this proces
 So `exitserve.engine.hooks.gpu_worker` and `cpu_worker` each name it as a base themselves.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -6,8 +6,6 @@ prompt, or, after a preemption, tokens whose depth is known from the first time.
 Shapes: B rows, T tokens, N rows to check, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

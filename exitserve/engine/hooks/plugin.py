@@ -3,8 +3,6 @@
 Light to import: the command line reads the table before vLLM is loaded.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """Each request's `exit_*` fields, checked when a request reaches an engine with runner V2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -6,8 +6,6 @@ with the rows that came, went or moved, which is what the model needs to know.
 Shapes: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ the salt of its block hashes, so cached blocks serve requests of the same policy
 HTTP route or Python call the request came from.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

@@ -1,7 +1,5 @@
 """What the API process may ask of the worker, through vLLM's `collective_rpc`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from exitserve.engine.compat.config import check_version

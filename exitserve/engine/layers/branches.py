@@ -1,7 +1,5 @@
 """Branches that the device decides, inside CUDA graphs and outside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -7,8 +7,6 @@ norm, rotary embedding and cache. On a CPU all but the write into the cache is c
 Shapes: N rows, S layers above an exit, D hidden, H kv heads, P head size, R rotated part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

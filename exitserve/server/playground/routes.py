@@ -5,8 +5,6 @@ The page loads no script or style from anywhere else, and none that stands in it
 the server wants one, since the files themselves need none.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ names one. Slow, and everything is real: the scheduler a pass ahead, the specula
 sampling, block tables. CUDA graphs are what is missing.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 from pathlib import Path

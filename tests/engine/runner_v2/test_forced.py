@@ -1,7 +1,5 @@
 """Random weights whose drafts are accepted by lot, on the runner of GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

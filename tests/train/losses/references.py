@@ -1,7 +1,5 @@
 """What losses must equal: loops over rows, tokens and pairs, as the papers print the formulas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Every loss as a function of states [B, T, D], labels [B, T] and a mask, beside its reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

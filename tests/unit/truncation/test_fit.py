@@ -1,7 +1,5 @@
 """How many layers fit: the arithmetic against real models, and its invariants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

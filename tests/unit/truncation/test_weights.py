@@ -1,7 +1,5 @@
 """Tensors are copied bit for bit, in whatever files they lie."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers on runner V2 whose graphs are recorded, where they are processes of their own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
