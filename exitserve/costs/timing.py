@@ -117,7 +117,7 @@ def time_step(
             matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
             attention=curve(*parts.cache_names, share=len(parts.cache_names)),
             fill=curve("fill", share=parts.filled),
-            check=curve("rows", "confidence"),
+            check=curve("rows" if shape.exit_rows else "head", "confidence"),
             head=curve("head"),
             rest=constant(*ENGINE_SECONDS),
             exits=constant(*EXITS_SECONDS),
@@ -181,7 +181,7 @@ class _StepParts:
         self.layer_names = [f"layer {index}" for index in range(copies)]
         self._head = linear(shape.vocab_size, hidden)
         self._exit_rows = shape.exit_rows or shape.vocab_size
-        self._rows = linear(self._exit_rows, hidden)
+        self._rows = linear(self._exit_rows, hidden) if shape.exit_rows else self._head
         self._fill = linear(self.filled * 2 * kv_heads * size, hidden)
         self._caches = [
             self._full(2, most_rows * kv_heads, self._context, size) for _ in range(caches)

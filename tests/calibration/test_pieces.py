@@ -38,7 +38,7 @@ def pieces(text: int, generated: int) -> list[Piece]:
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_no_piece_is_in_two_parts_and_each_has_both_sources(text: int, generated: int) -> None:
     parts = split_pieces(pieces(text, generated))
-    every = [*parts.fit, *parts.select, *parts.test]
+    every = [*parts.count, *parts.select, *parts.test]
     assert len(every) == len(set(every)) == text + generated
     for source, count in (("text", text), ("generated", generated)):
         tested = sum(one.source == source for one in parts.test)
