@@ -29,6 +29,14 @@ it to be: some name blocks by their tokens, not by policy, and none comes back f
 EXIT_MODES: tuple[Mode, ...] = ("off", *BY_CONFIDENCE)
 """What a request may send as `exit_mode`."""
 
+DRAFT_SOURCES: dict[str, tuple[str, ...]] = {
+    "both": ("text", "layers"),
+    "text": ("text",),
+    "layers": ("layers",),
+    "none": (),
+}
+"""What a request may send as `exit_drafts`, and where its drafts then come from."""
+
 NUM_DRAFTS = 4
 """Most tokens drafted in a row, by default."""
 
@@ -56,6 +64,9 @@ FIELDS = {
     "exit_mode": "confidence: tokens exit early, and their deeper keys and values are "
     "approximated; verify: the first layers draft and full depth judges, so the answer is full "
     "depth's; defer: the same, but drafts above the threshold are final; off: full depth",
+    "exit_drafts": "where drafts come from, which changes no token: text (what followed the same "
+    "tokens earlier in the request), layers (the first layers), both (text where there is any, "
+    "else layers: the default), none",
     "exit_trace": "true: the response tells the depth at which each token stopped",
 }
 
@@ -209,6 +220,7 @@ class ExitRules:
                     f"Known fields: {', '.join(FIELDS)}."
                 )
         check_trace(given.get("exit_trace"))
+        self._check_drafts(given)
         threshold, layer = given.get("exit_threshold"), given.get("exit_layer")
         mode, target = given.get("exit_mode"), given.get("exit_target")
         self._check_together(given)
@@ -249,6 +261,21 @@ class ExitRules:
             for other in others:
                 if given.get(one) is not None and given.get(other) is not None:
                     raise ExitServeError(f"{other} and {one} exclude each other; send one of them.")
+
+    def _check_drafts(self, given: Mapping[str, Any]) -> None:
+        """Refuses an unknown `exit_drafts`, and any where nothing is drafted."""
+        if "exit_drafts" not in given:
+            return
+        if str(given["exit_drafts"]) not in DRAFT_SOURCES:
+            raise ExitServeError(
+                f"exit_drafts must be one of {', '.join(DRAFT_SOURCES)}, not "
+                f"{shown(given['exit_drafts'])}."
+            )
+        if not self.num_drafts:
+            raise ExitServeError(
+                "exit_drafts needs a server that drafts: exitserve serve --mode verify or --mode "
+                "defer. Leave it out."
+            )
 
     def _mode(self, mode: Any, *, calibrated: bool) -> Mode:
         """The mode of a request that names a mode, a threshold, or both."""

@@ -35,6 +35,9 @@ class Recorder:
         """Run beyond the depth of tokens (mode "defer"), or for drafts that were rejected."""
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.drafted_from_text = 0
+        """Of these drafts, those of the requests' own text; the others are the first layers'."""
+        self.accepted_from_text = 0
         self.layer_reads = 0
         """Layers whose weights were read, each once for all tokens that ran it together."""
         self.final_heads = 0
@@ -47,10 +50,13 @@ class Recorder:
         self.checks[layer] += checks
         self.passed[layer] += passed
 
-    def count_judged(self, drafts: int, accepted: int) -> None:
+    def count_judged(self, drafts: int, accepted: int, *, from_text: bool) -> None:
         """Counts drafts of one request that a pass judged, and those that it accepted."""
         self.drafted_tokens += drafts
         self.accepted_tokens += accepted
+        if from_text:
+            self.drafted_from_text += drafts
+            self.accepted_from_text += accepted
         self.deferred_layers += (drafts - accepted) * self.num_layers
 
     def trace(self, keys: Sequence[str], request_id: str, index: int, depth: int) -> None:
@@ -88,6 +94,8 @@ class Recorder:
             "deferred_layers": self.deferred_layers,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
+            "drafted_from_text": self.drafted_from_text,
+            "accepted_from_text": self.accepted_from_text,
             "layer_reads": self.layer_reads,
             "final_heads": self.final_heads,
         }

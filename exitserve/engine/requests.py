@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingType
 
-from exitserve.policy import ExitPolicy, ExitRules
+from exitserve.policy import DRAFT_SOURCES, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
 """Records kept of requests that left the batch; should more be preempted, the oldest go."""
@@ -38,6 +38,8 @@ class Request:
     """Depth of each generated token, by its index."""
     has_seed: bool = False
     """Whether its tokens are drawn by a seed's random numbers."""
+    draft_sources: tuple[str, ...] = DRAFT_SOURCES["both"]
+    """Where its drafts may come from."""
     needs_whole_head: bool = False
     """Whether a token that exits needs the logits of all tokens, not of the exit rows only."""
     exits_disabled: bool = False
@@ -117,7 +119,8 @@ def read_request(
     policy = ExitPolicy.off() if prompt_ids is None else policy_of(params, rules)
     most = rules.exits_up_to
     disabled = policy.mode != "off" and most is not None and running > most
-    given = (params.extra_args or {}).get("exit_trace")
+    fields = params.extra_args or {}
+    given = fields.get("exit_trace")
     keys = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
     ends = [] if params.ignore_eos else eos_ids
     return Request(
@@ -128,6 +131,7 @@ def read_request(
         max_tokens=params.max_tokens or 0,
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
+        draft_sources=DRAFT_SOURCES.get(str(fields.get("exit_drafts")), DRAFT_SOURCES["both"]),
         needs_whole_head=needs_whole_head(params, rules),
         has_seed=params.seed is not None and params.temperature > 0,
         exits_disabled=disabled,

@@ -33,6 +33,9 @@ class RequestFields(BaseModel):
     exit_mode: Literal["off", "confidence", "defer", "verify"] = Field(
         description=FIELDS["exit_mode"]
     )
+    exit_drafts: Literal["both", "text", "layers", "none"] = Field(
+        description=FIELDS["exit_drafts"]
+    )
     exit_trace: bool = Field(description=FIELDS["exit_trace"])
 
 
@@ -143,6 +146,8 @@ class Period(_Exact):
     checks_passed: int = Field(description="of these, tokens that stopped (or were drafted)")
     drafted_tokens: int = Field(description="drafts that were judged (modes verify and defer)")
     accepted_tokens: int = Field(description="of these, drafts that were accepted")
+    drafted_from_text: int = Field(description="of drafted_tokens, those of the requests' own text")
+    accepted_from_text: int = Field(description="of these, drafts that were accepted")
     exits: dict[int, LayerChecks] = Field(description="by exit layer")
 
 

@@ -23,7 +23,7 @@ from exitserve.server.metrics import (
 WINDOW_SECONDS = 60.0
 """The length of `last_minute`."""
 
-DRAFTS = ("drafted_tokens", "accepted_tokens")
+DRAFTS = ("drafted_tokens", "accepted_tokens", "drafted_from_text", "accepted_from_text")
 """Counts of the snapshot that are no metrics of ours, because vLLM exports them itself."""
 
 MIN_SPACING_SECONDS = 0.5
@@ -63,9 +63,9 @@ class StatsWindow:
         Returns:
             `since_start` and `last_minute`, each with `tokens`, `tokens_by_exit_layer`,
             `mean_depth`, `depth_speedup`, `mean_layers_run` (with the layers that mode "defer" runs
-            later, and those of rejected drafts), `checks` and `checks_passed`, `drafted_tokens` and
-            `accepted_tokens`, and `exits`, the checks by exit layer. Averages are None if no token
-            was generated.
+            later, and those of rejected drafts), `checks` and `checks_passed`, `drafted_tokens`,
+            `accepted_tokens` and what of these was of the text, and `exits`, the checks by exit
+            layer. Averages are None if no token was generated.
         """
         self._forget(now)
         total = self._total()

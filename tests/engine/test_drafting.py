@@ -25,6 +25,27 @@ def test_the_oracles_tokens_and_depths(
     assert sum(stats["tokens_by_depth"].values()) == sum(one.max_tokens for one in jobs)
 
 
+def test_where_drafts_come_from(model, start, job, asking, expected, drafting) -> None:
+    """A request's choice changes who drafts, and no token; what the model repeats is its text's."""
+    harness = start(model, **drafting)
+    jobs = asking([job([5 + i, 9, 5 + i, 9, 5 + i], {}, 60) for i in range(3)], "verify")
+    right = expected(model, jobs)
+    before = (0, 0, 0)
+    found = {}
+    for source in ("both", "text", "layers"):
+        own = [replace(one, fields=one.fields | {"exit_drafts": source}) for one in jobs]
+        assert harness.run(own) == right
+        stats = harness.stats()
+        names = ("drafted_tokens", "drafted_from_text", "accepted_from_text")
+        after = tuple(stats[name] for name in names)
+        found[source] = [now - then for now, then in zip(after, before, strict=True)]
+        before = after
+    drafted, of_text, accepted = zip(*found.values(), strict=True)
+    assert drafted[0] > of_text[0] > accepted[0] > 0
+    assert of_text[1] > accepted[1] > 0
+    assert drafted[2] > of_text[2] == 0
+
+
 def test_under_preemption(
     model, start, random_jobs, asking, expected, drafting, few_blocks
 ) -> None:

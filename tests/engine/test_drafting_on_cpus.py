@@ -1,5 +1,6 @@
 """Several tokens a step on runner V1: what vLLM's host leaves to us."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,8 @@ def test_no_drafts_change_nothing(
     none = {"num_speculative_tokens_per_batch_size": [[1, 8, 0]]}
     harness = start(model, **drafting, speculative_config=none)
     jobs = asking(random_jobs(6, longest=40, max_tokens=20), kind)
-    assert harness.run(jobs, every=3) == expected(model, jobs)
+    layers = [replace(one, fields=one.fields | {"exit_drafts": "layers"}) for one in jobs]
+    assert harness.run(layers, every=3) == expected(model, jobs)
     stats = harness.stats()
     assert stats["drafted_tokens"] == 0
     assert stats["checks"][2] == (0 if kind == "verify" else 6 * 19)

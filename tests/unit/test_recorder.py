@@ -16,7 +16,8 @@ def test_counts() -> None:
     recorder.count_checks(4, checks=2, passed=0)
     recorder.frozen_tokens += 2
     recorder.deferred_layers += 4
-    recorder.count_judged(drafts=3, accepted=1)
+    recorder.count_judged(drafts=3, accepted=1, from_text=False)
+    recorder.count_judged(drafts=4, accepted=4, from_text=True)
     recorder.layer_reads += 6
     for depth in (2, 2, 2, 6, 6):
         recorder.tokens_by_depth[depth] += 1
@@ -29,8 +30,10 @@ def test_counts() -> None:
         "head_passes": 2,
         "frozen_tokens": 2,
         "deferred_layers": 4 + 2 * 6,
-        "drafted_tokens": 3,
-        "accepted_tokens": 1,
+        "drafted_tokens": 7,
+        "accepted_tokens": 5,
+        "drafted_from_text": 4,
+        "accepted_from_text": 4,
         "layer_reads": 6,
         "final_heads": 0,
     }

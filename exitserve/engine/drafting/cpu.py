@@ -1,5 +1,8 @@
 """Drafts on vLLM's runner V1, which CPUs run, and the requests there, by row.
 
+Where the last tokens of a request occurred in it before, what followed them is drafted,
+which costs nothing. Else the first layers draft.
+
 vLLM's rejection sampler judges the drafts. The runner schedules them as those of a draft model;
 this drafter runs the target's own first layers, final norm and head, which find the target's keys
 and values by the names of its layers. A draft writes the first layers' keys and values where the
@@ -30,6 +33,7 @@ from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Limits, Outcome
+from exitserve.engine.drafting.text import following
 from exitserve.engine.options import PROCESSOR
 from exitserve.engine.requests import Request
 
@@ -46,6 +50,8 @@ class RowRequests(DraftingRequests):
         """Of the current pass: each row's request, its drafts, and the index of the token that its
         first sampled position leads to."""
         self._judged: Judged | None = None
+        self._from_text: set[str] = set()
+        """Names of requests whose drafts are of their text."""
 
     def begin(
         self, scheduled: Sequence[int], drafts: Mapping[str, Sequence[int]], places: Tensor
@@ -95,9 +101,19 @@ class RowRequests(DraftingRequests):
         for (request, drafts, index), tokens in zip(self._rows, sampled, strict=True):
             end = start + drafts + 1
             own = is_final[start:end] or [False] * (drafts + 1)
-            outcomes.append(Outcome(request, drafts, index, tokens, own))
+            from_text = request.name in self._from_text
+            outcomes.append(Outcome(request, drafts, index, tokens, from_text, own))
             start = end
         self.count(outcomes)
+        self._from_text.clear()
+
+    def note_text(self, row: int) -> None:
+        """The drafts that a row's next pass judges are of its text."""
+        self._from_text.add(self._rows[row][0].name)
+
+    def drafts_from(self, row: int, source: str) -> bool:
+        """Whether a row's request takes drafts from a source."""
+        return source in self._rows[row][0].draft_sources
 
     def may_draft(self, row: int, sampled: Sequence[int], most: int) -> int:
         """How many tokens a row may draft after a pass that gave it some."""
@@ -237,14 +253,30 @@ class DraftingRunner(CPUModelRunner):
         self, scheduler_output: Any, sampled: list[list[int]], *others: Any
     ) -> list[list[int]]:
         """Counts what a pass gave each row [B]; returns each row's drafts."""
-        self._requests.end(sampled)
-        most = scheduler_output.num_spec_tokens_to_schedule
-        may = [self._requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
-        rows = [row for row, count in enumerate(may) if count]
-        found: list[list[int]] = [[] for _ in sampled]
-        if rows:
-            last = [sampled[row][-1] for row in rows]
-            drafts = self.drafter.draft(rows, last, max(may))  # type: ignore[union-attr]
+        requests, most = self._requests, self.num_spec_tokens
+        requests.end(sampled)
+        may = [requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
+        found = [self._draft_of_text(row, most) for row, most in enumerate(may)]
+        # As many as pay at this size of the batch, where the first layers are read for each.
+        count = scheduler_output.num_spec_tokens_to_schedule
+        rows = [
+            row
+            for row, most in enumerate(may)
+            if most and not found[row] and requests.drafts_from(row, "layers")
+        ]
+        if count and rows:
+            last, longest = [sampled[row][-1] for row in rows], max(may[row] for row in rows)
+            drafts = self.drafter.draft(rows, last, min(count, longest))  # type: ignore[union-attr]
             for row, own in zip(rows, drafts, strict=True):
                 found[row] = own[: may[row]]
+        return found
+
+    def _draft_of_text(self, row: int, most: int) -> list[int]:
+        """What a row drafts from what it read and wrote; at most as many tokens as it can use."""
+        if not most or not self._requests.drafts_from(row, "text"):
+            return []
+        batch = self.input_batch
+        found = following(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], most)
+        if found:
+            self._requests.note_text(row)
         return found

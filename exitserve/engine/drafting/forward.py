@@ -69,6 +69,11 @@ class DraftingLoop:
         parts = (part for layer in layers for part in layer.modules())
         return {part.layer_name for part in parts if isinstance(part, AttentionLayerBase)}  # type: ignore[attr-defined]  # each has one
 
+    @property
+    def requests(self) -> Any:
+        """The engine's requests, by slot."""
+        return self._model.exit_state.requests
+
     def count_drafts(self, count: int) -> None:
         """Counts what so many drafts of a step read."""
         recorder = self._model.exit_state.recorder

@@ -20,6 +20,7 @@ Shapes: B rows, T tokens, S sampled positions (B and all drafts), K drafts at mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorBatchDescriptor,
@@ -41,6 +43,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Outcome
+from exitserve.engine.drafting.text import NGRAMS
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals, upload
@@ -71,8 +74,15 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
 
     model: FirstLayers
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+        """Takes the runner's states of its requests, which have their tokens."""
         super().__init__(vllm_config, device)
+        text = copy(vllm_config)
+        text.speculative_config = copy(vllm_config.speculative_config)
+        text.speculative_config.prompt_lookup_min, text.speculative_config.prompt_lookup_max = (
+            NGRAMS
+        )
+        self._text = NgramGPUSpeculator(text, device, states)
         # Column 0 takes the sampled token, after which the drafts come.
         self.draft_tokens = self.draft_tokens.new_zeros(
             self.max_num_reqs, 1 + self.num_speculative_steps
@@ -191,7 +201,35 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             input_batch.seq_lens_cpu_upper_bound,
             drafts,
         )
-        return self.draft_tokens[:rows, 1:]
+        if dummy_run:
+            return self.draft_tokens[:rows, 1:]
+        # Only where requests are, and how many tokens they have, is read.
+        text = self._text.propose(
+            input_batch,
+            None,
+            None,
+            last_hidden_states,
+            None,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            temperature,
+            seeds,
+        )
+        matched = self._text.scratch[:rows].amax(dim=1) > 0
+        return self._chosen(input_batch.idx_mapping.long(), text, matched)
+
+    def _chosen(self, slots: Tensor, text: Tensor, matched: Tensor) -> Tensor:
+        """[B, K] each row's drafts: of its text [B, K] where that matched [B], else the layers'."""
+        requests = self.model.loop.requests
+        may_text, may_layers = requests.sources[slots].unbind(dim=1)
+        from_text = requests.from_text[slots] = matched & may_text
+        sampled, layers = self.draft_tokens[: len(slots)].tensor_split([1], dim=1)
+        # A draft that is hardly ever right, where a request wants none.
+        layers.copy_(torch.where(may_layers[:, None], layers, sampled))
+        layers.copy_(torch.where(from_text[:, None], text, layers))
+        return layers
 
     def _place(self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor) -> None:
         """Puts the sampled tokens [B] where the first draft reads them."""
@@ -308,6 +346,10 @@ class SlotRequests(DraftingRequests):
         """`Limits` of each slot."""
         self._may_be_final: set[int] = set()
         """Slots whose requests have thresholds."""
+        self.sources = torch.ones(most_rows, 2, dtype=torch.bool, device=device)
+        """[slots, 2] whether each request takes drafts of its text, and of the first layers."""
+        self.from_text = torch.zeros(most_rows, dtype=torch.bool, device=device)
+        """[slots] whether the drafts that are judged next are of its text."""
         self._sampled: Sampled | None = None
         self._is_final: Tensor | None = None
         self._arrivals = Arrivals()
@@ -315,6 +357,7 @@ class SlotRequests(DraftingRequests):
     def add(self, slot: int, request: Request) -> None:
         """Takes a request into a slot, a new one or one that was preempted."""
         self._by_number[slot] = request
+        upload([one in request.draft_sources for one in ("text", "layers")], self.sources[slot])
         if request.policy.mode == "defer":
             self._may_be_final.add(slot)
             upload(self.limits_of(request), self._limits[slot])
@@ -353,8 +396,8 @@ class SlotRequests(DraftingRequests):
         self._arrivals.ask(self._found(sampled, num_sampled), partial(self._take, rows))
 
     def _found(self, sampled: Sampled, num_sampled: Tensor) -> Tensor:
-        """[B, 2 + 2 (K + 1)]: the index of the first generated token, how many there are, then each
-        one's id, and whether it is final."""
+        """[B, 3 + 2 (K + 1)]: the index of the first generated token, how many there are, whether
+        drafts were of the text, then each one's id, and whether it is final."""
         starts = sampled.ends[:-1].long()
         slots = sampled.slot_of[starts].long()
         position = sampled.positions[sampled.places[starts].long()].long() + 1
@@ -366,7 +409,13 @@ class SlotRequests(DraftingRequests):
             places = (starts[:, None] + steps).clamp(max=len(self._is_final) - 1)
             is_final = self._is_final[places]
         index = position - sampled.prompt_lengths[slots]
-        parts = (index[:, None], num_sampled[: len(slots), None], tokens, is_final)
+        parts = (
+            index[:, None],
+            num_sampled[: len(slots), None],
+            self.from_text[slots, None],
+            tokens,
+            is_final,
+        )
         return torch.cat([part.long() for part in parts], dim=1)
 
     def _take(
@@ -379,11 +428,11 @@ class SlotRequests(DraftingRequests):
             found: see `_found`.
         """
         outcomes = []
-        for (request, drafts), (index, count, *pairs) in zip(rows, found, strict=True):
+        for (request, drafts), (index, count, text, *pairs) in zip(rows, found, strict=True):
             tokens, is_final = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
             if request is not None:
-                given = Outcome(request, drafts, index, tokens[:count], is_final[: 1 + drafts])
-                outcomes.append(given)
+                own = tokens[:count], bool(text), is_final[: 1 + drafts]
+                outcomes.append(Outcome(request, drafts, index, *own))
         self.count(outcomes)
 
     def update_counts(self) -> None:

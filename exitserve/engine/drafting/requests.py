@@ -41,6 +41,8 @@ class Outcome(NamedTuple):
     """Index of the first generated token."""
     tokens: Sequence[int]
     """Generated; the last one was not drafted."""
+    from_text: bool
+    """Whether its drafts were of its own text."""
     is_final: Sequence[int]
     """Of each judged position, one more than `drafts`, whether it was final at the draft layer."""
 
@@ -94,7 +96,7 @@ class DraftingRequests(RunningRequests):
             if one.request.policy.mode == "defer" and one.first > 0:
                 checks += 1 + one.drafts
                 passed += sum(one.is_final)
-            self._recorder.count_judged(one.drafts, len(one.tokens) - 1)
+            self._recorder.count_judged(one.drafts, len(one.tokens) - 1, from_text=one.from_text)
             self._count_tokens(one)
         if checks:
             self._recorder.count_checks(self.layer, checks, passed)

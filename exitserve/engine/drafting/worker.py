@@ -33,4 +33,5 @@ class DraftingWorker:
         from exitserve.engine.drafting.gpu import FirstLayersSpeculator
 
         make()
-        self.model_runner.speculator = FirstLayersSpeculator(self.vllm_config, self.device)
+        runner = self.model_runner
+        runner.speculator = FirstLayersSpeculator(self.vllm_config, self.device, runner.req_states)
