@@ -8,7 +8,6 @@ sampling, block tables. CUDA graphs are what is missing.
 import os
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,19 +25,3 @@ def on_runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1, as in `make test`")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setenv("PYTHONPATH", str(SITE), prepend=os.pathsep)
-
-
-@pytest.fixture(autouse=True)
-def masks_are_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter stores under a mask of bits only; grammars make one of 0 and 1."""
-    if not INTERPRETED:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    store = InterpreterBuilder.create_masked_store
-
-    def create_masked_store(builder: Any, places: Any, values: Any, mask: Any, *others: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return store(builder, places, values, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
