@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
+from vllm.utils import cpu_triton_utils
 
 
 def repair_sampling_with_drafts() -> None:
@@ -20,9 +21,11 @@ def repair_sampling_with_drafts() -> None:
     vLLM 0.32 spreads a request's temperature, top-k and top-p over its drafts by a kernel whose CPU
     version (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) writes into a converted copy
     of its output unless that is of 64-bit integers: all three are then whatever lay in memory, and
-    samples follow another distribution. vLLM's registry takes a better one.
+    samples follow another distribution. vLLM's registry takes a better one, and takes vLLM's own
+    again for each engine that starts later in this process: then it finds ours in its place.
     """
     if current_platform.is_cpu() and not HAS_TRITON:
+        cpu_triton_utils._expand_kernel_impl = _expand
         register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
 
 
