@@ -18,8 +18,8 @@ class Curve:
     points: tuple[tuple[int, float], ...]
     """(rows, seconds), rows ascending from 1."""
 
-    def __call__(self, rows: int) -> float:
-        """Seconds for a number of rows, none or more."""
+    def __call__(self, rows: float) -> float:
+        """Seconds for a number of rows, none or more; of batches that vary, their mean."""
         if rows == 0:
             return 0.0
         where = bisect_left(self.points, (rows, 0.0))

@@ -12,15 +12,19 @@ attention reads a request's keys and values once for all its tokens. A draft rea
 head that a check reads. In mode "defer" one check more decides which tokens stand without a judge,
 and "accepted" means that a draft stands or full depth agrees.
 
+Drafts of a request's own text cost nothing but their rows in the pass that judges them, and only
+some steps have any: those whose last tokens occurred before.
+
 Pure Python. B rows, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
@@ -31,6 +35,11 @@ from exitserve.errors import ExitServeError
 MOST_DRAFTS = MOST_TOKENS - 1
 MOST_ROWS = 1024
 """Of a batch, for which drafts are planned."""
+TEXT_SHARE = 0.25
+"""Of the steps, those that draft from the text."""
+TEXT_ACCEPTED = (0.6, 0.4, 0.25, 0.2)
+"""In such a step, the probability that so many drafts are accepted: one, two, and so on. Both were
+counted on code and on chats, of one tokenizer each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +59,22 @@ def tokens_of(acceptance: float, drafts: int) -> float:
     return sum(acceptance**count for count in range(drafts + 1))
 
 
-def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
-    """Seconds of a step: its drafts, and the pass that judges them."""
+def step_seconds(costs: StepCosts, batch: int, way: Drafting, share: float = 1.0) -> float:
+    """Seconds of a step: its drafts, and the pass that judges them.
+
+    Args:
+        costs: of the parts of a step.
+        batch: B.
+        way: exit layer 0 for drafts that no layer makes.
+        share: of the rows that draft.
+    """
     if way.drafts == 0:
         return costs.full(batch)
-    judged = batch * (way.drafts + 1)
-    first = way.exit_layer * costs.layer(batch)
-    drafts = way.drafts * (first + costs.check(batch))
+    judged = batch * (share * way.drafts + 1)
+    first = way.exit_layer * costs.layer(batch) + costs.check(batch) if way.exit_layer else 0.0
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
     heads = costs.head(judged) + (costs.check(judged) if way.checks else 0.0)
-    return drafts + layers + heads + costs.rest(batch)
+    return way.drafts * first + layers + heads + costs.rest(batch)
 
 
 def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
@@ -87,32 +102,55 @@ def best_drafts(
     return max(range(most + 1), key=gain)
 
 
-def drafts_by_batch(
-    costs: StepCosts, largest: int, way: Drafting, acceptance: float, most: int = MOST_DRAFTS
-) -> list[tuple[int, int, int]]:
-    """(first batch size, last, drafts) for all batches up to `largest`, in vLLM's form.
+def best_text_drafts(costs: StepCosts, batch: int, most: int = MOST_DRAFTS) -> int:
+    """The same for drafts of the requests' own text, at the acceptance that was measured."""
 
-    vLLM takes it as `num_speculative_tokens_per_batch_size`.
-    """
-    found: list[tuple[int, int, int]] = []
-    for batch in range(1, largest + 1):
-        drafts = best_drafts(costs, batch, way, acceptance, most)
-        if found and found[-1][2] == drafts:
-            found[-1] = (found[-1][0], batch, drafts)
-        else:
-            found.append((batch, batch, drafts))
-    return found
+    def gain(drafts: int) -> float:
+        tokens = 1 + TEXT_SHARE * sum(TEXT_ACCEPTED[:drafts])
+        step = Drafting(exit_layer=0, drafts=drafts)
+        return tokens / step_seconds(costs, batch, step, share=TEXT_SHARE)
+
+    return max(range(min(most, len(TEXT_ACCEPTED)) + 1), key=gain)
+
+
+class Drafts(NamedTuple):
+    """How many tokens are drafted at a time, by the number of requests, up to `MOST_ROWS`."""
+
+    text: Sequence[int]
+    """[MOST_ROWS + 1] of a request's own text."""
+    layers: Sequence[int]
+    """[MOST_ROWS + 1] by the first layers."""
+
+    def at(self, batch: int) -> tuple[int, int]:
+        """Those of the text and of the layers, for so many requests."""
+        row = min(batch, MOST_ROWS)
+        return self.text[row], self.layers[row]
+
+    def by_batch(self) -> list[tuple[int, int, int]]:
+        """(first batch size, last, drafts), those of the greater source.
+
+        vLLM takes it as `num_speculative_tokens_per_batch_size`.
+        """
+        most = [max(pair) for pair in zip(*self, strict=True)]
+        groups = groupby(range(1, len(most)), most.__getitem__)
+        spans = [(drafts, list(batches)) for drafts, batches in groups]
+        return [(batches[0], batches[-1], drafts) for drafts, batches in spans]
+
+
+def constant_drafts(count: int) -> Drafts:
+    """So many, whatever the batch."""
+    return Drafts(*[[count] * (MOST_ROWS + 1)] * 2)
 
 
 def drafts_here(
     config: Mapping[str, Any], way: Drafting, acceptance: float, gpu: str | None
-) -> list[tuple[int, int, int]]:
-    """`drafts_by_batch` for a checkpoint on a GPU or a CPU; where costs are not known, `way`'s.
+) -> Drafts:
+    """What pays for a checkpoint on a GPU or a CPU; where costs are not known, `way`'s drafts.
 
     Args:
         config: the checkpoint's `config.json`.
         way: at most so many drafts.
-        acceptance: of a draft.
+        acceptance: of a draft of the first layers.
         gpu: its driver's name of it; None for a CPU.
     """
     costs, device = None, None if gpu is None else device_called(gpu)
@@ -124,5 +162,8 @@ def drafts_here(
             options: Any = {"dtype": "bfloat16", "batch_sizes": (MOST_ROWS,)}
             costs = step_costs(config, device=device, **options).costs
     if costs is None:
-        return [(1, MOST_ROWS, way.drafts)]
-    return drafts_by_batch(costs, MOST_ROWS, way, acceptance, way.drafts)
+        return constant_drafts(way.drafts)
+    batches = range(1, MOST_ROWS + 1)
+    text = [best_text_drafts(costs, batch, way.drafts) for batch in batches]
+    layers = [best_drafts(costs, batch, way, acceptance, way.drafts) for batch in batches]
+    return Drafts([0, *text], [0, *layers])

@@ -12,7 +12,7 @@ from typing import Any
 
 from exitserve.checkpoint.block import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
-from exitserve.engine.options import KEY, PROCESSOR, draft_table, make_rules, rules_from
+from exitserve.engine.options import KEY, PROCESSOR, drafts_of, make_rules, rules_from
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
 
@@ -121,7 +121,7 @@ def drafting_options(
     }
     if revision is not None:
         speculation["revision"] = revision
-    table = draft_table(read_config(model_dir, revision), rules, given)
+    table = drafts_of(read_config(model_dir, revision), rules, given).by_batch()
     speculation["num_speculative_tokens_per_batch_size"] = table
     worker = "cpu_worker" if current_platform.is_cpu() else "gpu_worker"
     return {

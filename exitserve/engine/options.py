@@ -19,7 +19,7 @@ from exitserve.checkpoint.calibration import (
     Calibration,
     ModeCalibration,
 )
-from exitserve.costs.drafting import MOST_ROWS, Drafting, drafts_here
+from exitserve.costs.drafting import Drafting, Drafts, constant_drafts, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     AUTO,
@@ -279,10 +279,8 @@ def gpu() -> Gpu | None:
     return Gpu(current_platform.get_device_name(), current_platform.get_device_total_memory())
 
 
-def draft_table(
-    config: Mapping[str, Any], rules: ExitRules, given: int | None
-) -> list[tuple[int, int, int]]:
-    """How many tokens are drafted, as (first batch size, last, drafts).
+def drafts_of(config: Mapping[str, Any], rules: ExitRules, given: int | None) -> Drafts:
+    """How many tokens are drafted at a time.
 
     Args:
         config: the checkpoint's `config.json`.
@@ -290,13 +288,20 @@ def draft_table(
         given: drafts a step, if the user said so; else as many as pay, where costs are known.
     """
     if given is not None:
-        return [(1, MOST_ROWS, rules.num_drafts)]
+        return constant_drafts(rules.num_drafts)
     (layer,) = rules.exit_layers
     known = {} if rules.calibration is None else rules.calibration.agreement_at
     acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
     way = Drafting(exit_layer=layer, drafts=rules.num_drafts, checks=rules.default.mode == "defer")
     card = gpu()
     return drafts_here(config, way, acceptance, None if card is None else card.name)
+
+
+def drafts_from(vllm_config: Any) -> Drafts:
+    """`drafts_of` the engine that `vllm_config` describes."""
+    given = options_of(vllm_config).get("num_drafts")
+    config = vllm_config.model_config.hf_config.to_dict()
+    return drafts_of(config, rules_from(vllm_config), given)
 
 
 def options_of(vllm_config: Any) -> dict[str, Any]:

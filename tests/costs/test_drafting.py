@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from exitserve.costs.devices import DEVICES, device_called
 from exitserve.costs.drafting import (
+    MOST_ROWS,
     Drafting,
+    Drafts,
     best_drafts,
+    best_text_drafts,
     drafting_speedup,
-    drafts_by_batch,
     tokens_of,
 )
 from exitserve.costs.sources import step_costs
@@ -52,13 +52,21 @@ def test_where_weights_take_the_time_the_batch_does_not_matter(
 
 def test_large_batches_draft_less_and_none_at_last(costs) -> None:
     way = Drafting(exit_layer=4, drafts=0)
-    found = drafts_by_batch(costs, 512, way, 0.8)
-    drafts = [one[2] for one in found]
-    assert drafts == sorted(drafts, reverse=True)
-    assert drafts[0] == best_drafts(costs, 1, way, 0.8) == 5
-    assert drafts[-1] == 0, "arithmetic limits it"
-    assert found[0][0] == 1
-    assert all(one[1] + 1 == other[0] for one, other in pairwise(found))
+    batches = 1, 8, 64, 128, 256, 512
+    of_layers = [best_drafts(costs, batch, way, 0.8) for batch in batches]
+    of_text = [best_text_drafts(costs, batch) for batch in batches]
+    for drafts, most in (of_layers, 5), (of_text, 4):
+        assert drafts == sorted(drafts, reverse=True)
+        assert (drafts[0], drafts[-1]) == (most, 0), "arithmetic limits it"
+
+
+def test_a_table_has_the_drafts_of_the_source_that_pays() -> None:
+    layers, text = [0] * (MOST_ROWS + 1), [0] * (MOST_ROWS + 1)
+    layers[1:4], text[1:6] = [3, 3, 1], [2] * 5
+    drafts = Drafts(text, layers)
+    assert drafts.by_batch() == [(1, 2, 3), (3, 5, 2), (6, MOST_ROWS, 0)]
+    assert drafts.at(3) == (2, 1)
+    assert drafts.at(2 * MOST_ROWS) == (0, 0)
 
 
 def test_no_drafts_are_plain_decoding(costs) -> None:

@@ -18,5 +18,5 @@ def test_what_followed_the_last_occurrence_of_the_most_tokens(
     for length in range(NGRAMS[0], NGRAMS[1] + 1):
         for end in range(length, len(tokens)):
             if tokens[end - length : end] == tokens[-length:]:
-                expected = tokens[end : end + count]
+                expected = tokens[end : end + min(count, length)]
     assert following(np.array(tokens, dtype=np.int32), count) == expected

@@ -34,7 +34,7 @@ from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Limits, Outcome
 from exitserve.engine.drafting.text import following
-from exitserve.engine.options import PROCESSOR
+from exitserve.engine.options import PROCESSOR, drafts_from
 from exitserve.engine.requests import Request
 
 
@@ -219,6 +219,7 @@ class DraftingRunner(CPUModelRunner):
         model_config.logits_processors = own or None
         super().__init__(vllm_config, device)
         self.drafter = FirstLayersProposer(self)
+        self._drafts = drafts_from(vllm_config)
         speculation.disable_padded_drafter_batch = True  # drafts come when the host has the samples
         # Else all rows would be sent drafts of zeros once one comes near the end of its context.
         self.effective_drafter_max_model_len = self.max_model_len + self.num_spec_tokens
@@ -253,20 +254,21 @@ class DraftingRunner(CPUModelRunner):
         self, scheduler_output: Any, sampled: list[list[int]], *others: Any
     ) -> list[list[int]]:
         """Counts what a pass gave each row [B]; returns each row's drafts."""
-        requests, most = self._requests, self.num_spec_tokens
+        requests = self._requests
         requests.end(sampled)
+        most = scheduler_output.num_spec_tokens_to_schedule
         may = [requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
-        found = [self._draft_of_text(row, most) for row, most in enumerate(may)]
-        # As many as pay at this size of the batch, where the first layers are read for each.
-        count = scheduler_output.num_spec_tokens_to_schedule
+        of_text, of_layers = self._drafts.at(len(sampled))
+        found = [self._draft_of_text(row, min(of_text, own)) for row, own in enumerate(may)]
         rows = [
             row
-            for row, most in enumerate(may)
-            if most and not found[row] and requests.drafts_from(row, "layers")
+            for row, own in enumerate(may)
+            if own and not found[row] and requests.drafts_from(row, "layers")
         ]
-        if count and rows:
+        if of_layers and rows:
             last, longest = [sampled[row][-1] for row in rows], max(may[row] for row in rows)
-            drafts = self.drafter.draft(rows, last, min(count, longest))  # type: ignore[union-attr]
+            count = min(of_layers, longest)
+            drafts = self.drafter.draft(rows, last, count)  # type: ignore[union-attr]
             for row, own in zip(rows, drafts, strict=True):
                 found[row] = own[: may[row]]
         return found

@@ -44,6 +44,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 from exitserve.engine.drafting.forward import DraftingLoop
 from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Outcome
 from exitserve.engine.drafting.text import NGRAMS
+from exitserve.engine.options import drafts_from
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals, upload
@@ -83,6 +84,7 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             NGRAMS
         )
         self._text = NgramGPUSpeculator(text, device, states)
+        self._drafts = drafts_from(vllm_config)
         # Column 0 takes the sampled token, after which the drafts come.
         self.draft_tokens = self.draft_tokens.new_zeros(
             self.max_num_reqs, 1 + self.num_speculative_steps
@@ -179,28 +181,25 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             return self.draft_tokens[:rows, 1:].fill_(-1)
         longest = int(input_batch.seq_lens_cpu_upper_bound[:rows].max())
         self.draft_max_seq_len = min(longest + drafts, self.max_model_len)
+        count = drafts if dummy_run else min(drafts, self._drafts.at(rows)[1])
         self._copy_request_inputs(
             rows, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run
         )
         if not dummy_run:
-            self.model.loop.count_drafts(drafts)
+            self.model.loop.count_drafts(count)
             # Rows inside their prompts draft nothing.
             self.idx_mapping[:rows].masked_fill_(num_sampled == 0, -1)
         self._place(input_batch, num_rejected, last_sampled)
-        graph, across = self._graph_for(rows, dp_sync_state, drafts, eager=is_profile)
-        draft = (
-            self._fused_multi_step_decode
-            if self.supports_decode_metadata_update
-            else self._multi_step_decode
-        )
-        draft(
-            rows,
-            dummy_run and skip_attn_for_dummy_run,
-            graph,
-            across,
-            input_batch.seq_lens_cpu_upper_bound,
-            drafts,
-        )
+        if count:
+            graph, across = self._graph_for(rows, dp_sync_state, count, eager=is_profile)
+            draft = (
+                self._fused_multi_step_decode
+                if self.supports_decode_metadata_update
+                else self._multi_step_decode
+            )
+            no_attention = dummy_run and skip_attn_for_dummy_run
+            longest_on_host = input_batch.seq_lens_cpu_upper_bound
+            draft(rows, no_attention, graph, across, longest_on_host, count)
         if dummy_run:
             return self.draft_tokens[:rows, 1:]
         # Only where requests are, and how many tokens they have, is read.
@@ -218,15 +217,17 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             seeds,
         )
         matched = self._text.scratch[:rows].amax(dim=1) > 0
-        return self._chosen(input_batch.idx_mapping.long(), text, matched)
+        return self._chosen(input_batch.idx_mapping.long(), text, matched, count)
 
-    def _chosen(self, slots: Tensor, text: Tensor, matched: Tensor) -> Tensor:
-        """[B, K] each row's drafts: of its text [B, K] where that matched [B], else the layers'."""
+    def _chosen(self, slots: Tensor, text: Tensor, matched: Tensor, count: int) -> Tensor:
+        """[B, K] each row's drafts: of its text [B, K] where that matched [B], else the layers',
+        which are so many."""
         requests = self.model.loop.requests
         may_text, may_layers = requests.sources[slots].unbind(dim=1)
         from_text = requests.from_text[slots] = matched & may_text
         sampled, layers = self.draft_tokens[: len(slots)].tensor_split([1], dim=1)
-        # A draft that is hardly ever right, where a request wants none.
+        # A draft that is hardly ever right, where a request wants none, or there is none.
+        layers[:, count:] = sampled
         layers.copy_(torch.where(may_layers[:, None], layers, sampled))
         layers.copy_(torch.where(from_text[:, None], text, layers))
         return layers
@@ -290,6 +291,7 @@ class DraftGraphs(SpeculatorCudaGraphManager):
                 vllm_max_batch_size=self.max_num_reqs,
                 vllm_num_speculative_tokens=config.num_speculative_tokens,
             )
+            by_batch += drafts_from(config).layers[1 : self.max_num_reqs + 1]
             self._capture_descs = {
                 mode: [
                     SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=drafts)

@@ -16,6 +16,8 @@ NGRAMS = 2, 4
 def following(tokens: NDArray[np.int32], count: int) -> list[int]:
     """What followed the last occurrence of the most of its last tokens.
 
+    As many tokens as had occurred: the longer that was, the more often they are right.
+
     Args:
         tokens: [T] what the request read and wrote.
         count: at most so many.
@@ -29,5 +31,5 @@ def following(tokens: NDArray[np.int32], count: int) -> list[int]:
             at = data.rfind(last, 0, at + len(last) - 1)
         if at >= 0:
             start = at // size + length
-            return [int(token) for token in tokens[start : start + count]]
+            return [int(token) for token in tokens[start : start + min(count, length)]]
     return []

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from exitserve.engine.compat.parents import end_core_with_parent
-from exitserve.engine.options import draft_table, options_of, rules_from
+from exitserve.engine.options import drafts_from, rules_from
 from exitserve.engine.requests import policy_of
 from exitserve.policy import ExitPolicy
 
@@ -61,10 +61,8 @@ class ExitScheduler(_Salted, Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            config = self.vllm_config.model_config.hf_config.to_dict()
-            given = options_of(self.vllm_config).get("num_drafts")
             self.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
-                draft_table(config, self._exit_rules, given),
+                drafts_from(self.vllm_config).by_batch(),
                 self.vllm_config.scheduler_config.max_num_seqs,
                 self.num_spec_tokens,
             )
