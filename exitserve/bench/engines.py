@@ -206,8 +206,8 @@ class Engines:
 
         Returns:
             `checks` (each a read of the exit rows, as drafts are), `layers_later`, `layers` and
-            `heads` (reads of layers and of the whole head), `tokens`, `drafted`, `accepted`;
-            nothing for plain vLLM. All of the same moment, at which the engine may be a step ahead
+            `heads` (reads of layers and of the whole head), `tokens`, and `DRAFTS`; nothing for
+            plain vLLM. All of the same moment, at which the engine may be a step ahead
             of what came from it.
         """
         engine = self._engine(setting)
@@ -224,6 +224,8 @@ class Engines:
             tokens=sum(stats["tokens_by_depth"].values()),
             drafted=stats["drafted_tokens"],
             accepted=stats["accepted_tokens"],
+            drafted_from_text=stats["drafted_from_text"],
+            accepted_from_text=stats["accepted_from_text"],
         )
 
     def preemptions(self, setting: Setting) -> int:

@@ -131,6 +131,10 @@ class Reads:
     """Of the whole head."""
 
 
+DRAFTS = "drafted", "accepted", "drafted_from_text", "accepted_from_text"
+"""Tokens drafted, those accepted, and what of these was of the requests' own text."""
+
+
 @dataclass(kw_only=True)
 class Measurements:
     """What was measured of one setting at one batch size."""
@@ -157,8 +161,8 @@ class Measurements:
     """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
     reads: list[Reads] = field(default_factory=list)
     """Of each repeat, as counted by an engine that may give several tokens in a step."""
-    drafts: tuple[int, int] | None = None
-    """Tokens drafted and accepted; None in modes without drafts."""
+    drafts: dict[str, int] | None = None
+    """`DRAFTS`; None in modes without drafts."""
 
 
 def case_of(
@@ -201,8 +205,7 @@ def case_of(
         "efficiency": None if limit is None else round(wall["median"] / limit, 4),
         "agreement": None if measured.agreement is None else round(measured.agreement, 4),
         "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
-        "drafted": None if measured.drafts is None else measured.drafts[0],
-        "accepted": None if measured.drafts is None else measured.drafts[1],
+        **(measured.drafts or dict.fromkeys(DRAFTS)),
         "exit_layers": {
             str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})
         },

@@ -69,10 +69,20 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 _number(case["efficiency"]),
                 "-" if agreement is None else f"{agreement:.3f}",
                 "-" if perplexity is None else f"{perplexity:.3f}",
-                f"{case['accepted']} of {case['drafted']}" if case["drafted"] else "-",
+                _accepted(case),
             ]
         )
     return rows
+
+
+def _accepted(case: Mapping[str, Any]) -> str:
+    """How many drafts were accepted, and of the text."""
+    if not case["drafted"]:
+        return "-"
+    both = f"{case['accepted']} of {case['drafted']}"
+    if not case["drafted_from_text"]:
+        return both
+    return f"{both}; of the text {case['accepted_from_text']} of {case['drafted_from_text']}"
 
 
 def _spread(found: Mapping[str, float]) -> str:

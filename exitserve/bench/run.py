@@ -25,6 +25,7 @@ from exitserve.bench.engines import (
     running_engines,
 )
 from exitserve.bench.measures import (
+    DRAFTS,
     Measurements,
     Reads,
     Timing,
@@ -245,7 +246,7 @@ def _traced_pass(
     measured.checks, measured.layers_later = counts["checks"], counts["layers_later"]
     drafts = measured.setting.mode in ("verify", "rival")
     if drafts or counts["drafted"]:
-        measured.drafts = counts["drafted"], counts["accepted"]
+        measured.drafts = {name: counts[name] for name in DRAFTS}
 
 
 def _add_agreement(job: BenchJob, measurements: list[Measurements]) -> None:

@@ -102,13 +102,22 @@ def best_drafts(
     return max(range(most + 1), key=gain)
 
 
-def best_text_drafts(costs: StepCosts, batch: int, most: int = MOST_DRAFTS) -> int:
-    """The same for drafts of the requests' own text, at the acceptance that was measured."""
+def best_text_drafts(
+    costs: StepCosts, batch: int, most: int = MOST_DRAFTS, *, alike: bool = False
+) -> int:
+    """The same for drafts of the requests' own text, at the acceptance that was measured.
+
+    Args:
+        costs: of the parts of a step.
+        batch: B.
+        most: at most so many.
+        alike: whether rows without drafts take as many places in the pass, as on GPUs.
+    """
+    share = 1.0 if alike else TEXT_SHARE
 
     def gain(drafts: int) -> float:
         tokens = 1 + TEXT_SHARE * sum(TEXT_ACCEPTED[:drafts])
-        step = Drafting(exit_layer=0, drafts=drafts)
-        return tokens / step_seconds(costs, batch, step, share=TEXT_SHARE)
+        return tokens / step_seconds(costs, batch, Drafting(exit_layer=0, drafts=drafts), share)
 
     return max(range(min(most, len(TEXT_ACCEPTED)) + 1), key=gain)
 
@@ -164,6 +173,7 @@ def drafts_here(
     if costs is None:
         return constant_drafts(way.drafts)
     batches = range(1, MOST_ROWS + 1)
-    text = [best_text_drafts(costs, batch, way.drafts) for batch in batches]
+    on_gpu = gpu is not None
+    text = [best_text_drafts(costs, batch, way.drafts, alike=on_gpu) for batch in batches]
     layers = [best_drafts(costs, batch, way, acceptance, way.drafts) for batch in batches]
     return Drafts([0, *text], [0, *layers])

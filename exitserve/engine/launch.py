@@ -289,8 +289,8 @@ def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> A
 
 def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
     """Depth per generated token of the requests traced under `key`, by request id."""
-    traces: dict[str, dict[int, int]] = engine.collective_rpc("exit_take_traces", args=(key,))[0]
+    traces = engine.collective_rpc("exit_take_traces", args=(key,))[0]
     return {
-        request_id: [depths[index] for index in sorted(depths)]
-        for request_id, depths in traces.items()
+        request_id: [traced[index][0] for index in sorted(traced)]
+        for request_id, traced in traces.items()
     }

@@ -13,8 +13,9 @@ Those go first that have not grown for longest: a request that runs adds to its 
 """
 
 
-Traces = OrderedDict[str, dict[str, dict[int, Any]]]
-"""By key, then by request id, then by index of a generated token; the longest untouched first."""
+Traces = OrderedDict[str, dict[str, dict[int, tuple[int, str]]]]
+"""By key, then by request id, then by index of a generated token, its depth and the source of the
+draft that it was, empty for none; the longest untouched first."""
 
 
 class Recorder:
@@ -59,7 +60,9 @@ class Recorder:
             self.accepted_from_text += accepted
         self.deferred_layers += (drafts - accepted) * self.num_layers
 
-    def trace(self, keys: Sequence[str], request_id: str, index: int, depth: int) -> None:
+    def trace(
+        self, keys: Sequence[str], request_id: str, index: int, depth: int, source: str = ""
+    ) -> None:
         """Keeps the depth of generated token `index` of a request.
 
         Args:
@@ -67,15 +70,16 @@ class Recorder:
             request_id: the engine's name of the request.
             index: of the generated token.
             depth: at which it stopped.
+            source: of the draft that it was.
         """
         for one in keys:
-            _of(self._traces, one, request_id)[index] = depth
+            _of(self._traces, one, request_id)[index] = depth, source
 
-    def take_traces(self, key: str) -> dict[str, dict[int, int]]:
+    def take_traces(self, key: str) -> dict[str, dict[int, tuple[int, str]]]:
         """Removes and returns what was traced under `key` since the last call.
 
         Returns:
-            Request id to index of a generated token to its depth.
+            Request id to index of a generated token to its depth and source.
         """
         return self._traces.pop(key, {})
 
@@ -101,7 +105,7 @@ class Recorder:
         }
 
 
-def _of(traces: Traces, key: str, request_id: str) -> dict[int, Any]:
+def _of(traces: Traces, key: str, request_id: str) -> dict[int, tuple[int, str]]:
     """What is kept of one request under a key, from now on the last to be dropped."""
     found = traces.setdefault(key, {}).setdefault(request_id, {})
     traces.move_to_end(key)

@@ -57,6 +57,10 @@ class ExitMetrics(BaseModel):
     depth_speedup: float | None = Field(
         description="layers at full depth over layers run; a count, not a time"
     )
+    accepted_drafts: dict[Literal["text", "layers"], int] = Field(
+        description="tokens that were drafted, by where the drafts came from; sources without any "
+        "are left out"
+    )
 
 
 class ResponseFields(BaseModel):

@@ -16,7 +16,7 @@ from exitserve.server.metrics import (
     ShadowMetrics,
     export_calibrated_agreement,
 )
-from exitserve.server.response_fields import Depths, RequestTrace
+from exitserve.server.response_fields import RequestTrace, Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation
 from exitserve.server.stats_window import StatsWindow
 from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient
@@ -83,7 +83,7 @@ class ExitServer:
             self.unsampled = False
             await self.counts.refresh()
 
-    async def take_traces(self, key: str) -> dict[str, Depths]:
+    async def take_traces(self, key: str) -> dict[str, Traced]:
         """Removes and returns the depths recorded under `key`; none if the worker is away.
 
         A finished answer is worth more than its depths.

@@ -92,6 +92,16 @@ def _field(name: str) -> Callable[[Snapshot], dict[str, int]]:
     return lambda snapshot: {"": snapshot[name]}
 
 
+def _by_source(what: str) -> Callable[[Snapshot], dict[str, int]]:
+    """Reads how many drafts there were of the text, and of the first layers."""
+
+    def read(snapshot: Snapshot) -> dict[str, int]:
+        text: int = snapshot[f"{what}_from_text"]
+        return {"text": text, "layers": snapshot[f"{what}_tokens"] - text}
+
+    return read
+
+
 def _saved_layers(snapshot: Snapshot) -> int:
     num_layers: int = snapshot["num_layers"]
     return sum((num_layers - int(d)) * n for d, n in snapshot["tokens_by_depth"].items())
@@ -142,6 +152,23 @@ DEFERRED_LAYERS = WorkerMetric(
     ),
     promql="sum(rate(exitserve_deferred_layers_total[5m]))",
     read=_field("deferred_layers"),
+)
+DRAFTED = WorkerMetric(
+    name="exitserve_drafted_tokens_total",
+    help="Drafts that were judged, by where they came from: the text, or the first layers.",
+    promql="sum by (source) (rate(exitserve_drafted_tokens_total[5m]))",
+    by=("source",),
+    read=_by_source("drafted"),
+)
+ACCEPTED = WorkerMetric(
+    name="exitserve_accepted_tokens_total",
+    help="Drafts that were accepted, by where they came from.",
+    promql=(
+        "sum by (source) (rate(exitserve_accepted_tokens_total[5m]))"
+        " / sum by (source) (rate(exitserve_drafted_tokens_total[5m]))"
+    ),
+    by=("source",),
+    read=_by_source("accepted"),
 )
 DEPTH_SAVED = WorkerMetric(
     name="exitserve_depth_saved_layers_total",
@@ -194,6 +221,8 @@ WORKER_METRICS: tuple[WorkerMetric, ...] = (
     CHECKS_PASSED,
     FROZEN_ROW_TOKENS,
     DEFERRED_LAYERS,
+    DRAFTED,
+    ACCEPTED,
     DEPTH_SAVED,
     FULL_DEPTH,
 )

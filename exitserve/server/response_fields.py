@@ -6,14 +6,16 @@ with `{sample}_` in front if n > 1. These names tell which choice a trace belong
 
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 _SAMPLE = re.compile(r"^(\d+)_(?:cmpl|chatcmpl)-")
 _PROMPT = re.compile(r"-(\d+)-[0-9a-f]{8}$")
 
-Depths = dict[int, int]
-"""Index of a generated token to the depth at which it stopped."""
+Traced = dict[int, tuple[int, str]]
+"""Index of a generated token to the depth at which it stopped, and the source of the draft that it
+was, empty for none."""
 
 
 def choice_index(request_id: str, samples: int, *, chat: bool) -> int:
@@ -23,20 +25,23 @@ def choice_index(request_id: str, samples: int, *, chat: bool) -> int:
     return (int(prompt[1]) if prompt else 0) * samples + (int(sample[1]) if sample else 0)
 
 
-def exit_metrics(layers: list[list[int] | None], num_layers: int) -> dict[str, Any] | None:
+def exit_metrics(
+    choices: list[list[tuple[int, str]] | None], num_layers: int
+) -> dict[str, Any] | None:
     """Totals over the choices of one response; averages are None without tokens.
 
-    None if a choice's depths are not known.
+    None if a choice's tokens were not traced.
     """
-    known = [choice for choice in layers if choice is not None]
-    if len(known) < len(layers):
+    known = [choice for choice in choices if choice is not None]
+    if len(known) < len(choices):
         return None
-    depths = [depth for choice in known for depth in choice]
+    depths = [depth for choice in known for depth, _ in choice]
     total = sum(depths)
     return {
         "tokens": len(depths),
         "mean_depth": total / len(depths) if depths else None,
         "depth_speedup": num_layers * len(depths) / total if depths else None,
+        "accepted_drafts": Counter(source for choice in known for _, source in choice if source),
     }
 
 
@@ -45,7 +50,7 @@ class RequestTrace:
 
     def __init__(
         self,
-        take: Callable[[], Awaitable[dict[str, Depths]]],
+        take: Callable[[], Awaitable[dict[str, Traced]]],
         *,
         samples: int,
         chat: bool,
@@ -68,7 +73,7 @@ class RequestTrace:
         self._chat = chat
         self._num_layers = num_layers
         self._keep_token_ids = keep_token_ids
-        self._depths: dict[int, Depths] = {}
+        self._traced: dict[int, Traced] = {}
         self._counts: dict[int, int | None] = {}
 
     def count(self, body: dict[str, Any]) -> None:
@@ -85,29 +90,30 @@ class RequestTrace:
 
     async def put_layers(self, choices: list[dict[str, Any]]) -> None:
         """Adds `exit_layers` to finished choices, null without all depths."""
-        for request_id, depths in (await self._take()).items():
+        for request_id, traced in (await self._take()).items():
             index = choice_index(request_id, self._samples, chat=self._chat)
-            self._depths.setdefault(index, {}).update(depths)
+            self._traced.setdefault(index, {}).update(traced)
         for choice in choices:
-            choice["exit_layers"] = self._layers(choice["index"])
+            tokens = self._tokens(choice["index"])
+            choice["exit_layers"] = tokens and [depth for depth, _ in tokens]
 
     def metrics(self) -> dict[str, Any] | None:
         """The response's `exit_metrics`; None if depths are missing."""
-        return exit_metrics([self._layers(i) for i in sorted(self._counts)], self._num_layers)
+        return exit_metrics([self._tokens(i) for i in sorted(self._counts)], self._num_layers)
 
-    def _layers(self, index: int) -> list[int] | None:
-        """The depths of a choice's tokens, in order; None if one is missing.
+    def _tokens(self, index: int) -> list[tuple[int, str]] | None:
+        """What was traced of a choice's tokens, in order; None if one is missing.
 
         The engine may be gone, or may have dropped the trace of a request that waited for long.
         """
-        depths = self._depths.get(index, {})
+        traced = self._traced.get(index, {})
         # The engine may run past a stop string before it is stopped: cut to the tokens sent. If
         # vLLM hides token ids (of reasoning that it leaves out), all depths are returned.
         count = self._counts.get(index)
         if count is None:
-            count = max(depths, default=0) + 1
-        layers = [depths[token] for token in range(count) if token in depths]
-        return layers if len(layers) == count else None
+            count = max(traced, default=0) + 1
+        tokens = [traced[token] for token in range(count) if token in traced]
+        return tokens if len(tokens) == count else None
 
 
 class ExitFields:

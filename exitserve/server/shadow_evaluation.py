@@ -31,7 +31,7 @@ from exitserve.checkpoint.calibration import CALIBRATED_MODES
 from exitserve.engine.requests import policy_of
 from exitserve.policy import AUTO, ExitRules, TraceKeys
 from exitserve.server.metrics import ShadowMetrics, Thresholds
-from exitserve.server.response_fields import Depths
+from exitserve.server.response_fields import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ShadowEvaluation:
         rules: ExitRules,
         rate: float,
         metrics: ShadowMetrics,
-        take_traces: Callable[[str], Awaitable[dict[str, Depths]]],
+        take_traces: Callable[[str], Awaitable[dict[str, Traced]]],
         *,
         capacity: int = CAPACITY,
     ) -> None:
@@ -219,7 +219,7 @@ class ShadowEvaluation:
             tokens, agreed = Counter[int](), Counter[int]()
             pairs = zip(answer.most_likely, full_depth, strict=True)
             for position, (at_exit, at_full_depth) in enumerate(pairs):
-                depth = depths[index][position]
+                depth, _ = depths[index][position]
                 tokens[depth] += 1
                 agreed[depth] += at_exit == at_full_depth
             for depth, count in tokens.items():

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from exitserve.server.metrics import (
+    ACCEPTED,
     CHECKS,
     CHECKS_PASSED,
     DEFERRED_LAYERS,
     DEPTH_SAVED,
+    DRAFTED,
     FULL_DEPTH,
     TOKENS,
     Counts,
@@ -22,9 +24,6 @@ from exitserve.server.metrics import (
 
 WINDOW_SECONDS = 60.0
 """The length of `last_minute`."""
-
-DRAFTS = ("drafted_tokens", "accepted_tokens", "drafted_from_text", "accepted_from_text")
-"""Counts of the snapshot that are no metrics of ours, because vLLM exports them itself."""
 
 MIN_SPACING_SECONDS = 0.5
 """Samples closer than this are merged, to bound memory when stats are requested often."""
@@ -48,7 +47,7 @@ class StatsWindow:
         """
         total = self._total()
         for engine, snapshot in snapshots.items():
-            current = read_counts(snapshot) | {(name, ""): int(snapshot[name]) for name in DRAFTS}
+            current = read_counts(snapshot)
             for key, count in advance(self._last.get(engine, {}), current).items():
                 total[key] = total.get(key, 0) + count
             self._last[engine] = current
@@ -109,5 +108,8 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "mean_layers_run": (run + total(DEFERRED_LAYERS)) / tokens if tokens else None,
         "checks": total(CHECKS),
         "checks_passed": total(CHECKS_PASSED),
-        **{name: counts.get((name, ""), 0) for name in DRAFTS},
+        "drafted_tokens": total(DRAFTED),
+        "accepted_tokens": total(ACCEPTED),
+        "drafted_from_text": counts.get((DRAFTED.name, "text"), 0),
+        "accepted_from_text": counts.get((ACCEPTED.name, "text"), 0),
     }

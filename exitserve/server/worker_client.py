@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from exitserve.server.metrics import ExitMetrics, Snapshot
-from exitserve.server.response_fields import Depths
+from exitserve.server.response_fields import Traced
 from exitserve.server.stats_window import StatsWindow
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class WorkerClient:
         counts: list[Snapshot] = await self._ask("exit_stats")
         return dict(zip(self._engine.engine_core.engine_ranks_managed, counts, strict=True))
 
-    async def take_traces(self, key: str) -> dict[str, Depths]:
+    async def take_traces(self, key: str) -> dict[str, Traced]:
         """Removes and returns the depths that the workers recorded under `key`."""
         return await self._take("exit_take_traces", key)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from exitserve.bench.measures import (
+    DRAFTS,
     Measurements,
     Reads,
     Timing,
@@ -45,8 +46,7 @@ CASE_KEYS = {
     "efficiency",
     "agreement",
     "perplexity",
-    "drafted",
-    "accepted",
+    *DRAFTS,
     "exit_layers",
 }
 
@@ -122,7 +122,7 @@ def test_a_case_has_the_documented_keys_and_adds_up() -> None:
 def test_drafts_that_are_rejected_count_as_layers_run() -> None:
     verify = Setting(mode="verify", exit_threshold=0.5)
     seen = observed(verify, [100.0], [4, 4], checks=0)
-    seen.layers_later, seen.drafts = 4, (2, 1)
+    seen.layers_later, seen.drafts = 4, dict(zip(DRAFTS, (2, 1, 0, 0), strict=True))
     case = case_of(seen, observed(PLAIN, [100.0], [4, 4], checks=0), SHAPE, (2,))
     assert (case["mean_depth"], case["mean_layers_run"]) == (4.0, 6.0)
     assert (case["drafted"], case["accepted"], case["depth_speedup"]) == (2, 1, 1.0)

@@ -32,6 +32,8 @@ def case(mode: str, batch: int, *, wall: float = 1.0, depth: float = 1.0) -> dic
         "perplexity": None if mode == "fixed" else 1.234,
         "drafted": 40 if mode in {"verify", "rival"} else None,
         "accepted": 38 if mode in {"verify", "rival"} else None,
+        "drafted_from_text": {"verify": 10, "rival": 0}.get(mode),
+        "accepted_from_text": {"verify": 9, "rival": 0}.get(mode),
         "exit_layers": {"2": 3, "4": 1},
     }
 

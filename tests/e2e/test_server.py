@@ -38,6 +38,7 @@ def test_trace_and_totals_fit_together(complete) -> None:
         "tokens": len(layers),
         "mean_depth": pytest.approx(sum(layers) / len(layers)),
         "depth_speedup": pytest.approx(24 * len(layers) / sum(layers)),
+        "accepted_drafts": {},
     }
 
 

@@ -96,7 +96,7 @@ def test_the_adapter_follows_runner_v2(state: ExitModelState) -> None:
     every.update_counts()
     assert every.by_slot[0].depths == [LAYERS, 2, 2]
     assert every.by_slot[1].depths == [LAYERS, LAYERS]
-    assert every._recorder.take_traces("t") == {"a": {0: LAYERS, 1: 2, 2: 2}}
+    assert every._recorder.take_traces("t") == {"a": {0: (LAYERS, ""), 1: (2, ""), 2: (2, "")}}
 
     # Preempted, it comes back to another slot, and freezes its tokens where it did before.
     state.remove_request("a")

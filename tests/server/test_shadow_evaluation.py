@@ -22,6 +22,7 @@ from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules, TraceKeys
 from exitserve.server import shadow_evaluation
 from exitserve.server.metrics import ShadowMetrics
+from exitserve.server.response_fields import Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
 from exitserve.server.unsupported_features import check_shadow_rate
 
@@ -109,8 +110,8 @@ class Trial:
         )
         self.shadow.start()
 
-    async def traces(self, key: str) -> dict[str, dict[int, int]]:
-        return {"r": self.depths}
+    async def traces(self, key: str) -> dict[str, Traced]:
+        return {"r": {index: (depth, "") for index, depth in self.depths.items()}}
 
     async def ask(self, fields: dict[str, Any] = EARLY, **options: Any) -> list[Any]:
         params = SamplingParams(max_tokens=4, extra_args=fields, **options)

@@ -48,7 +48,7 @@ class Engine:
             raise self.refusal
         snapshot = self.recorder.snapshot()
         await self.answering.wait()
-        return [[{"exit_stats": snapshot, "exit_take_traces": {"r": {0: 6}}}.get(method)]]
+        return [[{"exit_stats": snapshot, "exit_take_traces": {"r": {0: [6, ""]}}}.get(method)]]
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.stopped += 1
@@ -210,7 +210,7 @@ def server() -> Any:
 
 def test_a_trace_that_cannot_be_had_is_empty(server: Any) -> None:
     async def test(engine: Engine) -> None:
-        assert await server(engine).take_traces("k") == {"r": {0: 6}}
+        assert await server(engine).take_traces("k") == {"r": {0: [6, ""]}}
         engine.refusal = Exception("Server shutting down")
         assert await server(engine).take_traces("k") == {}
 

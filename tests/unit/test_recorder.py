@@ -43,8 +43,8 @@ def test_traces_are_taken_once_and_keep_requests_apart() -> None:
     recorder = Recorder(6, (2,))
     recorder.trace(["key"], "a", index=0, depth=6)
     recorder.trace(["key"], "b", index=0, depth=6)
-    recorder.trace(["key"], "b", index=1, depth=2)
-    assert recorder.take_traces("key") == {"a": {0: 6}, "b": {0: 6, 1: 2}}
+    recorder.trace(["key"], "b", index=1, depth=2, source="text")
+    assert recorder.take_traces("key") == {"a": {0: (6, "")}, "b": {0: (6, ""), 1: (2, "text")}}
     assert recorder.take_traces("key") == {}
 
 
@@ -67,5 +67,5 @@ def test_requests_that_run_keep_their_traces(running: int, steps: list[int]) -> 
                 begun += 1
     for number in range(running):
         found = recorder.take_traces(f"runs-{number}")
-        assert found == ({"a": dict.fromkeys(range(len(steps)), 6)} if steps else {})
+        assert found == ({"a": dict.fromkeys(range(len(steps)), (6, ""))} if steps else {})
     assert sum(bool(recorder.take_traces(f"left-{one}")) for one in range(begun)) <= MOST

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.server.response_fields import ExitFields, RequestTrace, choice_index
+from exitserve.server.response_fields import ExitFields, RequestTrace, Traced, choice_index
 
 BASE = "cmpl-abc"
 
@@ -32,8 +32,12 @@ def test_choices(request_id: str, samples: int, chat: bool, index: int) -> None:
 def _fields(*parts: dict[str, dict[int, int]], keep: bool = False) -> ExitFields:
     answers = iter(parts)
 
-    async def take() -> dict[str, dict[int, int]]:
-        return next(answers, {})
+    async def take() -> dict[str, Traced]:
+        # Every second token was drafted.
+        return {
+            name: {index: (depth, "text" * (index % 2)) for index, depth in depths.items()}
+            for name, depths in next(answers, {}).items()
+        }
 
     return ExitFields(RequestTrace(take, samples=2, chat=False, num_layers=6, keep_token_ids=keep))
 
@@ -77,6 +81,7 @@ def test_a_stream_of_two_samples() -> None:
     assert "exit_metrics" not in _body(sent[2])
     assert _body(sent[4])["choices"][0]["exit_layers"] == [6, 4, 2]
     assert _body(sent[4])["exit_metrics"]["tokens"] == 5
+    assert _body(sent[4])["exit_metrics"]["accepted_drafts"] == {"text": 2}
     assert all("token_ids" not in _body(event)["choices"][0] for event in sent[:-1])
 
 

@@ -104,6 +104,7 @@ class DraftingRequests(RunningRequests):
     def _count_tokens(self, outcome: Outcome) -> None:
         request, full = outcome.request, self._recorder.num_layers
         pairs = zip(outcome.tokens, outcome.is_final, strict=False)
+        source, last = "text" if outcome.from_text else "layers", len(outcome.tokens) - 1
         for number, (token, is_final) in enumerate(pairs, outcome.first):
             if 0 < request.max_tokens <= number:
                 return  # the pass went on past the end
@@ -111,6 +112,7 @@ class DraftingRequests(RunningRequests):
             self._recorder.tokens_by_depth[depth] += 1
             self._recorder.deferred_layers += full - depth
             if request.trace_keys:
-                self._recorder.trace(request.trace_keys, request.name, number, depth)
+                own = source if number - outcome.first < last else ""
+                self._recorder.trace(request.trace_keys, request.name, number, depth, own)
             if token in request.stop_ids:
                 return

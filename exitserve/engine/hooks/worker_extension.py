@@ -44,7 +44,7 @@ class ExitWorkerExtension:
         """The form, triton or torch, in which each operation runs; see `dispatch.chosen`."""
         return dict(chosen())
 
-    def exit_take_traces(self, key: str) -> dict[str, dict[int, int]]:
+    def exit_take_traces(self, key: str) -> dict[str, dict[int, tuple[int, str]]]:
         """See `Recorder.take_traces`."""
         return self._counted().recorder.take_traces(key)
 
