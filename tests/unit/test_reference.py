@@ -12,7 +12,7 @@ from exitserve.reference import Reference, load_reference, roomy_device
 
 from ..written import ROOT, blocks
 
-PROMPT = [ord(c) for c in "the quick brown fox"]
+PROMPT = [ord(c) for c in "the quick brown dog"]
 
 
 @pytest.fixture(scope="module")
