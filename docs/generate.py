@@ -202,13 +202,14 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 # What plans say of well-known shapes
 
-SHAPES = ("qwen3-0.6b", "llama-3.2-1b", "mistral-7b", "llama-3-8b", "llama-3-70b")
+SHAPES = ("smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3-8b")
 """Files of `docs/shapes`: of a `config.json`, what the costs of a step depend on."""
-GPUS = ("l4", "a100-80g", "h100", "h200")
+MACHINES = ("cpu", "rtx4090", "h100", "h200")
 BATCHES = (1, 8, 32)
 CONTEXT = 1024
 EXIT_SHARE = 0.5
-ACCEPTANCE = 0.7
+ACCEPTED = {"verify": 0.5, "defer": 0.7}
+"""Of their drafts; the first is SmolLM2-135M's at this depth, the other is assumed."""
 DRAFT_DEPTHS = {"an eighth": 1 / 8, "a quarter": 1 / 4}
 GAINS = (1.0, 1.3, 1.6)
 
@@ -246,41 +247,37 @@ def step_times() -> str:
     """The least time of a step at batch 1, in milliseconds."""
 
     def cells(shape: str) -> list[str]:
-        return [f"{1e3 * costs_of(shape, gpu).costs.full(1):.2f}" for gpu in GPUS]
+        return [f"{1e3 * costs_of(shape, gpu).costs.full(1):.2f}" for gpu in MACHINES]
 
-    return of_shapes(GPUS, cells)
-
-
-def draft_gain(report: Mapping[str, Any], batch: int) -> float:
-    """Wall speedup where an eighth of the layers drafts."""
-    layer = round(DRAFT_DEPTHS["an eighth"] * report["shape"]["num_layers"])
-    wanted = {"mode": "verify", "batch_size": batch, "acceptance": ACCEPTANCE}
-    wanted |= {"exit_layer": layer}
-    return max(one["wall_speedup"] for one in report["modes"] if wanted.items() <= one.items())
+    return of_shapes(MACHINES, cells)
 
 
-def drafted(gpu: str = "h100") -> str:
-    """Wall speedup of mode `verify` at the best number of drafts."""
-
-    def cells(shape: str) -> list[str]:
-        report = plan(shape, gpu)
-        return [f"{draft_gain(report, batch):.2f}" for batch in BATCHES]
-
-    return of_shapes([f"batch {batch}" for batch in BATCHES], cells)
-
-
-def skipped(gpu: str = "h100") -> str:
-    """Wall speedup of mode `confidence`: with the best exit layers, and at most."""
+def gains() -> str:
+    """Wall speedup by device, shape, mode and batch size."""
+    from exitserve.planning.drafts import ASSUMED_DEPTH, drafting_table
     from exitserve.planning.run import gain_of
 
-    def cells(shape: str) -> list[str]:
-        report = plan(shape, gpu)
-        best = [gain_of(report["best"], batch, EXIT_SHARE) for batch in BATCHES]
-        most = [one["best_plausible_speedup"] for one in report["verdicts"]]
-        return [f"{gain:.2f}" for gain in (*best, *most)]
+    def cells(shape: str, device: str) -> list[str]:
+        costs = costs_of(shape, device).costs
+        layers = [round(ASSUMED_DEPTH * costs.num_layers)]
+        ways = drafting_table(costs, BATCHES, layers, alike=device != "cpu")
+        found = [
+            [
+                one["wall_speedup"]
+                for one in ways
+                if (one["mode"], one["acceptance"]) == (mode, accepted)
+            ]
+            for mode, accepted in ACCEPTED.items()
+        ]
+        best = plan(shape, device)["best"]
+        found.append([gain_of(best, batch, EXIT_SHARE) for batch in BATCHES])
+        return ["/".join(f"{gain:.2f}" for gain in one) for one in found]
 
-    cases = ("batch", "at most, batch")
-    return of_shapes([f"{case} {batch}" for case in cases for batch in BATCHES], cells)
+    modes = [f"`{mode}`" for mode in (*ACCEPTED, "confidence")]
+    rows = [
+        (device, f"`{shape}`", *cells(shape, device)) for device in MACHINES for shape in SHAPES
+    ]
+    return table(("", "", *modes), rows)
 
 
 def acceptances() -> str:
@@ -317,9 +314,8 @@ PARTS: dict[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     ),
     "will-it-pay.md": (
         ("step-times", step_times),
-        ("drafted", drafted),
         ("acceptances", acceptances),
-        ("skipped", skipped),
+        ("gains", gains),
     ),
 }
 """By page: the name of each generated section, and what writes it."""

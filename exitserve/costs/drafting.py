@@ -12,8 +12,8 @@ attention reads a request's keys and values once for all its tokens. A draft rea
 head that a check reads. In mode "defer" one check more decides which tokens stand without a judge,
 and "accepted" means that a draft stands or full depth agrees.
 
-Drafts of a request's own text cost nothing but their rows in the pass that judges them, and only
-some steps have any: those whose last tokens occurred before.
+Drafts of a request's own text come first. They cost nothing but their rows in the pass that judges
+them, and a share of the steps has any: those whose last tokens occurred before.
 
 Pure Python. B rows, L layers.
 """
@@ -49,38 +49,39 @@ class Drafting:
     exit_layer: int
     """e."""
     drafts: int
-    """k; 0 is plain decoding."""
+    """k of the first layers; 0 is none."""
+    text: int = 0
+    """Of the text, in steps that have any."""
     checks: bool = False
     """Whether tokens may stand without a judge (mode "defer")."""
+    alike: bool = False
+    """Whether all rows take as many places in the pass as those with most drafts, as on GPUs."""
 
 
-def tokens_of(acceptance: float, drafts: int) -> float:
-    """Mean tokens of a step whose drafts are each accepted with a probability."""
-    return sum(acceptance**count for count in range(drafts + 1))
+def tokens_of(acceptance: float, way: Drafting) -> float:
+    """Mean tokens of a step, each draft of the layers being accepted with a probability."""
+    layers = sum(acceptance**count for count in range(1, way.drafts + 1))
+    share = TEXT_SHARE if way.text else 0.0
+    return 1 + share * sum(TEXT_ACCEPTED[: way.text]) + (1 - share) * layers
 
 
-def step_seconds(costs: StepCosts, batch: int, way: Drafting, share: float = 1.0) -> float:
-    """Seconds of a step: its drafts, and the pass that judges them.
-
-    Args:
-        costs: of the parts of a step.
-        batch: B.
-        way: exit layer 0 for drafts that no layer makes.
-        share: of the rows that draft.
-    """
-    if way.drafts == 0:
+def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
+    """Seconds of a step: its drafts, and the pass that judges them."""
+    if way.drafts == way.text == 0:
         return costs.full(batch)
-    judged = batch * (share * way.drafts + 1)
-    first = way.exit_layer * costs.layer(batch) + costs.check(batch) if way.exit_layer else 0.0
+    share = TEXT_SHARE if way.text else 0.0
+    mean = share * way.text + (1 - share) * way.drafts
+    judged = batch * (1 + (max(way.text, way.drafts) if way.alike else mean))
+    first = way.exit_layer * costs.layer(batch) + costs.check(batch)
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
     heads = costs.head(judged) + (costs.check(judged) if way.checks else 0.0)
-    return way.drafts * first + layers + heads + costs.rest(batch)
+    # The first layers run where any row has no drafts of its text.
+    return (1 - share**batch) * way.drafts * first + layers + heads + costs.rest(batch)
 
 
 def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
     """Wall speedup over full depth, one token a step."""
-    tokens = tokens_of(acceptance, way.drafts)
-    return tokens * costs.full(batch) / step_seconds(costs, batch, way)
+    return tokens_of(acceptance, way) * costs.full(batch) / step_seconds(costs, batch, way)
 
 
 def best_drafts(
@@ -102,22 +103,11 @@ def best_drafts(
     return max(range(most + 1), key=gain)
 
 
-def best_text_drafts(
-    costs: StepCosts, batch: int, most: int = MOST_DRAFTS, *, alike: bool = False
-) -> int:
-    """The same for drafts of the requests' own text, at the acceptance that was measured.
-
-    Args:
-        costs: of the parts of a step.
-        batch: B.
-        most: at most so many.
-        alike: whether rows without drafts take as many places in the pass, as on GPUs.
-    """
-    share = 1.0 if alike else TEXT_SHARE
+def best_text_drafts(costs: StepCosts, batch: int, way: Drafting, most: int = MOST_DRAFTS) -> int:
+    """The same for drafts of the text alone, at the acceptance that was measured."""
 
     def gain(drafts: int) -> float:
-        tokens = 1 + TEXT_SHARE * sum(TEXT_ACCEPTED[:drafts])
-        return tokens / step_seconds(costs, batch, Drafting(exit_layer=0, drafts=drafts), share)
+        return drafting_speedup(costs, batch, replace(way, drafts=0, text=drafts), 0.0)
 
     return max(range(min(most, len(TEXT_ACCEPTED)) + 1), key=gain)
 
@@ -173,7 +163,7 @@ def drafts_here(
     if costs is None:
         return constant_drafts(way.drafts)
     batches = range(1, MOST_ROWS + 1)
-    on_gpu = gpu is not None
-    text = [best_text_drafts(costs, batch, way.drafts, alike=on_gpu) for batch in batches]
+    way = replace(way, alike=gpu is not None)
+    text = [best_text_drafts(costs, batch, way, way.drafts) for batch in batches]
     layers = [best_drafts(costs, batch, way, acceptance, way.drafts) for batch in batches]
     return Drafts([0, *text], [0, *layers])

@@ -22,7 +22,7 @@ from exitserve.checkpoint.block import (
     read_json_object,
 )
 from exitserve.costs.byte_costs import DTYPE_BYTES, shape_of
-from exitserve.costs.devices import DEVICES
+from exitserve.costs.devices import CPU, DEVICES
 from exitserve.errors import ExitServeError
 
 MAX_BATCH_SIZE = 512
@@ -78,7 +78,7 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help=f"use a GPU's figures instead of timing: {'|'.join(DEVICES)}",
+        help=f"use figures instead of timing: {'|'.join((*DEVICES, CPU))}",
     )
     parser.add_argument(
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"

@@ -6,46 +6,54 @@ Pure Python. B rows, L layers, k drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.drafting import MOST_DRAFTS, Drafting, drafting_speedup
+from exitserve.costs.drafting import (
+    MOST_DRAFTS,
+    Drafting,
+    best_drafts,
+    best_text_drafts,
+    drafting_speedup,
+)
 
-ACCEPTANCES = (0.7, 0.8, 0.9)
-"""Of a draft, for which gains are shown. Training for the draft layer decides it."""
-ASSUMED = 0.8
-"""The one that advice goes by."""
-DEPTHS = (1 / 16, 1 / 8, 1 / 4)
+ACCEPTANCES = (0.5, 0.7, 0.9)
+"""Of a draft of the first layers, for which gains are shown. Training for the layer decides it."""
+ASSUMED, ASSUMED_DEPTH = 0.5, 1 / 5
+"""The one that advice goes by, and at which share of the depth: as SmolLM2-135M had it."""
+DEPTHS = (1 / 8, ASSUMED_DEPTH, 1 / 3)
 """Shares of the depth at which drafts are planned, where a checkpoint declares no exit layer."""
 
 
 def drafting_table(
-    costs: StepCosts,
-    batch_sizes: Sequence[int],
-    layers: Sequence[int],
+    costs: StepCosts, batch_sizes: Sequence[int], layers: Sequence[int], *, alike: bool
 ) -> list[dict[str, Any]]:
-    """The `modes` of the report: wall speedup by mode, batch, layer, drafts, acceptance.
+    """The `modes` of the report: by mode, batch, layer, acceptance the drafts that gain most.
 
     Args:
         costs: of the parts of a step.
         batch_sizes: B.
         layers: at which to draft.
+        alike: see `Drafting`.
     """
     table = []
-    for mode, batch, layer, drafts, acceptance in product(
-        ("verify", "defer"), batch_sizes, layers, range(1, MOST_DRAFTS + 1), ACCEPTANCES
+    for mode, batch, layer, acceptance in product(
+        ("verify", "defer"), batch_sizes, layers, ACCEPTANCES
     ):
-        way = Drafting(exit_layer=layer, drafts=drafts, checks=mode == "defer")
-        gain = drafting_speedup(costs, batch, way, acceptance)
+        way = Drafting(exit_layer=layer, drafts=0, checks=mode == "defer", alike=alike)
+        way = replace(way, text=best_text_drafts(costs, batch, way, MOST_DRAFTS))
+        way = replace(way, drafts=best_drafts(costs, batch, way, acceptance))
         table.append(
             {
                 "mode": mode,
                 "batch_size": batch,
                 "exit_layer": layer,
-                "drafts": drafts,
+                "drafts": way.drafts,
+                "text_drafts": way.text,
                 "acceptance": acceptance,
-                "wall_speedup": round(gain, 4),
+                "wall_speedup": round(drafting_speedup(costs, batch, way, acceptance), 4),
             }
         )
     return table

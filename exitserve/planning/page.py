@@ -83,7 +83,7 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     size = cost["batch_size"]
     rate = data["source"]["bandwidth"] / 1e9
     device = data["source"].get("device")
-    where = "on this machine" if data["measured"] else f"on {device}, by the vendor's figures"
+    where = "on this machine" if data["measured"] else f"on {device}, by its figures"
     lines = [
         f"A step of batch {size} at full depth takes {cost['full_depth_ms']:.3g} ms {where} "
         f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
@@ -126,9 +126,10 @@ def _advice_line(one: Mapping[str, Any]) -> str:
     gain, batch = f"{one['wall_speedup']:.2f}", f"Batch {one['batch_size']}:"
     if one["mode"] == "verify":
         return (
-            f"{batch} serve in mode verify (or defer), drafting {one['drafts']} tokens a step with "
-            f"the first {one['exit_layer']} layers: wall speedup {gain} if {one['acceptance']:.0%} "
-            f"of the drafts are accepted. Measure that first: exitserve eval."
+            f"{batch} serve in mode verify (or defer), where the first {one['exit_layer']} layers "
+            f"draft {one['drafts']} at a time if a request's text does not: wall speedup "
+            f"{gain} if {one['acceptance']:.0%} of the layers' drafts are accepted. Measure that "
+            f"first: exitserve eval."
         )
     if one["mode"] == "confidence":
         return f"{batch} serve in mode confidence: wall speedup {gain} with the layers below."
@@ -145,16 +146,12 @@ def drafting_headers(data: Mapping[str, Any], most: int | None = None) -> list[s
 def drafting_rows(data: Mapping[str, Any], most: int | None = None) -> list[list[str]]:
     """One row of text for each draft layer: the best wall speedup, and its drafts."""
     sizes = [cost["batch_size"] for cost in data["costs"]][:most]
-    found: dict[int, dict[tuple[int, float], tuple[float, int]]] = {}
+    rows: dict[int, list[str]] = {}
     for one in data["modes"]:
         if one["mode"] == "verify" and one["batch_size"] in sizes:
-            row = found.setdefault(one["exit_layer"], {})
-            key = one["batch_size"], one["acceptance"]
-            row[key] = max(row.get(key, (0.0, 0)), (one["wall_speedup"], one["drafts"]))
-    return [
-        [str(layer), *(f"{gain:.2f} ({drafts})" for gain, drafts in cells.values())]
-        for layer, cells in found.items()
-    ]
+            row = rows.setdefault(one["exit_layer"], [str(one["exit_layer"])])
+            row.append(f"{one['wall_speedup']:.2f} ({one['drafts']})")
+    return list(rows.values())
 
 
 def recommendation(data: Mapping[str, Any]) -> str:
@@ -183,9 +180,10 @@ def _named(layers: Sequence[int]) -> str:
 
 
 DRAFTING_LEGEND = (
-    "Several tokens a step (mode verify): the first layers draft, full depth judges all drafts in "
-    "one pass. Wall speedup at the best number of drafts, in parentheses, by batch size and share "
-    "of drafts that are accepted. Mode defer is the same at a higher share."
+    "Several tokens a step (mode verify): a request's own text drafts where it repeats (a quarter "
+    "of the steps), else the first layers do; full depth judges all drafts in one pass. Wall "
+    "speedup at the best number of the layers' drafts, in parentheses, by batch size and share of "
+    "them that is accepted. Mode defer is the same at a higher share."
 )
 LEGEND = (
     "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "

@@ -9,7 +9,7 @@ from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
-from exitserve.planning.drafts import ASSUMED, draft_layers, drafting_table
+from exitserve.planning.drafts import ASSUMED, ASSUMED_DEPTH, draft_layers, drafting_table
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
@@ -49,7 +49,7 @@ def make_plan(
     """
     costs, shape = source.costs, source.shape
     # On a CPU the engine runs active rows only; in a GPU's graph all rows keep their places.
-    way = "compacted" if source.measured and source.details["threads"] else "masked"
+    way = "compacted" if source.details.get("threads") else "masked"
     first = batch_sizes[0]
     layers = choose_layers(costs, first, exit_share, compacts=WAYS[way])
     shares = sorted({*SHARES, exit_share})
@@ -59,7 +59,7 @@ def make_plan(
 
     best = choice(layers)
     drafted = draft_layers(shape.num_layers, own_layers)
-    modes = drafting_table(costs, batch_sizes, drafted)
+    modes = drafting_table(costs, batch_sizes, drafted, alike=way == "masked")
     return {
         "model": model,
         "measured": source.measured,
@@ -86,24 +86,30 @@ def make_plan(
         },
         "verdicts": [_verdict_block(costs, batch, way) for batch in batch_sizes],
         "modes": modes,
-        "advice": [_advice(best, modes, batch, exit_share) for batch in batch_sizes],
+        "advice": [
+            _advice(best, modes, batch, exit_share, shape.num_layers) for batch in batch_sizes
+        ],
         "machine": machine(),
         "versions": versions(),
     }
 
 
 def _advice(
-    best: Mapping[str, Any], modes: Sequence[Mapping[str, Any]], batch: int, share: float
+    best: Mapping[str, Any],
+    modes: Sequence[Mapping[str, Any]],
+    batch: int,
+    share: float,
+    num_layers: int,
 ) -> dict[str, Any]:
     """Which mode to serve at a batch size: an entry of `modes`, or exits that skip layers.
 
-    Drafts are those at the shallowest layer planned, at the assumed acceptance.
+    Drafts are those at the assumed depth and acceptance.
     """
-    layer = min(one["exit_layer"] for one in modes)
+    layers = {one["exit_layer"] for one in modes}
+    layer = min(layers, key=lambda one: abs(one - ASSUMED_DEPTH * num_layers))
     wanted = {"mode": "verify", "batch_size": batch, "exit_layer": layer}
     wanted |= {"acceptance": ASSUMED}
-    drafted = [one for one in modes if wanted.items() <= one.items()]
-    found = dict(max(drafted, key=lambda one: float(one["wall_speedup"])))
+    found = dict(next(one for one in modes if wanted.items() <= one.items()))
     skipping = gain_of(best, batch, share)
     if max(skipping, found["wall_speedup"]) < WORTH:
         found |= {"mode": "off", "drafts": 0, "wall_speedup": 1.0}
