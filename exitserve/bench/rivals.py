@@ -1,8 +1,9 @@
 """Other ways to be faster: what `--rivals` puts beside ours.
 
 They are vLLM's ways to several tokens a step. Each runs on plain vLLM, with the same checkpoint and
-arguments: n-grams and suffixes of the text so far as drafts, or a separate draft model (for example
-the checkpoint cut to its first layers by `exitserve truncate`). Their answers are full depth's.
+arguments: n-grams (of 4 tokens, or of 2 to 4) and suffixes of the text so far as drafts, or a
+separate draft model (for example the checkpoint cut to its first layers by `exitserve truncate`).
+Their answers are full depth's.
 """
 
 from collections import Counter
@@ -17,7 +18,9 @@ from exitserve.errors import ExitServeError
 DRAFTS = 4
 """Tokens that a rival drafts at a time, unless --num-drafts says otherwise."""
 LONGEST_NGRAM = 4
-KINDS = ("ngram", "suffix", "draft:PATH")
+NGRAMS = {"ngram": LONGEST_NGRAM, "ngram:2": 2}
+"""By name, the least tokens that must have occurred before."""
+KINDS = (*NGRAMS, "suffix", "draft:PATH")
 
 
 def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
@@ -31,7 +34,7 @@ def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
         kind, _, path = one.partition(":")
         if kind == "draft" and path:
             _check_draft(Path(path), model_dir)
-        elif one not in ("ngram", "suffix"):
+        elif one not in (*NGRAMS, "suffix"):
             raise ExitServeError(f"--rivals {one!r} is unknown; allowed: {', '.join(KINDS)}.")
         elif one == "suffix" and find_spec("arctic_inference") is None:
             raise ExitServeError(
@@ -57,10 +60,11 @@ def _check_draft(path: Path, model_dir: Path) -> None:
 def speculation_of(rival: str, drafts: int | None) -> dict[str, Any]:
     """vLLM's `speculative_config` of a rival."""
     count = DRAFTS if drafts is None else drafts
-    if rival == "ngram":
+    if rival in NGRAMS:
         return {
             "method": "ngram",
             "num_speculative_tokens": count,
+            "prompt_lookup_min": NGRAMS[rival],
             "prompt_lookup_max": LONGEST_NGRAM,
         }
     if rival == "suffix":

@@ -99,6 +99,16 @@ def test_the_keys_of_a_trace_are_few_and_short(keys: list[str]) -> None:
         RULES.policy_for({"exit_trace": keys})
 
 
+@pytest.mark.parametrize("value", ["none", "text", "layers", "both"])
+def test_where_drafts_come_from_changes_no_policy(value: str) -> None:
+    drafting = replace(RULES, num_drafts=4, modes=("off", "verify", "defer"))
+    assert drafting.policy_for({"exit_drafts": value}) == drafting.policy_for({})
+    with pytest.raises(ExitServeError, match="exit_drafts needs a server that drafts"):
+        RULES.policy_for({"exit_drafts": value})
+    with pytest.raises(ExitServeError, match="must be one of both, text, layers, none, not 'all'"):
+        drafting.policy_for({"exit_drafts": "all"})
+
+
 def test_only_the_server_names_traces() -> None:
     made = TraceKeys(["key"])
     for value in (None, 0, 1, True, False, made, copy.deepcopy(made)):
