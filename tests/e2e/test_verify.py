@@ -158,6 +158,25 @@ def test_counts_are_vllms_own(verifying: LocalServer, ask: Any) -> None:
     assert 0 < by_position == accepted <= drafted
     stats = httpx.get(f"{verifying.url}/exitserve/stats").json()
     assert stats["default"]["mode"] == "verify"
+    ours = stats["since_start"]
+    assert (ours["drafted_tokens"], ours["accepted_tokens"]) == (drafted, accepted)
+
+
+def test_drafts_by_source(verifying: LocalServer, ask: Any) -> None:
+    """Of text that repeats; the answer is the same whatever drafts it."""
+    before = httpx.get(f"{verifying.url}/exitserve/stats").json()["since_start"]
+    prompt, answers, accepted = "numbers = [1, 2, 3]\n" * 4, [], []
+    for source in ("text", "layers", "both", "none"):
+        found = ask(prompt, vllm_xargs={"exit_drafts": source, "exit_trace": True})
+        answers.append(found.choices[0].token_ids)
+        accepted.append(found.exit_metrics["accepted_drafts"])
+    assert answers == answers[:1] * 4
+    text, layers, both, none = accepted
+    assert (text.keys(), layers.keys(), none) == ({"text"}, {"layers"}, {})
+    assert both["text"] > 0
+    after = httpx.get(f"{verifying.url}/exitserve/stats").json()["since_start"]
+    # A pass may give more tokens than the answer has room for.
+    assert after["accepted_from_text"] - before["accepted_from_text"] >= text["text"] + both["text"]
 
 
 def test_other_servers_say_how_to_get_it(complete: Complete) -> None:
