@@ -175,10 +175,9 @@ def _measure_batches_of(
                 _traced_pass(job, engines, batches, by_setting[setting])
             else:
                 timing, reads = _timed_pass(job, engines, setting, batches)
-                if repeat >= 0:
-                    by_setting[setting].repeats.append(timing)
-                    by_setting[setting].reads += reads
-                    by_setting[setting].loads += _load(job, engines, setting, batches)
+                by_setting[setting].repeats.append(timing)
+                by_setting[setting].reads += reads
+                by_setting[setting].loads += _load(job, engines, setting, batches)
             done += 1
     return list(by_setting.values())
 
