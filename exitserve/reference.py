@@ -171,14 +171,7 @@ class Reference:
         policy: ExitPolicy,
         ignore_eos: bool = False,
     ) -> Generation:
-        """Greedy decoding, one token at a time, with a key-value cache.
-
-        Args:
-            prompt_ids: the prompt.
-            max_tokens: most tokens to generate.
-            policy: when tokens exit.
-            ignore_eos: go on after an end of sequence.
-        """
+        """Greedy decoding, one token at a time, with a key-value cache."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -206,14 +199,7 @@ class Reference:
         ignore_eos: bool = False,
     ) -> Iterator[Looks]:
         """`decode`, with what every layer says to each token: to one that stopped, what it would
-        have been told further up, behind the same keys and values.
-
-        Args:
-            prompt_ids: the prompt.
-            max_tokens: most tokens to generate.
-            policy: when tokens exit.
-            ignore_eos: go on after an end of sequence.
-        """
+        have been told further up, behind the same keys and values."""
         from transformers import DynamicCache
 
         cache, step = DynamicCache(), list(prompt_ids)

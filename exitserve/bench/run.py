@@ -49,11 +49,7 @@ STARTED, MEASURED = 0.25, 0.9
 
 
 def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
-    """Runs the comparison.
-
-    Args:
-        job: what is compared; after `exitserve.bench.engines.prepare`.
-        progress: see `ShareProgress`.
+    """Runs the comparison; after `exitserve.bench.engines.prepare`.
 
     Returns:
         The report without its `schema_version`; see docs/benchmarks.md for the keys.
