@@ -248,19 +248,14 @@ class Reference:
 
     def _run_layers(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
-        captured: list[Tensor] = []
-        handle = self.parts.layers[-1].register_forward_hook(
-            lambda _m, _a, output: captured.append(hidden_of(output))
-        )
-        try:
+        last = self.parts.num_layers
+        with capture_hidden(self.parts.layers, [last]) as hidden:
             self.model.base_model(
                 input_ids=torch.tensor([list(input_ids)], device=self.device),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        finally:
-            handle.remove()
-        return captured[0][0]
+        return hidden[last][0]
 
 
 class _FrozenRows:
