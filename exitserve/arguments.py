@@ -45,16 +45,7 @@ def add_model_command(
     adapter: bool = True,
     **texts: Any,
 ) -> argparse.ArgumentParser:
-    """Adds a command that takes MODEL, `--revision`, and `--adapter` for `with_adapter`.
-
-    Args:
-        subparsers: of the command line.
-        name: of the command.
-        run: runs it; returns the exit code.
-        model: what MODEL may be.
-        adapter: whether the command takes one.
-        texts: `help`, `description` and more for argparse.
-    """
+    """Adds a command that takes MODEL, `--revision`, and `--adapter` for `with_adapter`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, formatter_class=formatter, **texts
@@ -116,12 +107,7 @@ def with_adapter(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def add_threshold_flags(group: argparse._ArgumentGroup, *, default: str | None) -> None:
-    """Adds `--thresholds` and `--modes`, for `thresholds_of` and `modes_of`.
-
-    Args:
-        group: of the parser.
-        default: of `--thresholds`; None for a command that chooses later.
-    """
+    """Adds `--thresholds` and `--modes`, for `thresholds_of` and `modes_of`."""
     group.add_argument(
         "--thresholds",
         metavar="T,T",

@@ -82,10 +82,6 @@ def add_demo(subparsers: Any, run_command: Callable[[list[str]], int]) -> None:
 def demo(args: argparse.Namespace, run_command: Callable[[list[str]], int]) -> int:
     """Runs the demo; returns the exit code of its benchmark.
 
-    Args:
-        args: of the command.
-        run_command: see `add_demo`.
-
     Raises:
         ExitServeError: there is no model to show.
     """

@@ -171,14 +171,7 @@ class Reference:
         policy: ExitPolicy,
         ignore_eos: bool = False,
     ) -> Generation:
-        """Greedy decoding, one token at a time, with a key-value cache.
-
-        Args:
-            prompt_ids: the prompt.
-            max_tokens: most tokens to generate.
-            policy: when tokens exit.
-            ignore_eos: go on after an end of sequence.
-        """
+        """Greedy decoding, one token at a time, with a key-value cache."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -206,14 +199,7 @@ class Reference:
         ignore_eos: bool = False,
     ) -> Iterator[Looks]:
         """`decode`, with what every layer says to each token: to one that stopped, what it would
-        have been told further up, behind the same keys and values.
-
-        Args:
-            prompt_ids: the prompt.
-            max_tokens: most tokens to generate.
-            policy: when tokens exit.
-            ignore_eos: go on after an end of sequence.
-        """
+        have been told further up, behind the same keys and values."""
         from transformers import DynamicCache
 
         cache, step = DynamicCache(), list(prompt_ids)
@@ -262,19 +248,14 @@ class Reference:
 
     def _run_layers(self, input_ids: Sequence[int], cache: Any) -> Tensor:
         """Runs the decoder stack; returns its last layer's un-normed output [T, D]."""
-        captured: list[Tensor] = []
-        handle = self.parts.layers[-1].register_forward_hook(
-            lambda _m, _a, output: captured.append(hidden_of(output))
-        )
-        try:
+        last = self.parts.num_layers
+        with capture_hidden(self.parts.layers, [last]) as hidden:
             self.model.base_model(
                 input_ids=torch.tensor([list(input_ids)], device=self.device),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        finally:
-            handle.remove()
-        return captured[0][0]
+        return hidden[last][0]
 
 
 class _FrozenRows:

@@ -153,18 +153,11 @@ def load_tokenizer(model: Path | str, fix: str = "save the model's own into it")
 def windows_of(
     documents: Documents, tokenizer: Any, length: int, limit: int, seed: int
 ) -> list[Window]:
-    """Cuts documents into windows of `length` tokens that do not overlap.
+    """Cuts documents into windows of `length` tokens, at least 2, that do not overlap.
 
     Of more than `limit` windows some are drawn; they stay in the order of the file. Blocks of
-    running text that are shorter than a window are joined with those that follow. What remains
-    at the end of a document is not used.
-
-    Args:
-        documents: the text.
-        tokenizer: of transformers.
-        length: tokens of a window, at least 2.
-        limit: most windows.
-        seed: of the draw.
+    running text that are shorter than a window are joined with those that follow. What remains at
+    the end of a document is not used.
 
     Raises:
         ExitServeError: no document is long enough for one window.

@@ -156,6 +156,6 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """See `MultiExitMixin.make_device_requests`."""
-        room = self.logits_room(most_rows, device)
+        room = self._head.room(most_rows, self._dtype, device)
         put, outcomes = self._head.put, self.outcomes
         return ForcedDeviceRequests(self.exit_state, most_rows, room, device, put, outcomes)

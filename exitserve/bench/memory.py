@@ -49,12 +49,7 @@ def weight_bytes(job: BenchJob) -> int:
 
 
 def share_of_gpu(job: BenchJob, engines: int, total: int) -> float:
-    """What each engine gets of a GPU's memory, as vLLM's `gpu_memory_utilization`.
-
-    Args:
-        job: of the comparison.
-        engines: that run at the same time.
-        total: bytes of the GPU's memory.
+    """What each of some engines gets of a GPU's `total` bytes, as vLLM's `gpu_memory_utilization`.
 
     Raises:
         ExitServeError: that is too little for weights and cache.

@@ -49,11 +49,7 @@ STARTED, MEASURED = 0.25, 0.9
 
 
 def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
-    """Runs the comparison.
-
-    Args:
-        job: what is compared; after `exitserve.bench.engines.prepare`.
-        progress: see `ShareProgress`.
+    """Runs the comparison; after `exitserve.bench.engines.prepare`.
 
     Returns:
         The report without its `schema_version`; see docs/benchmarks.md for the keys.
@@ -175,10 +171,9 @@ def _measure_batches_of(
                 _traced_pass(job, engines, batches, by_setting[setting])
             else:
                 timing, reads = _timed_pass(job, engines, setting, batches)
-                if repeat >= 0:
-                    by_setting[setting].repeats.append(timing)
-                    by_setting[setting].reads += reads
-                    by_setting[setting].loads += _load(job, engines, setting, batches)
+                by_setting[setting].repeats.append(timing)
+                by_setting[setting].reads += reads
+                by_setting[setting].loads += _load(job, engines, setting, batches)
             done += 1
     return list(by_setting.values())
 

@@ -133,13 +133,8 @@ def make_settings(
     modes: Sequence[policy.Mode] = (),
     fixed_layers: Sequence[int] = (),
 ) -> tuple[Setting, ...]:
-    """Plain vLLM, exits off, then every threshold and every fixed layer.
-
-    Args:
-        rules: what the model allows.
-        thresholds: of the settings by confidence.
-        modes: in which each threshold is measured (`exitserve.arguments.in_modes`).
-        fixed_layers: exit layers at which every request exits.
+    """Plain vLLM, exits off, then every threshold in its modes (`exitserve.arguments.in_modes`),
+    and every layer at which all requests exit.
 
     Raises:
         ExitServeError: a threshold or layer does not fit, or the model has no exit layers.

@@ -129,15 +129,8 @@ def model_continuations(
 def check_enough(
     parts: PieceSplit, sources: Sequence[Source], least: int, name: str, target: str
 ) -> None:
-    """Raises `ExitServeError`, saying how much is needed, if the text is too little for a test.
-
-    Args:
-        parts: the pieces.
-        sources: all must have enough pieces.
-        least: pieces of each source that the test needs.
-        name: of the file, for the message.
-        target: of the test, for the message.
-    """
+    """Raises `ExitServeError`, saying how much is needed, if a source has too few pieces to
+    test."""
     for source in sources:
         count = sum(piece.source == source for piece in parts.test)
         chosen = any(piece.source == source for piece in parts.select)

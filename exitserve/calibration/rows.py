@@ -55,14 +55,7 @@ def count_rows(reference: Reference, pieces: Sequence[Piece], count: int) -> Ten
 def compare_rows(
     reference: Reference, counted: Sequence[Piece], read: Sequence[Piece], shape: DecoderShape
 ) -> list[RowsEntry]:
-    """The table of rows against exits.
-
-    Args:
-        reference: the oracle.
-        counted: text in which tokens are counted.
-        read: other text, of which tokens are checked.
-        shape: of the model.
-    """
+    """The table of rows against exits: tokens are counted in one text and checked in another."""
     vocab_size = reference.model.config.get_text_config().vocab_size
     sizes = sorted({size for size in COMPARED if size < vocab_size} | {shape.exit_rows or 0} - {0})
     sets: list[Tensor | None] = [count_rows(reference, counted, size) for size in sizes]

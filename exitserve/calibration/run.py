@@ -166,36 +166,47 @@ class Calibrator:
 
     def calibrate(self, parts: PieceSplit, criteria: Sequence[str] = CRITERIA) -> CalibrationResult:
         """Chooses one of the criteria, and tests choices for every target."""
-        steps = _StepCounter(self._progress)
-        advance = steps.begin("reading every exit", len(parts.select))
+        advance = self._begin("reading every exit", len(parts.select))
         readings = self._read("select", parts.select, advance)
         scores = all_scores(readings)
         if self._drafts:
-            advance = steps.begin("reading the test", len(parts.test))
+            advance = self._begin("reading the test", len(parts.test))
             tested = self._read("test", parts.test, advance)
             self._exact = [
                 (ExactOutcomes(readings), set(parts.select)),
                 (ExactOutcomes(tested), set(parts.test)),
             ]
         few = parts.select if self._drafts else _first_of_each(parts.select, COMPARED)
-        compared = {str(one): self._compared(str(one), scores, few, steps) for one in criteria}
+        compared = {str(one): self._compared(str(one), scores, few) for one in criteria}
         curves = {name: one.curve for name, one in compared.items()}
         criterion = min(curves, key=lambda one: self._cost_at_target(curves[one]))
         found, oracle = compared[criterion].proposals, self._oracle_with(criterion)
         trial = self._trial(oracle, parts.test)
         most = (len(found) + BETWEEN * len(self._targets)) * len(parts.select)
-        advance = steps.begin(f"measuring choices: {criterion}", most)
+        advance = self._begin(f"measuring choices: {criterion}", most)
         selection = self._selection(found, oracle, scores, parts.select, advance)
         for target in self._targets:
             if trial.can_show(target):
                 selection.refine(target, trial)
         return CalibrationResult(
             criterion=criterion,
-            promised=self._promised(selection.choices, trial, steps),
+            promised=self._promised(selection.choices, trial),
             curves=curves | {criterion: by_risk(selection.choices, self._job.target)},
             scores=scores,
             exit_rows=None if oracle.exit_rows is None else oracle.exit_rows.tolist(),
         )
+
+    def _begin(self, doing: str, total: int) -> Callable[[], None]:
+        """Begins work of `total` steps, whose progress is shown; call the result after each."""
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            self._progress(doing, done, total)
+
+        self._progress(doing, 0, total)
+        return advance
 
     @property
     def _targets(self) -> tuple[Target, ...]:
@@ -207,11 +218,7 @@ class Calibrator:
         return self._job.mode == "defer"
 
     def _compared(
-        self,
-        criterion: str,
-        scores: Mapping[int, ExitScores],
-        pieces: Sequence[Piece],
-        steps: _StepCounter,
+        self, criterion: str, scores: Mapping[int, ExitScores], pieces: Sequence[Piece]
     ) -> _Path:
         """A criterion's proposals, measured around the target: at the draft layer where that costs
         least, or at all exit layers."""
@@ -220,7 +227,7 @@ class Calibrator:
         for used in ways:
             found = self._proposed(used, criterion)
             most = len(found).bit_length() * len(pieces)
-            advance = steps.begin(f"comparing criteria: {criterion}", most)
+            advance = self._begin(f"comparing criteria: {criterion}", most)
             selection = self._selection(found, oracle, scores, pieces, advance)
             selection.find(self._job.target)
             paths.append(_Path(found, by_risk(selection.choices, self._job.target)))
@@ -325,13 +332,11 @@ class Calibrator:
             most_tokens=self._job.most_tokens,
         )
 
-    def _promised(
-        self, choices: Sequence[Choice], trial: PromiseTest, steps: _StepCounter
-    ) -> tuple[TargetResult, ...]:
+    def _promised(self, choices: Sequence[Choice], trial: PromiseTest) -> tuple[TargetResult, ...]:
         found = []
         for target in self._targets:
             useful = worth_testing(choices, self._cost)
-            tried = steps.begin(f"testing {target.name}", len(useful))
+            tried = self._begin(f"testing {target.name}", len(useful))
             keeping = passing_choices(useful, target, trial, tried)
             best = min(keeping, key=self._cost, default=None)
             point = None if best is None else self._point(best, target, trial)
@@ -358,25 +363,6 @@ class Calibrator:
                 **drafts,
             },
         )
-
-
-class _StepCounter:
-    """Reports progress of one kind of work after the other."""
-
-    def __init__(self, progress: StepProgress) -> None:
-        self._progress = progress
-
-    def begin(self, doing: str, total: int) -> Callable[[], None]:
-        """Begins work of `total` steps; call the result after each."""
-        done = 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            self._progress(doing, done, total)
-
-        self._progress(doing, 0, total)
-        return advance
 
 
 def _first_of_each(pieces: Sequence[Piece], count: int) -> list[Piece]:

@@ -42,10 +42,6 @@ class UnfinishedWork:
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
         """Opens what an earlier run left behind; of another calibration, it is dropped.
 
-        Args:
-            folder: of the report.
-            job: all that decides the results.
-
         Raises:
             ExitServeError: the file cannot be written or read.
         """

@@ -101,11 +101,6 @@ class _Factors:
 def merged_checkpoint(model: str, adapter: str, revision: str | None = None) -> Path:
     """The directory of a checkpoint with an adapter merged into its weights, made if need be.
 
-    Args:
-        model: the base, a directory or hub id.
-        adapter: a directory or hub id.
-        revision: of a base that is a hub id.
-
     Raises:
         ExitServeError: one of them cannot be read, they do not fit each other, the adapter is more
             than plain LoRA, or the cache cannot be written to.

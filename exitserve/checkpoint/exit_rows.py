@@ -63,11 +63,6 @@ def save_exit_rows(model_dir: Path | str, token_ids: list[int]) -> str:
 def load_exit_rows(model: Path | str, file: str, revision: str | None = None) -> Tensor:
     """The tokens [K] int64 of a checkpoint directory or hub id, ascending.
 
-    Args:
-        model: the directory, or a hub id.
-        file: the one that the checkpoint names, see `MultiExit.rows_file`.
-        revision: of a hub id.
-
     Raises:
         ExitServeError: there is no such file, or it is broken.
     """

@@ -55,13 +55,8 @@ def check_writable(folder: Path, fix: str) -> None:
 
 
 def link_files(source: Path, target: Path, but: Collection[str]) -> None:
-    """Puts links to the files and folders of `source` into `target`, and copies where it cannot.
-
-    Args:
-        source: an existing folder; what is hidden in it is left out.
-        target: an existing folder.
-        but: names that are left out.
-    """
+    """Puts links to the files and folders of `source` into `target`, and copies where it cannot:
+    all but those that are hidden, and the names in `but`."""
     for path in sorted(source.iterdir()):
         if path.name in but or path.name.startswith("."):
             continue

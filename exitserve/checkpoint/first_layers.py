@@ -34,11 +34,6 @@ def beyond(name: str, num_layers: int) -> bool:
 def check_depth(num_layers: Any, config: Mapping[str, Any], option: str) -> int:
     """Returns a number of layers to keep, if the model has that many.
 
-    Args:
-        num_layers: as the user gave it.
-        config: the checkpoint's `config.json`.
-        option: where it was given, for the message.
-
     Raises:
         ExitServeError: it is not a whole number in 1..L.
     """
@@ -78,10 +73,6 @@ def cut_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
     Exits at or above that depth are dropped, and the block with them if none is left. What a
     calibration promised for full depth is dropped too (`MultiExit.first`).
-
-    Args:
-        config: the checkpoint's `config.json`.
-        num_layers: 1..L, see `check_depth`.
 
     Raises:
         ExitServeError: the block of exits is malformed.

@@ -44,11 +44,6 @@ BESIDE_WEIGHTS = (
 def hub_file(model: str, name: str, revision: str | None = None) -> Path:
     """Path of a hub model's file in the local hub cache, fetched if need be.
 
-    Args:
-        model: a hub id, "owner/name".
-        name: the file, relative to the model.
-        revision: a branch, tag or commit; None for the default branch.
-
     Raises:
         ExitServeError: `model` is no hub id, or it has no such file or revision.
     """
@@ -71,10 +66,6 @@ def local_checkpoint(model: str, revision: str | None = None) -> Path:
     """The directory of a checkpoint; for a hub model, in the local hub cache.
 
     All of its files are of one commit, whatever happens to a branch meanwhile.
-
-    Args:
-        model: a directory, or a hub id.
-        revision: of a hub id: a branch, tag or commit; None for the default branch.
 
     Raises:
         ExitServeError: the files cannot be fetched.

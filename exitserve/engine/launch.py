@@ -96,12 +96,6 @@ def drafting_options(
     To vLLM the checkpoint is its own draft model, which reserves cache slots and schedules drafts;
     our worker sees to it that no second model is loaded (`exitserve.engine.drafting.worker`).
 
-    Args:
-        model_dir: the checkpoint.
-        rules: the server's.
-        given: drafts a step, if the user said so; else as many as pay, by the size of the batch.
-        revision: of a hub id.
-
     Raises:
         ExitServeError: vLLM would read something else into the checkpoint's name.
     """
@@ -179,11 +173,6 @@ def suit_runner(
     Servers of the modes "verify" and "defer" draft with their first layers. On others the host
     decides who exits, or on a GPU, where vLLM runs its runner V2, the device. V2 schedules passes
     ahead, and checks requests by a class of its own kind.
-
-    Args:
-        ours: from `engine_options`.
-        model_dir: the checkpoint.
-        revision: of a hub id.
 
     Raises:
         ExitServeError: the mode needs another runner.

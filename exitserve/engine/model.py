@@ -145,9 +145,5 @@ class MultiExitMixin:
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """Room on the device for an engine's requests, of which `most_rows` run together."""
-        room = self.logits_room(most_rows, device)
+        room = self._head.room(most_rows, self._dtype, device)
         return DeviceRequests(self.exit_state, most_rows, room, device, self._head.put)
-
-    def logits_room(self, rows: int, device: torch.device) -> Tensor:
-        """Room for the logits [rows, V / R] of a pass whose exits the device decides."""
-        return self._head.room(rows, self._dtype, device)

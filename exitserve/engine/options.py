@@ -118,14 +118,7 @@ def _rules_at(
     block: MultiExit,
 ) -> tuple[ExitRules, list[str]]:
     """Rules with these exit layers, by which every mode could be served, and the modes whose
-    calibration holds.
-
-    Args:
-        exit_layers: the server's.
-        config: the checkpoint's `config.json`.
-        options: the server's.
-        block: the checkpoint's.
-    """
+    calibration holds."""
     eos, num_layers = options.get("eos_threshold"), num_layers_of(config)
     wanted = options.get("exit_rows", FREQUENT)
     if wanted not in EXIT_ROWS:
@@ -232,14 +225,8 @@ def _default_policy(
 def _as_served(
     found: Calibration | None, exit_layers: tuple[int, ...], num_layers: int, *, void: bool
 ) -> tuple[Calibration | None, list[str]]:
-    """The calibration under the server's options, and the modes whose promise holds.
-
-    Args:
-        found: the checkpoint's.
-        exit_layers: the server's.
-        num_layers: of the model.
-        void: whether options change who exits, other than by thresholds.
-    """
+    """The calibration under the server's options, and the modes whose promise holds; `void` where
+    options change who exits, other than by thresholds."""
     if found is None:
         return None, []
     void = void or found.num_layers != num_layers
@@ -280,13 +267,8 @@ def gpu() -> Gpu | None:
 
 
 def drafts_of(config: Mapping[str, Any], rules: ExitRules, given: int | None) -> Drafts:
-    """How many tokens are drafted at a time.
-
-    Args:
-        config: the checkpoint's `config.json`.
-        rules: the server's.
-        given: drafts a step, if the user said so; else as many as pay, where costs are known.
-    """
+    """How many tokens are drafted at a time: as many as the user said, else as many as pay, where
+    costs are known."""
     if given is not None:
         return constant_drafts(rules.num_drafts)
     (layer,) = rules.exit_layers

@@ -63,15 +63,8 @@ class Recorder:
     def trace(
         self, keys: Sequence[str], request_id: str, index: int, depth: int, source: str = ""
     ) -> None:
-        """Keeps the depth of generated token `index` of a request.
-
-        Args:
-            keys: under each of which it can be taken once.
-            request_id: the engine's name of the request.
-            index: of the generated token.
-            depth: at which it stopped.
-            source: of the draft that it was.
-        """
+        """Keeps the depth of generated token `index` of a request, and the source of the draft that
+        it was, under each of `keys`."""
         for one in keys:
             _of(self._traces, one, request_id)[index] = depth, source
 

@@ -18,12 +18,7 @@ class EngineState:
     """Rules, counts, and the requests that run."""
 
     def __init__(self, rules: ExitRules, eos_token_ids: Tensor) -> None:
-        """Starts without requests.
-
-        Args:
-            rules: the model's.
-            eos_token_ids: [K] the model's ends of sequence.
-        """
+        """Starts without requests; takes the model's rules and its ends of sequence [K]."""
         self.rules = rules
         self.eos_token_ids = eos_token_ids
         self.recorder = Recorder(rules.num_layers, rules.exit_layers)

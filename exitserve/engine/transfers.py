@@ -9,14 +9,10 @@ from torch import Tensor
 
 
 def upload(numbers: Sequence[object], to: Tensor) -> None:
-    """Copies numbers of the host into a tensor, and does not wait.
+    """Copies numbers of the host, nested as `to` is, into that tensor, and does not wait.
 
     Each copy has pinned memory of its own. PyTorch's allocator of such memory hands it out again
     only when the copy is made, so passes that are scheduled ahead overwrite nothing.
-
-    Args:
-        numbers: nested as `to` is.
-        to: takes them.
     """
     host = torch.tensor(numbers, dtype=to.dtype, device="cpu", pin_memory=to.is_cuda)
     to.copy_(host, non_blocking=True)

@@ -78,13 +78,7 @@ def measure_drafts(
     prompt_tokens: int,
     progress: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Counts drafts on held-out text, for each exit layer.
-
-    Args:
-        reference: the oracle over the checkpoint.
-        windows: of text.
-        prompt_tokens: of each, which no draft is made for.
-        progress: called after each window.
+    """Counts drafts on held-out text behind each window's prompt, for each exit layer.
 
     Returns:
         The report's `drafting`.

@@ -81,15 +81,7 @@ def measure_quality(
     settings: Sequence[EvalSetting],
     progress: Callable[[], None],
 ) -> list[SettingQuality]:
-    """Runs every window once for each setting.
-
-    Args:
-        reference: the oracle over the checkpoint.
-        windows: each of at least `prompt_tokens` + 2 tokens.
-        prompt_tokens: P.
-        settings: full depth among them costs nothing extra.
-        progress: called after each window.
-    """
+    """Runs every window, of at least `prompt_tokens` + 2 tokens, once for each setting."""
     depths = (*reference.exit_layers, reference.parts.num_layers)
     found = [SettingQuality(setting, {depth: Tally() for depth in depths}) for setting in settings]
     for window in windows:

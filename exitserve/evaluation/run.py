@@ -43,12 +43,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measures quality on held-out text.
 
-    Args:
-        job: what to evaluate.
-        reference: the oracle over its checkpoint.
-        windows: of the job's documents.
-        progress: see `ShareProgress`.
-
     Returns:
         The report without its `schema_version`; see docs/eval.md for the keys.
     """

@@ -105,15 +105,7 @@ def schema() -> dict[str, Any]:
 def traced_tokens(
     reference: Reference, tokenizer: Any, prompt: str, max_tokens: int, policy: ExitPolicy
 ) -> Iterator[TokenTrace]:
-    """Answers a prompt greedily, token by token.
-
-    Args:
-        reference: the checkpoint.
-        tokenizer: its Hugging Face tokenizer.
-        prompt: the text to continue.
-        max_tokens: most tokens to generate.
-        policy: when tokens exit.
-    """
+    """Answers a prompt greedily, token by token."""
 
     def text_of(token_id: int) -> str:
         return str(tokenizer.decode([token_id]))

@@ -145,15 +145,8 @@ def publish(
     figures: Mapping[str, Figure],
     shown: Iterable[object],
 ) -> None:
-    """Writes a report, prints its short form, and says where the whole of it is.
-
-    Args:
-        directory: as in `write_report`, which takes the next three too; None: only print.
-        data: the report.
-        page: the Markdown text.
-        figures: file name without suffix to matplotlib figure.
-        shown: tables and lines for the terminal.
-    """
+    """Writes a report (`write_report`), prints its short form, and says where the whole of it is;
+    without a directory it prints only."""
     from rich.console import Console
 
     if directory is not None:

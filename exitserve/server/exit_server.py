@@ -94,12 +94,7 @@ class ExitServer:
             return {}
 
     def trace_of(self, request: Any, *, chat: bool) -> RequestTrace:
-        """The trace of a request, under a new key.
-
-        Args:
-            request: vLLM's; takes the key.
-            chat: whether it is a chat completion.
-        """
+        """The trace of a request, under a new key, which the request takes."""
         key = uuid.uuid4().hex
         request.vllm_xargs["exit_trace"] = TraceKeys([key])
         keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True

@@ -6,12 +6,8 @@ from exitserve.policy import ExitRules
 
 
 def offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
-    """Modes, kinds of traces, and what the calibration promises, ascending by agreement.
-
-    Args:
-        rules: the server's.
-        chats: whether the model has a chat template.
-    """
+    """Modes, criterion, and what the calibration promises, ascending by agreement; and whether the
+    model has a chat template (`chats`)."""
     found = rules.calibrated
     points = () if found is None else (*found.points, found.chosen)
     promising = {one.agreement: one for one in points if one.agreement is not None}

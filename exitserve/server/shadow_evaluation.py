@@ -106,16 +106,8 @@ class ShadowEvaluation:
         *,
         capacity: int = CAPACITY,
     ) -> None:
-        """Prepares; no request is selected before `start`.
-
-        Args:
-            engine: vLLM's engine client.
-            rules: the server's.
-            rate: the share to select of requests that may exit by confidence.
-            metrics: counts the results.
-            take_traces: returns the depths that the worker recorded under a key.
-            capacity: requests that may wait for their comparison.
-        """
+        """Prepares to compare a share of the requests that may exit by confidence, of which
+        `capacity` may wait for it; none is selected before `start`."""
         self._engine = engine
         self._generate = engine.generate
         self._rules = rules

@@ -39,12 +39,7 @@ class StatsWindow:
         self._samples: deque[tuple[float, Counts]] = deque()
 
     def add(self, now: float, snapshots: Mapping[int, Snapshot]) -> None:
-        """Adds a reading: one sample of all engines together.
-
-        Args:
-            now: of a monotonic clock.
-            snapshots: by engine, the cumulative counts of its worker.
-        """
+        """Adds a reading: one sample of all engines together."""
         total = self._total()
         for engine, snapshot in snapshots.items():
             current = read_counts(snapshot)

@@ -181,12 +181,7 @@ def reject_unsupported(vllm_args: Any, *, has_exits: bool, drafts: bool) -> None
 
 
 def check_same_config(vllm_args: Any, revision: str | None) -> None:
-    """Raises `ExitServeError` if vLLM would read other exits than the command, which checked them.
-
-    Args:
-        vllm_args: vLLM's parsed arguments.
-        revision: of our own arguments.
-    """
+    """Raises `ExitServeError` if vLLM would read other exits than the command has checked."""
     overrides = vllm_args.hf_overrides
     fixed = sorted(READ_FROM_CONFIG & set(overrides)) if isinstance(overrides, Mapping) else []
     reasons = {
@@ -232,12 +227,7 @@ def reject_unsupported_quantisation(config: Mapping[str, Any]) -> None:
 
 
 def reject_parallel_experts(config: Mapping[str, Any], vllm_args: Any) -> None:
-    """Raises `ExitServeError` for data parallelism of a mixture of experts.
-
-    Args:
-        config: the checkpoint's `config.json`.
-        vllm_args: vLLM's parsed arguments.
-    """
+    """Raises `ExitServeError` for data parallelism of a mixture of experts."""
     if config.get("num_experts_per_tok") and vllm_args.data_parallel_size > 1:
         raise ExitServeError(
             "data parallelism of a mixture of experts (--data-parallel-size) is not supported: its "
@@ -247,13 +237,7 @@ def reject_parallel_experts(config: Mapping[str, Any], vllm_args: Any) -> None:
 
 
 def check_shadow_rate(rate: float, rules: ExitRules, vllm_args: Any) -> None:
-    """Raises `ExitServeError` unless the server can compare that share of its requests.
-
-    Args:
-        rate: of `--shadow-rate`.
-        rules: the server's.
-        vllm_args: vLLM's parsed arguments.
-    """
+    """Raises `ExitServeError` unless the server can compare that share of its requests."""
     if not 0.0 <= rate <= 1.0:
         raise ExitServeError(
             f"--shadow-rate must be a share from 0 (off) to 1 (every request), not {rate}; "

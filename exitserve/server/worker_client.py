@@ -33,12 +33,7 @@ class WorkerClient:
     """Calls of `exitserve.engine.hooks.worker_extension.ExitWorkerExtension`, of every engine."""
 
     def __init__(self, engine_client: Any, *, answer_seconds: float = ANSWER_SECONDS) -> None:
-        """Asks nothing yet.
-
-        Args:
-            engine_client: vLLM's.
-            answer_seconds: the longest wait for an answer.
-        """
+        """Asks nothing yet; waits so many seconds for each answer at most."""
         self._engine = engine_client
         self._answer_seconds = answer_seconds
 
@@ -101,13 +96,7 @@ class LatestCounts:
     def __init__(
         self, worker: WorkerClient, metrics: ExitMetrics | None, window: StatsWindow
     ) -> None:
-        """Knows no counts before the first reading.
-
-        Args:
-            worker: is asked.
-            metrics: are raised to each reading; None where another API process does that.
-            window: gets each reading.
-        """
+        """Knows no counts yet; takes no metrics where another API process raises them."""
         self._worker = worker
         self._metrics = metrics
         self._window = window

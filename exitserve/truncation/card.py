@@ -69,13 +69,7 @@ class Truncation:
 
 
 def model_card(made: Truncation, licence: Mapping[str, str], *, from_hub: bool) -> str:
-    """The card, with its metadata.
-
-    Args:
-        made: the truncated checkpoint.
-        licence: of the full model, see `licence_of`.
-        from_hub: whether `made.source` is a hub id.
-    """
+    """The card of a truncated checkpoint, with its metadata; the licence is the full model's."""
     metadata: dict[str, Any] = dict(licence)
     if from_hub:
         metadata["base_model"] = made.source

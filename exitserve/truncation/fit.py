@@ -94,11 +94,6 @@ def parse_size(text: str) -> int:
 def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: str) -> Sizes:
     """Sums up the sizes of a checkpoint's tensors.
 
-    Args:
-        config: its `config.json`.
-        tensors: all of the checkpoint's.
-        dtype: in which it is served, one of `exitserve.costs.byte_costs.DTYPE_BYTES`.
-
     Raises:
         ExitServeError: the config lacks a size, or the dtype is unknown.
     """

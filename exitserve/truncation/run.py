@@ -71,10 +71,6 @@ def check_names(weights: StoredWeights, num_layers: int) -> None:
 def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
     """Writes the checkpoint, or, where anything fails, nothing.
 
-    Args:
-        job: what to write.
-        advance: called with the bytes of each piece of weights that was copied.
-
     Returns:
         What was written, as its model card describes it.
 

@@ -88,10 +88,7 @@ def test_ranks_exchange_one_sum(
         found = checked(rank)
         torch.testing.assert_close(found.confidence, truth.confidence)
         assert torch.equal(found.exits, truth.exits)
-        decided = checked(rank, as_host=True)
-        assert decided.tokens == read[logits.argmax(dim=-1)].tolist()
-        assert decided.confidence == found.confidence.tolist()
-        assert decided.exits == found.exits.tolist()
+        assert checked(rank, as_host=True) == found.exits.tolist()
     assert len(sent) == 3 * ranks, "one for each check"
 
 
@@ -125,12 +122,11 @@ def test_a_host_decides_the_same(
             )
         head = ExitHead(model, lambda normed: normed, columns, criterion, None)
     limits = limits[: len(rows)]
-    found, kept = head.decide(logits, limits)
+    exits, kept = head.decide(logits, limits)
     truth, _ = head.check(logits, *torch.tensor(limits).reshape(-1, 2).unbind(dim=-1))
     assert kept is logits
     # Both are float32, computed in another order; entropy is a difference.
-    assert found.confidence == pytest.approx(truth.confidence.tolist(), abs=ROUNDING)
-    rows_found = zip(found.exits, truth.exits.tolist(), found.confidence, limits, strict=True)
+    rows_found = zip(exits, truth.exits.tolist(), truth.confidence.tolist(), limits, strict=True)
     for own, other, confidence, both in rows_found:
         assert own == other or any(abs(confidence - limit) < ROUNDING for limit in both)
 
@@ -168,8 +164,7 @@ def test_kernels_and_drafts_read_a_copy_of_the_rows(monkeypatch: pytest.MonkeyPa
         found.append(decision.exits)
         torch.testing.assert_close(decision.confidence, logits[:, rows].softmax(-1).amax(-1))
         torch.testing.assert_close(read, logits[:, rows])
-        pairs = [(0.3, 0.3)] * 6
-        assert head.decide(normed, pairs)[0].tokens == head.draft(normed).tolist()
+        assert head.decide(normed, [(0.3, 0.3)] * 6)[0] == decision.exits.tolist()
         (full,) = head.logits_of(read, [4])
         assert full.isneginf().sum() == 40 - len(rows)
         room = torch.zeros(6, 40)

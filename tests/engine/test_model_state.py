@@ -141,7 +141,7 @@ def test_requests_that_end_are_forgotten_and_preempted_ones_are_not(state: ExitM
 
     runner: Any = SimpleNamespace(pooling_runner=None, _remove_request=state.remove_request)
     runner.finish_requests = lambda output: GPUModelRunner.finish_requests(runner, output)
-    watch_ends(runner, state._requests.forget)
+    watch_ends(runner, state._requests.preempted.forget)
 
     def step(*, preempted: set[str], finished: set[str]) -> set[str]:
         runner.finish_requests(

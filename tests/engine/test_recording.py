@@ -36,7 +36,7 @@ def test_a_replayed_pass_is_an_eager_one(recorded) -> None:
                 for every in (replayed, eager):
                     if step:
                         every.remove(str(slot))
-                        every.forget([str(slot)])
+                        every.preempted.forget([str(slot)])
                     every.add(slot, request_of(str(slot), policy))
         given.copy_(3 * torch.randn(MOST, WIDTH))
         names = [one if numbers.random() < 0.8 else "gone" for one in "0123"]

@@ -45,13 +45,8 @@ class ChatTrainer(MultiExitTraining, SFTTrainer):
 def load_chats(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int, own: Path | None = None
 ) -> datasets.DatasetDict:
-    """Reads chats and holds some out; columns `input_ids` and `labels`, unpadded.
-
-    Args:
-        recipe: where the chats are, and what of them is learnt.
-        tokenizer: with the chat template.
-        seed: draws their order, and those held out.
-        own: a file of chats that the model has written, if there is one.
+    """Reads chats, those that the model has written too, and holds some out; columns `input_ids`
+    and `labels`, unpadded.
 
     Rows have `messages` (a list of {role, content}) or `prompt` and `completion` (text, or lists
     of messages). With `loss_on: completion` only the last answer has labels. Chats are cut to

@@ -67,11 +67,8 @@ def model_config(path: str) -> PreTrainedConfig:
 
 
 def check_model(path: str, task: Task | None = None) -> PreTrainedConfig:
-    """Reads the config of a directory or hub id and makes sure it can be trained for a task.
-
-    Args:
-        path: directory or hub id.
-        task: what it is to predict; None: tokens, as its family does.
+    """Reads the config of a directory or hub id and makes sure it can be trained for a task:
+    without one, for tokens as its family predicts them.
 
     Raises:
         ExitServeError: missing, of a family that is not supported, or made for another task.

@@ -109,13 +109,7 @@ def check_kahan() -> None:
 def kahan_adamw(
     model: nn.Module, decayed: Collection[str], arguments: TrainingArguments
 ) -> Optimizer:
-    """AdamW whose sums on bfloat16 weights lose nothing; for float32 ones it is plain AdamW.
-
-    Args:
-        model: all that is trained.
-        decayed: names of the parameters that weight decay is for.
-        arguments: learning rate, weight decay, betas and epsilon.
-    """
+    """AdamW whose sums on bfloat16 weights lose nothing; for float32 ones it is plain AdamW."""
     import optimi
 
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -37,11 +37,6 @@ class ChatTurns:
     def __init__(self, tokenizer: Any, system: str | None, length: int) -> None:
         """Finds out by rendering a chat.
 
-        Args:
-            tokenizer: has a chat template.
-            system: the system prompt; None: what the template does without one.
-            length: of the longest chat, in tokens.
-
         Raises:
             ExitServeError: the template does not tell, or leaves no room for a chat.
         """
@@ -122,15 +117,8 @@ def _unclear(why: str) -> ExitServeError:
 def write_own_chats(
     file: Path, own: OwnChats, turns: ChatTurns, *, model: str, length: int, seed: int
 ) -> None:
-    """Writes chats to a file as they are done, rows of `messages`; those in it count.
-
-    Args:
-        file: `.jsonl`; an earlier process may have written some.
-        own: how many, and how they are sampled.
-        turns: of the model's chat template.
-        model: directory or hub id; plain vLLM runs it.
-        length: of the longest chat, in tokens; longer answers are cut.
-        seed: of what is sampled.
+    """Writes chats to a file as they are done, rows of `messages`; those in it count, and what is
+    longer than `length` tokens is cut.
 
     Raises:
         ExitServeError: most of the questions that the model writes are of no use.

@@ -53,14 +53,7 @@ def sequences(
     length: int,
     document_end: DocumentEnd,
 ) -> Iterator[_Ids]:
-    """Sequences [n, length] as documents come; holds no more than a batch of them.
-
-    Args:
-        documents: in the order to pack them.
-        tokenizer: adds no special tokens but the end of a document.
-        length: of a sequence, in tokens.
-        document_end: whether the eos token ends each document.
-    """
+    """Sequences [n, length] as documents come; holds no more than a batch of them."""
     has_end = document_end == "eos" and tokenizer.eos_token_id is not None
     eos = [tokenizer.eos_token_id] if has_end else []
     left: _Ids = np.zeros(0, dtype=np.int32)

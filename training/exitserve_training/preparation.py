@@ -132,11 +132,7 @@ def _check_teacher(recipe: Recipe, config: PreTrainedConfig, task: Task) -> None
 def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInputs:
     """Reads the data and builds or loads the model; only then is anything on disk touched.
 
-    Args:
-        recipe: what to train.
-        setup: from `training_setup`.
-        is_first: whether this is a run's first process, which prepares the data; the others read
-            them.
+    A run's first process prepares the data; the others read them.
 
     Raises:
         ExitServeError: the folder is taken, or the data or the model cannot be had.

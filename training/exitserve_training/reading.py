@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 def read_data(
     recipe: Recipe, setup: TrainingSetup, scratch: Path
 ) -> tuple[datasets.DatasetDict, Any]:
-    """The data, ready to be batched, and the tokenizer or image processor they were made with.
-
-    Args:
-        recipe: what to train.
-        setup: from `training_setup`.
-        scratch: a folder for data that do not fit into memory.
-    """
+    """The data, ready to be batched, and the tokenizer or image processor they were made with."""
     if recipe.data.format == "images":
         return _read_examples(recipe, setup, _image_processor(recipe, setup.config))
     if recipe.data.format == "chat":

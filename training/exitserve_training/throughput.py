@@ -66,13 +66,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def flops_per_token(recipe: Recipe, parts: ModelParts, config: Any) -> float:
-    """Operations of a training step for each token of it.
-
-    Args:
-        recipe: what is trained.
-        parts: the model, on any device.
-        config: its config.
-    """
+    """Operations of a training step for each token of it."""
     linear: Any = parts.head.linear
     head = float(sum(p.numel() for p in linear.parameters()))
     body = sum(

@@ -57,15 +57,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         task_inputs: TaskInputs | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the Trainer's arguments, the recipe, and the exits to record.
-
-        Args:
-            model: a language model of a supported family, not wrapped.
-            recipe: objectives, skipping, and how to clip.
-            exits: the block for `config.json`; its layers and the last are evaluated.
-            task_inputs: what the model predicts; None for the next token.
-            **kwargs: see `transformers.Trainer`.
-        """
+        """Takes the Trainer's arguments, the recipe, and the exits to record."""
         self._recipe, self._has_adapters = recipe, recipe.lora is not None
         trained = model if recipe.lora is None else with_adapters(model, recipe.lora)
         arguments: TrainingArguments = kwargs["args"]

@@ -41,15 +41,8 @@ class DraftingLoop:
         *,
         in_graphs: bool,
     ) -> None:
-        """Takes a model's parts.
-
-        Args:
-            model: a `MultiExitMixin`.
-            segments: its layers, up to the draft layer and beyond it.
-            head: the model's.
-            most_tokens: of a pass.
-            in_graphs: whether passes are replayed from graphs, as runner V2 does.
-        """
+        """Takes a `MultiExitMixin`, its layers up to the draft layer and beyond it, and whether
+        passes are replayed from graphs, as runner V2 does."""
         self._model, self.head = model, head
         self._in_graphs = in_graphs
         self._first, self._rest = segments

@@ -34,8 +34,8 @@ class Checks:
         Returns:
             Indices within `due` of those that exit.
         """
-        found, logits = self.head.decide(normed, [one.thresholds_at(layer) for one in due])
-        return self.settle(step, layer, due, found.exits, logits, range(len(due)))
+        exits, logits = self.head.decide(normed, [one.thresholds_at(layer) for one in due])
+        return self.settle(step, layer, due, exits, logits, range(len(due)))
 
     def settle(
         self,

@@ -45,14 +45,7 @@ class HostLoop:
         head: ExitHead,
         propagation: Propagation,
     ) -> None:
-        """Takes a model's parts.
-
-        Args:
-            state: the engine's.
-            segments: the model's layers, from exit to exit; none for a model without exits.
-            head: its exit checks.
-            propagation: of its keys and values.
-        """
+        """Takes the engine's state and a model's parts; without exits it has no segments."""
         self._requests = HostRequests(state)
         self._rules, self._recorder = state.rules, state.recorder
         self._segments, self._propagation = segments, propagation

@@ -158,10 +158,8 @@ class _Held:
     def take(self, normed: Tensor, hidden: Tensor | None, residual: Tensor | None) -> None:
         """Keeps a segment's result."""
         self.normed.copy_(normed)
-        if hidden is not None:
-            self._keep(hidden, residual)
-
-    def _keep(self, hidden: Tensor, residual: Tensor | None) -> None:
+        if hidden is None:
+            return
         self.hidden.copy_(hidden)
         self._is_pair = residual is not None
         if residual is not None:

@@ -30,7 +30,7 @@ class ExitWorkerExtension:
         check_version()
         requests, runner = self._exit_state.requests, self.model_runner
         if isinstance(requests, DeviceRequests):
-            watch_ends(runner, requests.forget)
+            watch_ends(runner, requests.preempted.forget)
         elif isinstance(requests, HostRequests):
             requests.request_ids = lambda: list(runner.input_batch.req_ids)
             requests.preempted.may_return = lambda name: name in runner.requests

@@ -19,7 +19,6 @@ Shapes: N states, D hidden, V vocabulary, R ranks, K rows of the head that check
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
 from typing import Any
@@ -58,18 +57,6 @@ NOTHING = (-inf, 0.0, 0.0, -inf, 0.0, -inf)
 
 Limits = tuple[float, float]
 """A row's thresholds: for any token, and for an end of sequence."""
-
-
-@dataclass(frozen=True)
-class HostDecision:
-    """What a check found, for a host that decides: of N rows, as numbers of Python's."""
-
-    tokens: list[int]
-    """[N] the most likely."""
-    confidence: list[float]
-    """[N]."""
-    exits: list[bool]
-    """[N]."""
 
 
 class HeadReading(nn.Module):
@@ -236,8 +223,8 @@ class ExitHead:
         found, logits = self._check_slices(normed, thresholds, end_thresholds)
         return Decision(found.confidence, found.exits), logits
 
-    def decide(self, normed: Tensor, limits: Sequence[Limits]) -> tuple[HostDecision, Tensor]:
-        """As `check`, for a host that decides: on a CPU it needs fewer calls."""
+    def decide(self, normed: Tensor, limits: Sequence[Limits]) -> tuple[list[bool], Tensor]:
+        """As `check`, for a host that decides: who exits [N]. On a CPU it needs fewer calls."""
         self.prepare(normed.device)
         if self._is_plain:
             logits, columns = self._reading(normed)
@@ -248,13 +235,10 @@ class ExitHead:
                     confidence, self._end(tokens, limits, logits), limits, strict=True
                 )
             ]
-            if self.rows is not None:
-                tokens = self.rows[tokens].tolist()
-            return HostDecision(tokens, confidence, exits), logits
+            return exits, logits
         thresholds = torch.tensor(limits, device=normed.device).reshape(-1, 2)
         found, logits = self._check_slices(normed, *thresholds.unbind(dim=-1))
-        columns = (found.token, found.confidence, found.exits)
-        return HostDecision(*(one.tolist() for one in columns)), logits
+        return found.exits.tolist(), logits
 
     def _end(self, tokens: Sequence[int], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
         """[N] whether the most likely tokens end the text, or tie with one that does."""

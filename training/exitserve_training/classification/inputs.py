@@ -45,10 +45,6 @@ def data_format(config: PreTrainedConfig) -> str:
 def encoder(model: str, config: PreTrainedConfig) -> Encode:
     """How the examples of a classifier become its inputs.
 
-    Args:
-        model: the checkpoint's directory or hub id.
-        config: its config.
-
     Raises:
         ExitServeError: it has no tokenizer.
     """

@@ -95,9 +95,6 @@ def diversity(tokens: Sequence[int]) -> float:
 
     Eq. 6: the product over n = 2, 3, 4 of unique n-grams / total n-grams. A text shorter than n
     tokens has no n-grams, and that n is left out; a single token has diversity 1.
-
-    Args:
-        tokens: the generated tokens, without the prompt.
     """
     if not tokens:
         return 0.0

@@ -73,10 +73,6 @@ class ObjectiveOptions(Strict):
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """The depths that it reads, ascending; by default the last.
 
-        Args:
-            exit_layers: the recipe's, below the last.
-            num_layers: L.
-
         Raises:
             ExitServeError: a layer or a weight does not fit the model.
         """

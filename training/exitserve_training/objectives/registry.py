@@ -111,12 +111,6 @@ def _check_task(objective: ObjectiveOptions, is_classification: bool) -> None:
 def check_layers(
     objectives: Sequence[ObjectiveOptions], exit_layers: Sequence[int], num_layers: int
 ) -> None:
-    """Raises `ExitServeError` if an objective names a layer or weights that do not fit the model.
-
-    Args:
-        objectives: the recipe's.
-        exit_layers: the recipe's, below the last.
-        num_layers: L.
-    """
+    """Raises `ExitServeError` if an objective names layers or weights that do not fit the model."""
     for objective in objectives:
         objective.layers_used(exit_layers, num_layers)

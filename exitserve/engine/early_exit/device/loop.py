@@ -38,14 +38,7 @@ class DeviceLoop:
         propagation: Propagation,
         most_tokens: int,
     ) -> None:
-        """Takes a model's parts.
-
-        Args:
-            segments: the model's layers, from exit to exit, masked.
-            head: the model's.
-            propagation: of its keys and values.
-            most_tokens: of a pass that is captured.
-        """
+        """Takes a model's parts, its segments masked; `most_tokens`: of a pass that is captured."""
         self._most_tokens = most_tokens
         self._room: Room | None = None
         self._segments, self._head = segments, head

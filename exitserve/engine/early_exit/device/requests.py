@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, E exit layers, V / R vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,10 +95,6 @@ class DeviceRequests(RunningRequests):
         slot = next((slot for slot, one in self.by_slot.items() if one.name == name), None)
         if slot is not None:
             self.preempted.keep(self.by_slot.pop(slot))
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Drops what is kept of requests that have ended, also while they were preempted."""
-        self.preempted.forget(names)
 
     def _may_exit(self, request: Request) -> bool:
         """Whether a request asks for exits that there are. Of others, the device knows nothing."""
