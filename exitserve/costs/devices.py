@@ -62,9 +62,10 @@ CPU = "cpu"
 """The name of two cores, as far as they are known without timing them."""
 CPU_BANDWIDTH = 20e9
 """Bytes of weights a second, of a few cores."""
-CPU_ROW_SHARE = 0.1
-"""What a further row costs, as a share of the first: of 300M parameters in bfloat16 on two cores, a
-step of one row took 21 ms, and one of eight 36 ms."""
+CPU_ROW_SHARE = 0.06
+"""What a further row costs, as a share of the first. In bfloat16 on two cores, steps of one and of
+eight rows took 21 and 36 ms with 300M parameters; of one, eight and 32 rows 33, 38 and 84 ms with
+135M."""
 ENGINE_SECONDS = 1.4e-3, 0.06e-3
 """For one row and for each further one: what vLLM 0.32 does around the model in a step on a CPU."""
 

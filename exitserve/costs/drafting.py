@@ -40,6 +40,18 @@ TEXT_SHARE = 0.25
 TEXT_ACCEPTED = (0.6, 0.4, 0.25, 0.2)
 """In such a step, the probability that so many drafts are accepted: one, two, and so on. Both were
 counted on code and on chats, of one tokenizer each."""
+BY_MATCH = {
+    2: (0.48, 0.27, 0.18, 0.12),
+    3: (0.55, 0.36, 0.25, 0.18),
+    4: (0.65, 0.45, 0.32, 0.25),
+    6: (0.72, 0.55, 0.43, 0.34),
+    8: (0.80, 0.64, 0.53, 0.44),
+    12: (0.84, 0.73, 0.64, 0.57),
+    16: (0.89, 0.79, 0.70, 0.63),
+    24: (0.94, 0.89, 0.83, 0.78),
+}
+"""The same by how many of the last tokens had occurred before, at least so many."""
+LONGEST_MATCH = max(BY_MATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,33 +124,59 @@ def best_text_drafts(costs: StepCosts, batch: int, way: Drafting, most: int = MO
     return max(range(min(most, len(TEXT_ACCEPTED)) + 1), key=gain)
 
 
+def text_drafts(least: float, most: int) -> list[int]:
+    """[LONGEST_MATCH + 1] how many tokens of the text are drafted, by the length of the match.
+
+    Args:
+        least: the probability of being accepted, above which a draft pays.
+        most: at most so many.
+    """
+    found = [0] * (LONGEST_MATCH + 1)
+    for length in range(min(BY_MATCH), LONGEST_MATCH + 1):
+        accepted = BY_MATCH[max(one for one in BY_MATCH if one <= length)]
+        found[length] = min(most, sum(one > least for one in accepted))
+    return found
+
+
+def price(costs: StepCosts, batch: int) -> float:
+    """What a further row of a pass costs, as a share of what a token costs at full depth."""
+    more = costs.matrices(batch + 1) - costs.matrices(batch)
+    row = costs.num_layers * more + costs.head(batch + 1) - costs.head(batch)
+    return row * batch / costs.full(batch)
+
+
 class Drafts(NamedTuple):
     """How many tokens are drafted at a time, by the number of requests, up to `MOST_ROWS`."""
 
-    text: Sequence[int]
-    """[MOST_ROWS + 1] of a request's own text."""
+    text: Sequence[Sequence[int]]
+    """[MOST_ROWS + 1, LONGEST_MATCH + 1] of a request's own text, by the length of the match."""
     layers: Sequence[int]
     """[MOST_ROWS + 1] by the first layers."""
 
-    def at(self, batch: int) -> tuple[int, int]:
+    def at(self, batch: int) -> tuple[Sequence[int], int]:
         """Those of the text and of the layers, for so many requests."""
         row = min(batch, MOST_ROWS)
         return self.text[row], self.layers[row]
 
     def by_batch(self) -> list[tuple[int, int, int]]:
-        """(first batch size, last, drafts), those of the greater source.
+        """(first batch size, last, drafts), the most of either source.
 
         vLLM takes it as `num_speculative_tokens_per_batch_size`.
         """
-        most = [max(pair) for pair in zip(*self, strict=True)]
+        most = [max(*text, layers) for text, layers in zip(*self, strict=True)]
         groups = groupby(range(1, len(most)), most.__getitem__)
         spans = [(drafts, list(batches)) for drafts, batches in groups]
         return [(batches[0], batches[-1], drafts) for drafts, batches in spans]
 
 
+def always(count: int) -> list[int]:
+    """As `text_drafts`: so many of any match."""
+    return [count if length >= min(BY_MATCH) else 0 for length in range(LONGEST_MATCH + 1)]
+
+
 def constant_drafts(count: int) -> Drafts:
     """So many, whatever the batch."""
-    return Drafts(*[[count] * (MOST_ROWS + 1)] * 2)
+    return Drafts([always(count)] * (MOST_ROWS + 1), [count] * (MOST_ROWS + 1))
 
 
 def drafts_here(
@@ -162,8 +200,11 @@ def drafts_here(
             costs = step_costs(config, device=device, **options).costs
     if costs is None:
         return constant_drafts(way.drafts)
-    batches = range(1, MOST_ROWS + 1)
     way = replace(way, alike=gpu is not None)
-    text = [best_text_drafts(costs, batch, way, way.drafts) for batch in batches]
+    batches = range(1, MOST_ROWS + 1)
+    if way.alike:  # passes have one number of drafts
+        text = [always(best_text_drafts(costs, batch, way, way.drafts)) for batch in batches]
+    else:
+        text = [text_drafts(price(costs, batch), way.drafts) for batch in batches]
     layers = [best_drafts(costs, batch, way, acceptance, way.drafts) for batch in batches]
-    return Drafts([0, *text], [0, *layers])
+    return Drafts([always(0), *text], [0, *layers])

@@ -9,9 +9,12 @@ from exitserve.costs.drafting import (
     MOST_ROWS,
     Drafting,
     Drafts,
+    always,
     best_drafts,
     best_text_drafts,
     drafting_speedup,
+    price,
+    text_drafts,
     tokens_of,
 )
 from exitserve.costs.sources import step_costs
@@ -61,12 +64,24 @@ def test_large_batches_draft_less_and_none_at_last(costs) -> None:
 
 
 def test_a_table_has_the_drafts_of_the_source_that_pays() -> None:
-    layers, text = [0] * (MOST_ROWS + 1), [0] * (MOST_ROWS + 1)
-    layers[1:4], text[1:6] = [3, 3, 1], [2] * 5
+    layers, text = [0] * (MOST_ROWS + 1), [always(0)] * (MOST_ROWS + 1)
+    layers[1:4], text[1:6] = [3, 3, 1], [always(2)] * 5
     drafts = Drafts(text, layers)
     assert drafts.by_batch() == [(1, 2, 3), (3, 5, 2), (6, MOST_ROWS, 0)]
-    assert drafts.at(3) == (2, 1)
-    assert drafts.at(2 * MOST_ROWS) == (0, 0)
+    assert drafts.at(3) == (always(2), 1)
+    assert drafts.at(2 * MOST_ROWS) == (always(0), 0)
+
+
+def test_more_of_the_text_is_drafted_the_more_of_it_matches_and_the_less_a_row_costs(costs) -> None:
+    prices = [price(costs, batch) for batch in (1, 8, 64, 512)]
+    assert prices[0] == pytest.approx(0.0, abs=1e-3) and prices == sorted(prices)
+    assert prices[-1] == pytest.approx(1.0, abs=0.2), "arithmetic limits it"
+    for least in (0.0, 0.3, 0.7):
+        counts = text_drafts(least, 4)
+        assert counts == sorted(counts)
+        assert sum(text_drafts(least + 0.1, 4)) < sum(counts)
+    assert text_drafts(0.3, 4)[:5] == [0, 0, 1, 2, 3]
+    assert max(text_drafts(0.3, 2)) == 2
 
 
 def test_no_drafts_are_plain_decoding(costs) -> None:

@@ -259,7 +259,7 @@ class DraftingRunner(CPUModelRunner):
         most = scheduler_output.num_spec_tokens_to_schedule
         may = [requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
         of_text, of_layers = self._drafts.at(len(sampled))
-        found = [self._draft_of_text(row, min(of_text, own)) for row, own in enumerate(may)]
+        found = [self._draft_of_text(row, of_text, own) for row, own in enumerate(may)]
         rows = [
             row
             for row, own in enumerate(may)
@@ -273,12 +273,12 @@ class DraftingRunner(CPUModelRunner):
                 found[row] = own[: may[row]]
         return found
 
-    def _draft_of_text(self, row: int, most: int) -> list[int]:
-        """What a row drafts from what it read and wrote; at most as many tokens as it can use."""
+    def _draft_of_text(self, row: int, counts: Sequence[int], most: int) -> list[int]:
+        """What a row drafts from what it read and wrote, at most so many tokens (`following`)."""
         if not most or not self._requests.drafts_from(row, "text"):
             return []
         batch = self.input_batch
-        found = following(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], most)
+        found = following(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], counts)
         if found:
             self._requests.note_text(row)
-        return found
+        return found[:most]

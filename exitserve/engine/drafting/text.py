@@ -6,30 +6,30 @@ whose modules `vllm.triton_utils.dispatcher` then fails at the next one.
 Shapes: T tokens.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 NGRAMS = 2, 4
-"""Tokens, least and most, that must have occurred before."""
+"""Tokens, least and most, that vLLM's kernels look for on GPUs."""
 
 
-def following(tokens: NDArray[np.int32], count: int) -> list[int]:
+def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> list[int]:
     """What followed the last occurrence of the most of its last tokens.
-
-    As many tokens as had occurred: the longer that was, the more often they are right.
 
     Args:
         tokens: [T] what the request read and wrote.
-        count: at most so many.
+        counts: how many tokens are drafted, by how many had occurred; the last count is that of
+            longer matches, too.
     """
-    data, size = tokens.tobytes(), tokens.itemsize
-    least, most = NGRAMS
-    for length in range(min(most, len(tokens) - 1), least - 1, -1):
-        last = data[-length * size :]
-        at = data.rfind(last, 0, len(data) - size)
-        while at > 0 and at % size:  # bytes of two tokens that look like one
-            at = data.rfind(last, 0, at + len(last) - 1)
-        if at >= 0:
-            start = at // size + length
-            return [int(token) for token in tokens[start : start + min(count, length)]]
-    return []
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    found, length = ends, 0
+    while len(ends) and length < len(counts) - 1:
+        found, length = ends, length + 1
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[-1 - length]]
+    if not length:
+        return []
+    start = int(found[-1]) + 1
+    return [int(token) for token in tokens[start : start + counts[length]]]
