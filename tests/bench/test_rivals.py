@@ -41,7 +41,7 @@ def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("eagle", "'eagle' is unknown; allowed: ngram, suffix, draft:PATH"),
+        ("eagle", "'eagle' is unknown; allowed: ngram, ngram:2, suffix, draft:PATH"),
         ("draft:", "is unknown"),
         ("draft:/nowhere", "no such checkpoint directory"),
         ("ngram,ngram", "names one twice"),
