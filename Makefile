@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # Keeps the checkout's folders from shadowing installed packages of the same name.
 export PYTHONSAFEPATH := 1
 
-.PHONY: setup demo lint unit check test tests nightly durations coverage docs clean
+.PHONY: setup demo lint types unit check test tests test-next nightly durations coverage docs clean
 
 setup: $(READY)
 
@@ -27,11 +27,22 @@ $(READY): requirements/cpu.txt pyproject.toml
 demo: setup
 	$(BIN)/exitserve demo
 
-lint: setup
+lint: types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Types, against the vLLM that is installed and against the sources of the one that GPUs have: what
+# we import, subclass and call of either. For the next one: `make types VLLM_OF_GPUS=0.34.0`.
+VLLM_OF_GPUS := 0.33.0
+SOURCES := .cache/vllm-$(VLLM_OF_GPUS)
+types: setup $(SOURCES)
+	$(BIN)/mypy
+	[ -d $(SOURCES)/.mypy ] || cp -r .mypy_cache $(SOURCES)/.mypy  # torch takes longest
+	MYPYPATH=$(SOURCES) $(BIN)/mypy --cache-dir $(SOURCES)/.mypy
+
+$(SOURCES): | $(READY)
+	$(BIN)/python requirements/vllm_sources.py $(VLLM_OF_GPUS) $@
 
 # Tests that start no engine and train nothing.
 UNIT := tests/unit tests/server tests/planning tests/deploy
@@ -67,6 +78,13 @@ test: setup
 # browser, recorded graphs, claims of papers, the tiny GPU benchmark.
 nightly: setup
 	$(MAKE) tests EACH_RUN='-m nightly'
+
+# Engine and server with the Python of the vLLM that GPUs have, over the kernels of the CPU's.
+OF_GPUS := PYTHONPATH=$(abspath $(SOURCES))
+ENGINES := tests/engine tests/server tests/e2e
+test-next: setup $(SOURCES)
+	$(OF_GPUS) $(PYTEST) $(EACH_RUN) $(addprefix --ignore=,$(INTERPRETED)) $(ENGINES)
+	$(OF_GPUS) TRITON_INTERPRET=1 $(PYTEST) $(EACH_RUN) tests/engine/runner_v2
 
 # Writes tests/durations.json, by which tests are ordered.
 durations: setup

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
@@ -52,6 +53,11 @@ BY_MATCH = {
 }
 """The same by how many of the last tokens had occurred before, at least so many."""
 LONGEST_MATCH = max(BY_MATCH)
+ASSUMED, ASSUMED_DEPTH = 0.5, 1 / 5
+"""The acceptance of a draft of the first layers where none is known, and the share of the depth at
+which SmolLM2-135M had it; advice goes by it too."""
+PRIOR = 2.0
+"""Accepted drafts, as expected, with which each request begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +130,11 @@ def best_text_drafts(costs: StepCosts, batch: int, way: Drafting, most: int = MO
     return max(range(min(most, len(TEXT_ACCEPTED)) + 1), key=gain)
 
 
+def accepted_of(match: int) -> Sequence[float]:
+    """The probabilities that drafts of a match of so many tokens are accepted."""
+    return BY_MATCH.get(max((one for one in BY_MATCH if one <= match), default=0), ())
+
+
 def text_drafts(least: float, most: int) -> list[int]:
     """[LONGEST_MATCH + 1] how many tokens of the text are drafted, by the length of the match.
 
@@ -131,11 +142,10 @@ def text_drafts(least: float, most: int) -> list[int]:
         least: the probability of being accepted, above which a draft pays.
         most: at most so many.
     """
-    found = [0] * (LONGEST_MATCH + 1)
-    for length in range(min(BY_MATCH), LONGEST_MATCH + 1):
-        accepted = BY_MATCH[max(one for one in BY_MATCH if one <= length)]
-        found[length] = min(most, sum(one > least for one in accepted))
-    return found
+    return [
+        min(most, sum(one > least for one in accepted_of(length)))
+        for length in range(LONGEST_MATCH + 1)
+    ]
 
 
 def price(costs: StepCosts, batch: int) -> float:
@@ -145,38 +155,74 @@ def price(costs: StepCosts, batch: int) -> float:
     return row * batch / costs.full(batch)
 
 
-class Drafts(NamedTuple):
-    """How many tokens are drafted at a time, by the number of requests, up to `MOST_ROWS`."""
+@dataclass
+class Acceptance:
+    """Of one source of a request: how many drafts were accepted, and how many should have been."""
 
-    text: Sequence[Sequence[int]]
-    """[MOST_ROWS + 1, LONGEST_MATCH + 1] of a request's own text, by the length of the match."""
-    layers: Sequence[int]
-    """[MOST_ROWS + 1] by the first layers."""
+    accepted: float = PRIOR
+    expected: float = PRIOR
 
-    def at(self, batch: int) -> tuple[Sequence[int], int]:
-        """Those of the text and of the layers, for so many requests."""
-        row = min(batch, MOST_ROWS)
-        return self.text[row], self.layers[row]
+    @property
+    def share(self) -> float:
+        """Of the accepted drafts that were expected; below 1 fewer drafts pay."""
+        return self.accepted / self.expected
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """How many tokens are drafted at a time: as many as pay in a batch of so many requests, where
+    this share of the accepted drafts that are expected comes true (`Acceptance`)."""
+
+    way: Drafting
+    """At most so many."""
+    acceptance: float
+    """Of a draft of the first layers."""
+    costs: StepCosts | None = None
+    """None: always `way`'s."""
+
+    def of_text(self, batch: int, share: float = 1.0) -> Sequence[int]:
+        """[LONGEST_MATCH + 1] of a request's own text, by the length of the match."""
+        return _of_text(self, min(batch, MOST_ROWS), round(8 * share))
+
+    def of_layers(self, batch: int, share: float = 1.0) -> int:
+        """Of the first layers."""
+        return _of_layers(self, min(batch, MOST_ROWS), round(8 * share))
 
     def by_batch(self) -> list[tuple[int, int, int]]:
         """(first batch size, last, drafts), the most of either source.
 
         vLLM takes it as `num_speculative_tokens_per_batch_size`.
         """
-        most = [max(*text, layers) for text, layers in zip(*self, strict=True)]
-        groups = groupby(range(1, len(most)), most.__getitem__)
-        spans = [(drafts, list(batches)) for drafts, batches in groups]
+
+        def most(batch: int) -> int:
+            return max(*self.of_text(batch), self.of_layers(batch))
+
+        spans = [(drafts, list(found)) for drafts, found in groupby(range(1, MOST_ROWS + 1), most)]
         return [(batches[0], batches[-1], drafts) for drafts, batches in spans]
+
+
+@cache
+def _of_text(drafts: Drafts, batch: int, eighths: int) -> Sequence[int]:
+    costs, way = drafts.costs, drafts.way
+    if costs is None:
+        return always(way.drafts)
+    if way.alike:  # passes have one number of drafts
+        return always(best_text_drafts(costs, batch, way, way.drafts))
+    return text_drafts(8 * price(costs, batch) / max(eighths, 0.5), way.drafts)
+
+
+@cache
+def _of_layers(drafts: Drafts, batch: int, eighths: int) -> int:
+    costs, way = drafts.costs, drafts.way
+    if costs is None:
+        return way.drafts
+    acceptance = min(1.0, drafts.acceptance * eighths / 8)
+    return best_drafts(costs, batch, way, acceptance, way.drafts)
 
 
 def always(count: int) -> list[int]:
     """As `text_drafts`: so many of any match."""
     return [count if length >= min(BY_MATCH) else 0 for length in range(LONGEST_MATCH + 1)]
-
-
-def constant_drafts(count: int) -> Drafts:
-    """So many, whatever the batch."""
-    return Drafts([always(count)] * (MOST_ROWS + 1), [count] * (MOST_ROWS + 1))
 
 
 def drafts_here(
@@ -198,13 +244,4 @@ def drafts_here(
         elif device is not None:
             options: Any = {"dtype": "bfloat16", "batch_sizes": (MOST_ROWS,)}
             costs = step_costs(config, device=device, **options).costs
-    if costs is None:
-        return constant_drafts(way.drafts)
-    way = replace(way, alike=gpu is not None)
-    batches = range(1, MOST_ROWS + 1)
-    if way.alike:  # passes have one number of drafts
-        text = [always(best_text_drafts(costs, batch, way, way.drafts)) for batch in batches]
-    else:
-        text = [text_drafts(price(costs, batch), way.drafts) for batch in batches]
-    layers = [best_drafts(costs, batch, way, acceptance, way.drafts) for batch in batches]
-    return Drafts([always(0), *text], [0, *layers])
+    return Drafts(replace(way, alike=gpu is not None), acceptance, costs)

@@ -19,7 +19,7 @@ from exitserve.checkpoint.calibration import (
     Calibration,
     ModeCalibration,
 )
-from exitserve.costs.drafting import Drafting, Drafts, constant_drafts, drafts_here
+from exitserve.costs.drafting import ASSUMED, Drafting, Drafts, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     AUTO,
@@ -53,8 +53,6 @@ PROCESSOR = "exitserve.engine.hooks.rows_processor:RowsProcessor"
 """How vLLM's configuration names what follows the batch of runner V1."""
 OWN_PROCESSORS = "exitserve.engine.hooks."
 """How the names begin of those that are ours, and change no logits."""
-ASSUMED_ACCEPTANCE = 0.7
-"""Of a draft, where no calibration has counted it."""
 MOST_DRAFTS = 64
 """vLLM's rejection sampler takes 128."""
 EARLY_EXIT: tuple[Mode, ...] = ("off", "confidence", "fixed")
@@ -269,12 +267,12 @@ def gpu() -> Gpu | None:
 def drafts_of(config: Mapping[str, Any], rules: ExitRules, given: int | None) -> Drafts:
     """How many tokens are drafted at a time: as many as the user said, else as many as pay, where
     costs are known."""
-    if given is not None:
-        return constant_drafts(rules.num_drafts)
     (layer,) = rules.exit_layers
     known = {} if rules.calibration is None else rules.calibration.agreement_at
-    acceptance = known.get(layer, ASSUMED_ACCEPTANCE)
+    acceptance = known.get(layer, ASSUMED)
     way = Drafting(exit_layer=layer, drafts=rules.num_drafts, checks=rules.default.mode == "defer")
+    if given is not None:
+        return Drafts(way, acceptance)
     card = gpu()
     return drafts_here(config, way, acceptance, None if card is None else card.name)
 

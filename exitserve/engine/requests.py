@@ -5,13 +5,14 @@ It outlives a preemption, since recomputed tokens must freeze where they did.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.sampling_params import SamplingType
 
+from exitserve.costs.drafting import Acceptance
 from exitserve.policy import DRAFT_SOURCES, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -40,6 +41,8 @@ class Request:
     """Whether its tokens are drawn by a seed's random numbers."""
     draft_sources: tuple[str, ...] = DRAFT_SOURCES["both"]
     """Where its drafts may come from."""
+    acceptance: Mapping[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
+    """Of its drafts, by their source."""
     needs_whole_head: bool = False
     """Whether a token that exits needs the logits of all tokens, not of the exit rows only."""
     exits_disabled: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.drafting import (
+    ASSUMED_DEPTH,
     MOST_DRAFTS,
     Drafting,
     best_drafts,
@@ -21,8 +22,6 @@ from exitserve.costs.drafting import (
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 """Of a draft of the first layers, for which gains are shown. Training for the layer decides it."""
-ASSUMED, ASSUMED_DEPTH = 0.5, 1 / 5
-"""The one that advice goes by, and at which share of the depth: as SmolLM2-135M had it."""
 DEPTHS = (1 / 8, ASSUMED_DEPTH, 1 / 3)
 """Shares of the depth at which drafts are planned, where a checkpoint declares no exit layer."""
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import StepCosts
+from exitserve.costs.drafting import ASSUMED, ASSUMED_DEPTH
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
-from exitserve.planning.drafts import ASSUMED, ASSUMED_DEPTH, draft_layers, drafting_table
+from exitserve.planning.drafts import draft_layers, drafting_table
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,

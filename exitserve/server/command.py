@@ -208,11 +208,15 @@ def parse_vllm_args(model: str, rest: list[str]) -> Any:
         ExitServeError: a flag is unknown or has a bad value. The message has one line; vLLM's
             parser would print all of its three hundred flags first.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()  # type: ignore[no-untyped-call]  # vLLM's
+    from exitserve.engine.compat.command_line import (
+        cli_env_setup,
+        make_arg_parser,
+        validate_parsed_serve_args,
+    )
+
+    cli_env_setup()  # type: ignore[no-untyped-call, unused-ignore]  # vLLM's
     base: Any = FlexibleArgumentParser  # untyped in vLLM
 
     class Parser(base):  # type: ignore[misc]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub.repocard import metadata_load
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.checkpoint.hub import CARD
@@ -120,16 +121,8 @@ def _measured(found: Perplexity | None) -> str:
 
 def licence_of(directory: Path) -> dict[str, str]:
     """The licence in the metadata of a checkpoint's card; empty where there is none."""
-    path = directory / CARD
-    if not path.is_file():
-        return {}
-    parts = path.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return {}
     try:
-        metadata = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
-        return {}
-    if not isinstance(metadata, dict):
+        metadata = metadata_load(directory / CARD) or {}
+    except (OSError, ValueError, yaml.YAMLError):  # there is none, or it is broken
         return {}
     return {key: str(metadata[key]) for key in LICENCE_KEYS if metadata.get(key)}

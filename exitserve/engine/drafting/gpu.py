@@ -174,6 +174,8 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             [B, K] drafts; those beyond `num_speculative_tokens` are not to be read.
         """
         rows = input_batch.num_reqs
+        if dummy_run and dp_sync_state is not None:  # as many as any data-parallel rank has
+            rows = min(rows, dp_sync_state.num_reqs)
         drafts = num_speculative_tokens
         if drafts is None:
             drafts = self.num_speculative_steps
@@ -181,7 +183,7 @@ class FirstLayersSpeculator(TargetDependentARSpeculator):
             return self.draft_tokens[:rows, 1:].fill_(-1)
         longest = int(input_batch.seq_lens_cpu_upper_bound[:rows].max())
         self.draft_max_seq_len = min(longest + drafts, self.max_model_len)
-        count = drafts if dummy_run else min(drafts, self._drafts.at(rows)[1])
+        count = drafts if dummy_run else min(drafts, self._drafts.of_layers(rows))
         self._copy_request_inputs(
             rows, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run
         )
@@ -291,7 +293,7 @@ class DraftGraphs(SpeculatorCudaGraphManager):
                 vllm_max_batch_size=self.max_num_reqs,
                 vllm_num_speculative_tokens=config.num_speculative_tokens,
             )
-            by_batch += drafts_from(config).layers[1 : self.max_num_reqs + 1]
+            by_batch += map(drafts_from(config).of_layers, range(1, self.max_num_reqs + 1))
             self._capture_descs = {
                 mode: [
                     SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=drafts)

@@ -15,8 +15,8 @@ NGRAMS = 2, 4
 """Tokens, least and most, that vLLM's kernels look for on GPUs."""
 
 
-def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> list[int]:
-    """What followed the last occurrence of the most of its last tokens.
+def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> tuple[list[int], int]:
+    """What followed the last occurrence of the most of its last tokens, and how many these were.
 
     Args:
         tokens: [T] what the request read and wrote.
@@ -30,6 +30,6 @@ def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> list[int]:
         ends = ends[ends >= length]
         ends = ends[tokens[ends - length] == tokens[-1 - length]]
     if not length:
-        return []
+        return [], 0
     start = int(found[-1]) + 1
-    return [int(token) for token in tokens[start : start + counts[length]]]
+    return tokens[start : start + counts[length]].tolist(), length
