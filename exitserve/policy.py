@@ -37,7 +37,7 @@ DRAFT_SOURCES: dict[str, tuple[str, ...]] = {
 }
 """What a request may send as `exit_drafts`, and where its drafts then come from."""
 
-NUM_DRAFTS = 4
+NUM_DRAFTS = 8
 """Most tokens drafted in a row, by default."""
 
 NEVER = math.inf

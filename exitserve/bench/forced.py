@@ -53,6 +53,7 @@ def start_forced_engine(
     prepare_environment()
     if (exits or {}).get("mode") in EXACT:
         drafts = (exits or {}).get("num_drafts") or NUM_DRAFTS
+        exits = {**(exits or {}), "num_drafts": drafts}
         accepted = [shares["acceptance"] ** (count + 1) for count in range(drafts)]
         forced["speculative_config"] = {
             "rejection_sample_method": "synthetic",

@@ -108,15 +108,15 @@ def drafting_options(
                 f"of draft model; serve it from a folder of another name."
             )
 
+    table = drafts_of(read_config(model_dir, revision), rules, given).by_batch()
     speculation: dict[str, Any] = {
         "method": "draft_model",
         "model": str(model_dir),
-        "num_speculative_tokens": rules.num_drafts,
+        "num_speculative_tokens": max(1, *(drafts for _, _, drafts in table)),
+        "num_speculative_tokens_per_batch_size": table,
     }
     if revision is not None:
         speculation["revision"] = revision
-    table = drafts_of(read_config(model_dir, revision), rules, given).by_batch()
-    speculation["num_speculative_tokens_per_batch_size"] = table
     worker = "cpu_worker" if current_platform.is_cpu() else "gpu_worker"
     return {
         "worker_cls": f"exitserve.engine.hooks.{worker}.ExitWorker",

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm.sampling_params import SamplingType
 
-from exitserve.costs.drafting import Acceptance
+from exitserve.costs.drafting import PRIOR, SAMPLED, Acceptance
 from exitserve.policy import DRAFT_SOURCES, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -41,7 +42,7 @@ class Request:
     """Whether its tokens are drawn by a seed's random numbers."""
     draft_sources: tuple[str, ...] = DRAFT_SOURCES["both"]
     """Where its drafts may come from."""
-    acceptance: Mapping[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
+    acceptance: Mapping[str, Acceptance] = field(default_factory=dict)
     """Of its drafts, by their source."""
     needs_whole_head: bool = False
     """Whether a token that exits needs the logits of all tokens, not of the exit rows only."""
@@ -135,6 +136,7 @@ def read_request(
         stop_ids=frozenset([*ends, *(params.stop_token_ids or ())]),
         name=name,
         draft_sources=DRAFT_SOURCES.get(str(fields.get("exit_drafts")), DRAFT_SOURCES["both"]),
+        acceptance=defaultdict(partial(Acceptance, SAMPLED if params.temperature > 0 else PRIOR)),
         needs_whole_head=needs_whole_head(params, rules),
         has_seed=params.seed is not None and params.temperature > 0,
         exits_disabled=disabled,
