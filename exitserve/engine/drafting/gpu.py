@@ -425,12 +425,8 @@ class SlotRequests(DraftingRequests):
     def _take(
         self, rows: Sequence[tuple[Request | None, int]], found: Sequence[Sequence[int]]
     ) -> None:
-        """Counts a pass.
-
-        Args:
-            rows: each row's request, None in warm-ups, and how many drafts it had.
-            found: see `_found`.
-        """
+        """Counts a pass: each row's request, None in warm-ups, and how many drafts it had; what
+        `_found` found."""
         outcomes = []
         for (request, drafts), (index, count, text, *pairs) in zip(rows, found, strict=True):
             tokens, is_final = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]

@@ -235,14 +235,8 @@ def _last_positions(shape: BatchShape, positions: Tensor) -> list[int]:
 def _computed_before(
     request: Request, generated: int, length: int, end: int
 ) -> list[tuple[int, int]]:
-    """(token index, depth) of a chunk's tokens that were computed once before a preemption.
-
-    Args:
-        request: the row's.
-        generated: index of the generated token that the chunk's last position leads to.
-        length: of the chunk.
-        end: index after the chunk's last token.
-    """
+    """(token index, depth) of a chunk's tokens that were computed before a preemption; the chunk
+    has `length` tokens before `end`, and leads to generated token `generated`."""
     depths = request.depths
     first = max(1, generated + 1 - length)
     past_last = min(generated + 1, len(request.output_ids), len(depths))

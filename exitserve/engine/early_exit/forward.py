@@ -109,17 +109,8 @@ class HostLoop:
         return states.index_copy_(0, active.tokens, active.normed)
 
     def _check(self, active: ActiveRows, layer: int, step: Step, states: Tensor) -> set[int]:
-        """Checks rows, and propagates the keys and values of those that exit.
-
-        Args:
-            active: the rows that run.
-            layer: how many layers they have run.
-            step: takes the outcome.
-            states: [T, D], takes the normed states of rows that exit.
-
-        Returns:
-            The rows that exit.
-        """
+        """Checks rows that have run `layer` layers, and propagates the keys and values of those
+        that exit, which it returns; `states` [T, D] takes their normed states."""
         due = step.due(layer)
         if not due:
             return set()

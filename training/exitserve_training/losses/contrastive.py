@@ -167,14 +167,8 @@ def _counted(states: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tenso
 
 
 def _info_nce(queries: Tensor, keys: Tensor, counted: Tensor, temperature: float) -> Tensor:
-    """-log softmax of query i's score with key i among all counted keys of its row: [B, T].
-
-    Args:
-        queries: unit vectors [B, T, D].
-        keys: unit vectors [B, T, D].
-        counted: bool [B, T]; the values of other queries mean nothing.
-        temperature: divides the scores.
-    """
+    """-log softmax of query i's score with key i among all counted [B, T] keys of its row: [B, T];
+    unit vectors [B, T, D]. The values of queries that do not count mean nothing."""
 
     def block(start: int, stop: int) -> Tensor:
         scores = products(queries[:, start:stop], keys) / temperature

@@ -78,15 +78,8 @@ def simreg(
 def _token_losses(
     vectors: Tensor, labels: Tensor, counted: Tensor, positives: Tensor, temperature: float
 ) -> Tensor:
-    """softplus(L_i) [B, T] of tokens that are compared with all others of their row.
-
-    Args:
-        vectors: what is multiplied, [B, T, D].
-        labels: [B, T].
-        counted: bool [B, T].
-        positives: |P_i|, [B, T].
-        temperature: tau.
-    """
+    """softplus(L_i) [B, T] of tokens, each with a vector [B, T, D], that are compared with all
+    others of their row; `positives` is |P_i|, `temperature` tau."""
 
     def log_ratios(start: int, stop: int) -> Tensor:
         scores = products(vectors[:, start:stop], vectors) / temperature
@@ -100,12 +93,8 @@ def _token_losses(
 
 
 def _token_weights(counted: Tensor, positives: Tensor) -> Tensor:
-    """The weight of each token's loss in the mean; they sum to 1 where all chunks have negatives.
-
-    Args:
-        counted: bool, B rows of chunks of tokens [B, C, S].
-        positives: |P_i| within the chunk, as floats [B, C, S].
-    """
+    """The weight of each token's loss in the mean, for chunks of tokens [B, C, S] and |P_i| within
+    the chunk; they sum to 1 where all chunks have negatives."""
     weights = counted.to(positives.dtype)
     tokens = weights.sum(dim=2, keepdim=True)
     pairs = positives.sum(dim=2, keepdim=True)

@@ -151,12 +151,8 @@ def decorrelation(z: Tensor, *, between: Between = "tokens", mask: Tensor | None
 def _centred(states: Tensor, dim: int, count: Tensor | None = None) -> Tensor:
     """States [B, T, D] less their mean along `dim`, of a size near 1.
 
-    A correlation knows no scale: dividing by a constant size changes no value or gradient.
-
-    Args:
-        states: zeros where they do not count.
-        dim: 1 for each feature's mean over tokens, -1 for each token's over features.
-        count: [B], tokens that count, for the mean over them.
+    A correlation knows no scale: dividing by a constant size changes no value or gradient. Means
+    are over the `count` [B] tokens that are not zeros; `dim` is 1 for tokens, -1 for features.
     """
     size = states.detach().abs().amax(dim, keepdim=True)
     scaled = states / size.where(size > SHORTEST, 1.0)

@@ -157,12 +157,8 @@ class DeviceRequests(RunningRequests):
             self._arrivals.then(take)
 
     def _count(self, due: list[tuple[Request, int, int]], depths: list[int] | None) -> None:
-        """Counts the generated tokens of a pass.
-
-        Args:
-            due: requests, the index of their generated token, their row.
-            depths: [B] of the rows; None: all ran all layers.
-        """
+        """Counts the generated tokens of a pass: requests, the index of their token, their row.
+        Without depths [B] of the rows, all ran all layers."""
         full = self._rules.num_layers
         for request, index, row in due:
             depth = full if depths is None else depths[row]
