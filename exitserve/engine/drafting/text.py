@@ -7,6 +7,7 @@ Shapes: T tokens.
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,5 +32,6 @@ def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> tuple[list[in
         ends = ends[tokens[ends - length] == tokens[-1 - length]]
     if not length:
         return [], 0
-    start = int(found[-1]) + 1
-    return tokens[start : start + counts[length]].tolist(), length
+    follows = tokens[found[-1] + 1 :].tolist()
+    # Of a text that repeats, what followed ends where the text does: it goes on in a circle.
+    return list(islice(cycle(follows), counts[length])), length
