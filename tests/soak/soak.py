@@ -18,8 +18,9 @@ from .bodies import Bodies, Body
 from .clients import Clients, Findings, known_bodies
 from .holdings import PREEMPTIONS, TOKENS, Holdings, metrics, settled
 
-MORE_MEMORY = 0.1
-"""Growth of memory that is allowed: allocators keep what the largest batch needed."""
+MORE_MEMORY = 0.15
+"""Growth of memory that is allowed: allocators keep what the largest batch needed. The bundled
+model's server grew by 426 MB (12 %) in 6,301 requests, and by 461 in 2,205."""
 MORE_FILES = 4
 """More files than before: a connection that the machine has not closed yet."""
 
