@@ -269,9 +269,9 @@ class DraftingRunner(CPUModelRunner):
         found = [self._draft_of_text(row, own) for row, own in enumerate(may)]
         # Rows without drafts of their text, and how many each drafts by the first layers.
         wanted = {
-            row: min(own, self._drafts.of_layers(len(may), requests.share(row, "layers")))
+            row: min(own, self._drafts.of_layers(len(may), share))
             for row, own in enumerate(may)
-            if own and not found[row]
+            if own and not found[row] and (share := requests.share(row, "layers"))
         }
         if rows := [row for row, own in wanted.items() if own]:
             last, count = [sampled[row][-1] for row in rows], max(wanted.values())
