@@ -15,7 +15,7 @@ from exitserve.engine.options import (
 )
 
 SUPPORTED_VLLM = ("0.32", "0.33")
-"""Minor versions that were tested: 0.32 on CPUs, where it is the newest, and 0.33 on GPUs."""
+"""Minor versions that were tested: 0.32 everywhere; 0.33 without a GPU (docs/dependencies.md)."""
 
 
 def check_version() -> None:

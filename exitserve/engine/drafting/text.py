@@ -32,6 +32,7 @@ def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> tuple[list[in
         ends = ends[tokens[ends - length] == tokens[-1 - length]]
     if not length:
         return [], 0
-    follows = tokens[found[-1] + 1 :].tolist()
+    start = found[-1] + 1
+    follows = tokens[start : start + counts[length]].tolist()
     # Of a text that repeats, what followed ends where the text does: it goes on in a circle.
     return list(islice(cycle(follows), counts[length])), length
