@@ -92,10 +92,16 @@ def step_seconds(costs: StepCosts, batch: int, way: Drafting) -> float:
     mean = share * way.text + (1 - share) * way.drafts
     judged = batch * (1 + (max(way.text, way.drafts) if way.alike else mean))
     first = way.exit_layer * costs.layer(batch) + costs.check(batch)
+    # The first layers run where any row has no drafts of its text.
+    drafts = (1 - share**batch) * way.drafts * first
+    return drafts + judge_seconds(costs, batch, judged, way)
+
+
+def judge_seconds(costs: StepCosts, batch: int, judged: float, way: Drafting) -> float:
+    """Seconds of a pass that judges so many tokens of a batch, drafts among them."""
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
     heads = costs.head(judged) + (costs.check(judged) if way.checks else 0.0)
-    # The first layers run where any row has no drafts of its text.
-    return (1 - share**batch) * way.drafts * first + layers + heads + costs.rest(batch)
+    return layers + heads + costs.rest(batch)
 
 
 def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
@@ -186,8 +192,33 @@ class Drafts:
         return _of_text(self, min(batch, MOST_ROWS), round(8 * share))
 
     def of_layers(self, batch: int, share: float = 1.0) -> int:
-        """Of the first layers."""
+        """Of the first layers, if all requests draft."""
         return _of_layers(self, min(batch, MOST_ROWS), round(8 * share))
+
+    def of_some(
+        self, batch: int, shares: Sequence[float], drafted: int = 0, accepted: float = 0.0
+    ) -> int:
+        """Of the first layers, if only some requests draft, which read their weights for few rows.
+
+        Args:
+            batch: B.
+            shares: of those that draft.
+            drafted: tokens of the others' text.
+            accepted: those of them that are expected to be accepted.
+        """
+        costs, rows = self.costs, len(shares)
+        if costs is None or not rows:
+            return self.way.drafts if rows else 0
+        first = self.way.exit_layer * costs.layer(rows) + costs.check(rows)
+        accept = [min(1.0, self.acceptance * share) for share in shares]
+
+        def tokens_a_second(drafts: int) -> float:
+            more = sum(one**count for one in accept for count in range(1, drafts + 1))
+            judged = batch + drafted + rows * drafts
+            seconds = drafts * first + judge_seconds(costs, batch, judged, self.way)
+            return (batch + accepted + more) / seconds
+
+        return max(range(self.way.drafts + 1), key=tokens_a_second)
 
     def by_batch(self) -> list[tuple[int, int, int]]:
         """(first batch size, last, drafts), the most of either source.

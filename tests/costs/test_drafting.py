@@ -88,6 +88,17 @@ def test_requests_whose_drafts_are_not_accepted_draft_less_and_none_at_last(cost
     assert drafts.of_layers(8, found.share) == layers[0], "more are accepted than were expected"
 
 
+def test_few_rows_of_a_batch_draft_less_than_all_of_it(costs) -> None:
+    drafts = Drafts(Drafting(exit_layer=4, drafts=4), 0.8, costs)
+    for batch in (1, 8, 64):
+        by_rows = [drafts.of_some(batch, [1.0] * rows) for rows in range(batch + 1)]
+        assert by_rows[0] == 0 and by_rows[-1] == drafts.of_layers(batch)
+        assert batch > 8 or by_rows == sorted(by_rows), "until arithmetic limits it"
+        assert drafts.of_some(batch, [0.1] * batch) == 0
+        beside_text = drafts.of_some(batch, [1.0] * batch, drafted=8, accepted=4.0 * batch)
+        assert beside_text <= by_rows[-1], "a step that gives more tokens is worth more time"
+
+
 def test_more_of_the_text_is_drafted_the_more_of_it_matches_and_the_less_a_row_costs(costs) -> None:
     prices = [price(costs, batch) for batch in (1, 8, 64, 512)]
     assert prices[0] == pytest.approx(0.0, abs=1e-3) and prices == sorted(prices)

@@ -118,6 +118,11 @@ class RowRequests(DraftingRequests):
         each is accepted."""
         self._expected[self._rows[row][0].name] = source, accepted
 
+    def expected(self) -> tuple[int, float]:
+        """Drafts that the next pass judges, so far, and how many of them it should accept."""
+        found = [each for _, each in self._expected.values()]
+        return sum(map(len, found)), sum(map(sum, found))
+
     def share(self, row: int, source: str) -> float:
         """`Acceptance.share` of a source of a row's drafts; 0 if it takes none from there."""
         request = self._rows[row][0]
@@ -267,18 +272,20 @@ class DraftingRunner(CPUModelRunner):
         most = scheduler_output.num_spec_tokens_to_schedule
         may = [requests.may_draft(row, own, most) for row, own in enumerate(sampled)]
         found = [self._draft_of_text(row, own) for row, own in enumerate(may)]
-        # Rows without drafts of their text, and how many each drafts by the first layers.
-        wanted = {
-            row: min(own, self._drafts.of_layers(len(may), share))
+        # Rows without drafts of their text, for which drafts of the first layers may pay.
+        shares = {
+            row: share
             for row, own in enumerate(may)
             if own and not found[row] and (share := requests.share(row, "layers"))
+            if self._drafts.of_layers(len(may), share)
         }
-        if rows := [row for row, own in wanted.items() if own]:
-            last, count = [sampled[row][-1] for row in rows], max(wanted.values())
+        if count := self._drafts.of_some(len(may), [*shares.values()], *requests.expected()):
+            rows = [*shares]
+            last = [sampled[row][-1] for row in rows]
             drafts = self.drafter.draft(rows, last, count)  # type: ignore[union-attr]
             expected = [self._drafts.acceptance**number for number in range(1, count + 1)]
             for row, own in zip(rows, drafts, strict=True):
-                found[row] = own[: wanted[row]]
+                found[row] = own[: may[row]]
                 requests.expect(row, "layers", expected)
         return found
 
@@ -291,6 +298,7 @@ class DraftingRunner(CPUModelRunner):
         counts = self._drafts.of_text(batch.num_reqs, share)
         tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
         found, match = following(tokens, counts)
+        found = found[:most]
         if found:
-            self._requests.expect(row, "text", accepted_of(match))
-        return found[:most]
+            self._requests.expect(row, "text", accepted_of(match)[: len(found)])
+        return found
