@@ -69,7 +69,7 @@ def test_checkpoint_is_an_ordinary_one(trained: Path) -> None:
 def test_provenance_and_logs_are_beside_it(trained: Path) -> None:
     run = read(trained, "training_run.json")
     assert run["command"]
-    assert run["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(run["versions"]["torch"]), "with or without the build"
     assert run["recipe"]["objectives"][0]["name"] == "aligned"
     assert "git_revision" in run
     assert run["earlier_sessions"] == []
