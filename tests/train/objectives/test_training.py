@@ -128,8 +128,7 @@ def test_headless_training_ranks_the_right_token_high(report: Callable[[str], Re
     """Read through the input embeddings, as the head that is recovered later begins."""
     headless = report("headless")
     assert headless["metrics"]["headless_loss"] < report("ce")["metrics"]["headless_loss"]
-    # The text has 10 likely tokens among 300: chance is a median rank of 150.
-    assert headless["metrics"]["median_rank"] <= 2.0
+    assert headless["layers"]["4"]["accuracy"] > 0.8, "of 300 tokens"
 
 
 @pytest.mark.parametrize("name", ["cosine_alignment", "kl_to_last", "simreg", "dispersion", "nitp"])
