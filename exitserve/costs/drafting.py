@@ -77,6 +77,9 @@ class Drafting:
     """Whether all rows take as many places in the pass as those with most drafts, as on GPUs."""
 
 
+NO_DRAFTS = Drafting(exit_layer=0, drafts=0)
+
+
 def tokens_of(acceptance: float, way: Drafting) -> float:
     """Mean tokens of a step, each draft of the layers being accepted with a probability."""
     layers = sum(acceptance**count for count in range(1, way.drafts + 1))
@@ -101,7 +104,7 @@ def judge_seconds(costs: StepCosts, batch: int, judged: float, way: Drafting) ->
     """Seconds of a pass that judges so many tokens of a batch, drafts among them."""
     layers = costs.num_layers * (costs.matrices(judged) + costs.attention(batch))
     heads = costs.head(judged) + (costs.check(judged) if way.checks else 0.0)
-    return layers + heads + costs.rest(batch)
+    return layers + heads + costs.rest(judged)
 
 
 def drafting_speedup(costs: StepCosts, batch: int, way: Drafting, acceptance: float) -> float:
@@ -157,9 +160,8 @@ def text_drafts(least: float, most: int) -> list[int]:
 
 def price(costs: StepCosts, batch: int) -> float:
     """What a further row of a pass costs, as a share of what a token costs at full depth."""
-    more = costs.matrices(batch + 1) - costs.matrices(batch)
-    row = costs.num_layers * more + costs.head(batch + 1) - costs.head(batch)
-    return row * batch / costs.full(batch)
+    none, one = (judge_seconds(costs, batch, batch + more, NO_DRAFTS) for more in (0, 1))
+    return (one - none) * batch / costs.full(batch)
 
 
 @dataclass
