@@ -5,8 +5,10 @@ names one. Slow, and everything is real: the scheduler a pass ahead, the specula
 sampling, block tables. CUDA graphs are what is missing.
 """
 
+import importlib
 import os
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,12 @@ if INTERPRETED:  # before vLLM is imported, which looks once
 
 
 @pytest.fixture(autouse=True)
-def on_runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_runner_v2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines that start here run V2, in this process or in others."""
     if not INTERPRETED:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1, as in `make test`")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setenv("PYTHONPATH", str(SITE), prepend=os.pathsep)
+    yield
+    # An engine keeps its process's variables for those that start there later.
+    importlib.import_module("vllm.envs").disable_envs_cache()
