@@ -26,7 +26,7 @@ from exitserve.checkpoint.block import (
 from exitserve.checkpoint.files import check_new_folder
 from exitserve.checkpoint.first_layers import layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights, local_checkpoint
-from exitserve.checkpoint.weights import INDEX, StoredTensor, read_weights, weight_files
+from exitserve.checkpoint.weights import StoredTensor, index_of, read_weights, weight_files
 from exitserve.errors import ExitServeError, shown
 
 DESCRIPTION = """\
@@ -159,14 +159,14 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _write(job: _Import) -> None:
     """Writes the copy, or, where anything fails, nothing."""
     partial = job.out.parent / f".{job.out.name}.partial"
-    names = [Path(name) for name in weight_files(job.directory)]
-    extra = [Path(name) for name in (INDEX, CARD) if (job.directory / name).is_file()]
+    names = [*weight_files(job.directory), *index_of(job.directory), CARD]
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for path in (*names, *extra, *files_beside_weights(job.directory)):
+        for path in (*map(Path, names), *files_beside_weights(job.directory)):
             (partial / path).parent.mkdir(exist_ok=True)
-            shutil.copyfile(job.directory / path, partial / path)
+            if (job.directory / path).is_file():  # a card need not be there
+                shutil.copyfile(job.directory / path, partial / path)
         write_multi_exit(partial, job.block, job.config)
         partial.replace(job.out)
     except OSError as error:
