@@ -235,11 +235,12 @@ def _flags_in(path: str) -> list[str]:
 
     from exitserve.engine.compat.command_line import make_arg_parser
 
+    base: Any = FlexibleArgumentParser  # untyped in vLLM
     try:
-        found: list[str] = make_arg_parser(FlexibleArgumentParser()).load_config_file(path)
+        found: list[str] = make_arg_parser(base()).load_config_file(path)
     except (AttributeError, OSError, ValueError, YAMLError) as error:
         raise ExitServeError(
-            f"--config must be a YAML file of flags (port: 8000), not {path!r}: {one_line(str(error))}"
+            f"--config {path!r} must be a YAML file of flags: {one_line(str(error))}"
         ) from error
     return found
 
