@@ -103,18 +103,16 @@ def _rows(shape: Mapping[str, Any]) -> str:
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    assumed = data["assumption"]
+    share, gain = data["assumption"]["plausible_share"], one["best_plausible_speedup"]
     if one["reason"] is None:
         return (
-            f"Batch {one['batch_size']}: exits that skip layers can pay, up to "
-            f"{one['best_plausible_speedup']:.2f} if {assumed['plausible_share']:.0%} of the "
-            f"tokens exit at a quarter of the depth."
+            f"Batch {one['batch_size']}: exits that skip layers can pay, up to {gain:.2f} if "
+            f"{share:.0%} of the tokens exit at a quarter of the depth."
         )
     return (
-        f"Batch {one['batch_size']}: exits that skip layers CANNOT pay. Even if "
-        f"{assumed['plausible_share']:.0%} of the tokens exited at a quarter of the depth, wall "
-        f"speedup would be "
-        f"{one['best_plausible_speedup']:.2f}: {one['reason']}."
+        f"Batch {one['batch_size']}: exits that skip layers CANNOT pay. Even if {share:.0%} of the "
+        f"tokens exited at a quarter of the depth, wall speedup would be {gain:.2f}: "
+        f"{one['reason']}."
     )
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.drafting import assumed_acceptance
+from exitserve.costs.drafting import (
+    Drafting,
+    assumed_acceptance,
+    best_drafts,
+    best_text_drafts,
+    drafting_speedup,
+)
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
-from exitserve.planning.drafts import best_drafting
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
@@ -125,6 +131,32 @@ def _drafts(
     return found | {"counted": layer in known}
 
 
+def best_drafting(
+    costs: StepCosts,
+    batch: int,
+    layer: int,
+    acceptance: float,
+    *,
+    checks: bool = False,
+    alike: bool,
+) -> dict[str, Any]:
+    """An entry of the report's `modes`: the drafts of a layer that gain most, for B = `batch`; see
+    `Drafting`.
+    """
+    way = Drafting(exit_layer=layer, drafts=0, checks=checks, alike=alike)
+    way = replace(way, text=best_text_drafts(costs, batch, way))
+    way = replace(way, drafts=best_drafts(costs, batch, way, acceptance))
+    return {
+        "mode": "defer" if checks else "verify",
+        "batch_size": batch,
+        "exit_layer": layer,
+        "drafts": way.drafts,
+        "text_drafts": way.text,
+        "acceptance": round(acceptance, 4),
+        "wall_speedup": round(drafting_speedup(costs, batch, way, acceptance), 4),
+    }
+
+
 def _advice(drafts: dict[str, Any], skipping: float) -> dict[str, Any]:
     """Which mode to serve at a batch size: one that drafts, or exits that skip layers, which give
     `skipping`."""
@@ -226,25 +258,17 @@ def _choice_block(
     compacts: bool,
 ) -> dict[str, Any]:
     """Several exit layers together, and what they gain if given shares of the tokens exit."""
+
+    def gain(batch: int, share: float) -> float:
+        exits = shares_at(layers, costs.num_layers, share)
+        return round(speedup(costs, batch, exits, compacts=compacts), 4)
+
+    even = break_even_total(costs, batch_sizes[0], layers, compacts=compacts)
     return {
         "layers": list(layers),
-        "break_even_share": _rounded(
-            break_even_total(costs, batch_sizes[0], layers, compacts=compacts)
-        ),
+        "break_even_share": _rounded(even),
         "speedups": [
-            {
-                "batch_size": batch,
-                "exit_share": share,
-                "speedup": round(
-                    speedup(
-                        costs,
-                        batch,
-                        shares_at(layers, costs.num_layers, share),
-                        compacts=compacts,
-                    ),
-                    4,
-                ),
-            }
+            {"batch_size": batch, "exit_share": share, "speedup": gain(batch, share)}
             for batch in batch_sizes
             for share in shares
         ],
