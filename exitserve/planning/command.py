@@ -178,7 +178,7 @@ def _publish(data: dict[str, Any], out: Path | None) -> None:
             "Several tokens a step", page.drafting_headers(data), page.drafting_rows(data)
         ),
         page.DRAFTING_LEGEND,
-        terminal_table("Exit layers, one at a time (* recommended)", headers, rows),
+        terminal_table("One exit layer (* recommended)", headers, rows),
         page.LEGEND,
         terminal_table("Exit layers together", page.choice_headers(data), choices),
         *page.recommendation(data),

@@ -74,17 +74,17 @@ def make_plan(
         return [_drafts(costs, layer, batch, block, compacts) for layer in layers]
 
     best = choice(layers)
-    drafting = max(drafts(own_layers or range(1, shape.num_layers), first), key=_GAIN)
+    drafting = max(drafts(range(1, shape.num_layers), first), key=_GAIN)
     if not own_layers and _GAIN(drafting) >= gain_of(best, first, exit_share):
         layers = (drafting["exit_layer"],)
     served = choice(own_layers or layers)
+    # A server drafts with the layers up to its first exit.
     advice = [
-        _advice(max(drafts(served["layers"], batch), key=_GAIN), gain_of(served, batch, exit_share))
+        _advice(drafts(served["layers"][:1], batch)[0], gain_of(served, batch, exit_share))
         for batch in batch_sizes
     ]
-    shown = {drafting["exit_layer"], *own_layers}
-    if not own_layers:
-        shown |= {max(1, round(depth * shape.num_layers)) for depth in DRAFT_DEPTHS}
+    some = (max(1, round(depth * shape.num_layers)) for depth in DRAFT_DEPTHS)
+    shown = own_layers or {drafting["exit_layer"], *some}
     return {
         "model": model,
         "measured": source.measured,
