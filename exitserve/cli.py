@@ -16,7 +16,7 @@ from exitserve.errors import ExitServeError
 from exitserve.evaluation.command import add_command as add_eval
 from exitserve.import_checkpoint import add_import
 from exitserve.planning.command import add_command as add_plan
-from exitserve.server.command import add_serve
+from exitserve.server.command import add_serve, with_config
 from exitserve.truncation.command import add_truncate
 
 DESCRIPTION = """\
@@ -73,12 +73,15 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None = None, **resear
         argv: the arguments; by default the process's.
         research: options that have no flag, by name: `RESEARCH` of a command has them.
     """
-    args, rest = parser.parse_known_args(argv)
-    if rest and not getattr(args, "takes_rest", False):
-        parser.error(f"unrecognised arguments: {' '.join(rest)}")
-    assert research.keys() <= vars(args).keys(), research
-    args = argparse.Namespace(**{**vars(args), **research, "rest": rest})
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv[:1] == ["serve"]:
+            argv = ["serve", *with_config(argv[1:])]
+        args, rest = parser.parse_known_args(argv)
+        if rest and not getattr(args, "takes_rest", False):
+            parser.error(f"unrecognised arguments: {' '.join(rest)}")
+        assert research.keys() <= vars(args).keys(), research
+        args = argparse.Namespace(**{**vars(args), **research, "rest": rest})
         return int(args.run(args))
     except ExitServeError as error:
         print(f"exitserve: {error}", file=sys.stderr)

@@ -9,7 +9,6 @@ import argparse
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from exitserve.checkpoint.block import (
 from exitserve.checkpoint.files import check_new_folder
 from exitserve.checkpoint.first_layers import layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights, local_checkpoint
-from exitserve.checkpoint.weights import INDEX, StoredTensor, read_weights, weight_files
+from exitserve.checkpoint.weights import StoredTensor, index_of, read_weights, weight_files
 from exitserve.errors import ExitServeError, shown
 
 DESCRIPTION = """\
@@ -52,15 +51,6 @@ _SHARED = re.compile(
 """Names of tensors outside the layers of a decoder with one norm and one head."""
 _OF_AN_EXIT = re.compile(r"exit|early|classifier|lm_?head")
 """In the name of a tensor inside a layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Import:
-    directory: Path
-    config: dict[str, Any]
-    """To be written, without the block."""
-    block: MultiExit
-    out: Path
 
 
 def add_import(subparsers: Any) -> None:
@@ -92,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     objective = "aligned" if ALIGNED_LAYERS in config else "imported"
     block = MultiExit(exit_layers=layers, objective=objective)
     out = Path(args.out)
-    _write(_Import(directory=directory, config=plain_config(config), block=block, out=out))
+    _write(directory, plain_config(config), block, out)
     listed = ",".join(map(str, layers))
     print(f"{out}: exits after layers {listed} of {num_layers_of(config)}.")
     print(f"Next: exitserve serve {out} --exit-threshold 0.8, or exitserve calibrate {out} ...")
@@ -156,20 +146,20 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _write(job: _Import) -> None:
+def _write(directory: Path, config: Mapping[str, Any], block: MultiExit, out: Path) -> None:
     """Writes the copy, or, where anything fails, nothing."""
-    partial = job.out.parent / f".{job.out.name}.partial"
-    names = [Path(name) for name in weight_files(job.directory)]
-    extra = [Path(name) for name in (INDEX, CARD) if (job.directory / name).is_file()]
+    partial = out.parent / f".{out.name}.partial"
+    names = [*weight_files(directory), *index_of(directory), CARD]
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for path in (*names, *extra, *files_beside_weights(job.directory)):
+        for path in (*map(Path, names), *files_beside_weights(directory)):
             (partial / path).parent.mkdir(exist_ok=True)
-            shutil.copyfile(job.directory / path, partial / path)
-        write_multi_exit(partial, job.block, job.config)
-        partial.replace(job.out)
+            if (directory / path).is_file():  # a card need not be there
+                shutil.copyfile(directory / path, partial / path)
+        write_multi_exit(partial, block, config)
+        partial.replace(out)
     except OSError as error:
-        raise ExitServeError(f"cannot write '{job.out}': {error}.") from error
+        raise ExitServeError(f"cannot write '{out}': {error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Through no proxy of the environment: the server is on this machine."""
 SECONDS = 60
 """For one answer."""
 
@@ -64,7 +66,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     """Returns once a server answers; ends this program if it has ended."""
     while server.poll() is None:
         try:
-            with urllib.request.urlopen(url, timeout=2):
+            with DIRECT.open(url, timeout=2):
                 return
         except (URLError, OSError):
             time.sleep(0.25)
@@ -75,7 +77,7 @@ def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a JSON request."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data, headers)
-    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+    with DIRECT.open(request, timeout=SECONDS) as response:
         found: dict[str, Any] = json.load(response)
     return found
 

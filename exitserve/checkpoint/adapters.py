@@ -46,7 +46,7 @@ from exitserve.checkpoint.hub import (
     local_adapter,
     local_checkpoint,
 )
-from exitserve.checkpoint.weights import INDEX, StoredTensor, read_weights, weight_files
+from exitserve.checkpoint.weights import StoredTensor, index_of, read_weights, weight_files
 from exitserve.errors import ExitServeError, shown
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _write(
             for path in _beside(source):
                 (partial / path).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / path, partial / path)
-        for name in (INDEX, CARD):
+        for name in (*index_of(base), CARD):
             if (base / name).is_file():
                 shutil.copyfile(base / name, partial / name)
         _take_exits(adapter, config, partial)

@@ -58,8 +58,9 @@ def weight_files(directory: Path) -> list[str]:
     Raises:
         ExitServeError: there are none, or their index is malformed.
     """
+    whole = (directory / SINGLE).is_file()
     if not (directory / INDEX).is_file():
-        if not (directory / SINGLE).is_file():
+        if not whole:
             raise ExitServeError(_no_weights(directory))
         return [SINGLE]
     try:
@@ -70,7 +71,15 @@ def weight_files(directory: Path) -> list[str]:
         raise ExitServeError(
             f"'{directory / INDEX}' must map tensors to files beside it ({error})."
         ) from error
+    if whole and not all((directory / file).is_file() for file in shards):
+        return [SINGLE]  # the index is left over from shards that it replaced
     return sorted(set(shards))
+
+
+def index_of(directory: Path) -> list[str]:
+    """The name of a local checkpoint's index, where its weights are in the files that it names."""
+    has_one = (directory / INDEX).is_file() and weight_files(directory) != [SINGLE]
+    return [INDEX] if has_one else []
 
 
 def read_weights(directory: Path) -> StoredWeights:

@@ -16,6 +16,7 @@ On a CPU arithmetic is not free, however few rows there are:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import Curve, StepCosts
 from exitserve.errors import ExitServeError, nearest
 
-FIGURES_NOTE = "vendors' figures, unverified"
+FIGURES = "peak figures, unverified"
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,49 @@ class Device:
     bandwidth: float
     """Bytes a second."""
     peak: float
-    """Floating-point operations a second, dense bfloat16."""
+    """Floating-point operations a second, dense bfloat16; float16 where a card has no bfloat16."""
+    called: tuple[str, ...] = ()
+    """Other names that drivers have for it, as `device_called` reads them."""
+
+    def __str__(self) -> str:
+        return f"a card of {self.bandwidth / 1e9:,g} GB/s and {self.peak / 1e12:g} TFLOP/s"
 
 
+V100 = tuple(f"v100-{kind}gb" for kind in ("sxm2-16", "sxm2-32", "sxm3-32", "pcie-16", "pcie-32"))
+RTX_PRO_6000 = tuple(f"rtxpro-6000-blackwell-{kind}workstation-edition" for kind in ("", "max-q-"))
 DEVICES = {
-    "b200": Device(8.0e12, 2250e12),
+    "b300": Device(8.0e12, 2250e12, ("b300-sxm6-ac", "gb300")),
+    "b200": Device(8.0e12, 2250e12, ("gb200",)),
+    "gh200": Device(4.0e12, 989e12, ("gh200-480gb", "gh200-120gb")),
+    "gh200-144g": Device(4.9e12, 989e12, ("gh200-144g-hbm3e",)),
     "h200": Device(4.8e12, 989e12),
-    "h100": Device(3.35e12, 989e12),
-    "a100-80g": Device(2.0e12, 312e12),
-    "a100-40g": Device(1.55e12, 312e12),
+    "h200-nvl": Device(4.8e12, 835e12),
+    "h100": Device(3.35e12, 989e12, ("h100-80gb-hbm3", "h800")),
+    "h100-nvl": Device(3.9e12, 835e12, ("h800-nvl",)),
+    "h100-pcie": Device(2.0e12, 756e12, ("h800-pcie",)),
+    "h20": Device(4.0e12, 148e12),
+    "h20-3e": Device(4.8e12, 148e12),
+    "a100-80g": Device(2.0e12, 312e12, ("a100-sxm4-80gb", "a100-80gb-pcie", "a800-sxm4-80gb")),
+    "a100-40g": Device(1.55e12, 312e12, ("a100-sxm4-40gb", "a100-pcie-40gb")),
+    "a40": Device(0.696e12, 150e12),
+    "a30": Device(0.933e12, 165e12),
+    "a10": Device(0.6e12, 125e12),
+    "a10g": Device(0.6e12, 70e12),
     "l40s": Device(0.864e12, 362e12),
+    "l40": Device(0.864e12, 181e12),
+    "l20": Device(0.864e12, 119e12),
     "l4": Device(0.3e12, 121e12),
+    "t4": Device(0.32e12, 65e12),
+    "v100": Device(0.9e12, 125e12, V100),
+    "rtxpro6000": Device(1.79e12, 503e12, RTX_PRO_6000),
+    "rtxpro6000-server": Device(1.6e12, 503e12, ("rtxpro-6000-blackwell-server-edition",)),
+    "rtx6000-ada": Device(0.96e12, 364e12, ("rtx6000-ada-generation",)),
+    "a6000": Device(0.768e12, 155e12, ("rtxa6000",)),
+    "rtx5090": Device(1.79e12, 209e12),
     "rtx4090": Device(1.0e12, 165e12),
     "rtx3090": Device(0.936e12, 71e12),
+    "mi300x": Device(5.3e12, 1307e12, ("mi300x-oam", "mi300x-vf", "mi300x-hf")),
+    "mi325x": Device(6.0e12, 1307e12, ("mi325-oam", "mi325x-vf")),
 }
 
 
@@ -87,9 +118,9 @@ def device_named(name: str) -> Device | None:
 
 def device_called(name: str) -> str | None:
     """The table's name of a device that its driver calls `name`; None if it is not there."""
-    words = name.lower().replace("80gb", "80g").replace("40gb", "40g").replace("rtx ", "rtx")
-    found = [key for key in DEVICES if all(part in words for part in key.split("-"))]
-    return max(found, key=len, default=None)  # "l40s" rather than "l4"
+    words = re.sub("nvidia|amd|geforce|tesla|instinct", "", name.lower().replace("_", " "))
+    called = "-".join(words.replace("rtx ", "rtx").split())
+    return next((key for key, one in DEVICES.items() if called in (key, *one.called)), None)
 
 
 def cpu_costs(shape: DecoderShape, largest: int) -> StepCosts:

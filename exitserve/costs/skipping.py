@@ -22,14 +22,15 @@ Pure Python. B rows, L layers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import comb
 
 from exitserve.costs.curves import Curve, StepCosts
 
-BISECTIONS = 40
-"""Halvings of [0, 1]: more precise than any digit that is printed."""
+STEPS = 2**40
+"""Of [0, 1]: finer than any digit that is printed."""
 
 
 @cache
@@ -125,17 +126,8 @@ def break_even_share(costs: StepCosts, batch: int, layer: int, *, compacts: bool
 
 def least_share(gain: Callable[[float], float]) -> float | None:
     """The least share at which a wall speedup that grows with it reaches 1; None if never."""
-
-    def pays(share: float) -> bool:
-        return gain(share) >= 1.0
-
-    if not pays(1.0):
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    found = bisect_left(range(STEPS + 1), 1.0, key=lambda step: gain(step / STEPS))
+    return found / STEPS if found <= STEPS else None
 
 
 def _check_shares(costs: StepCosts, shares: Mapping[int, float]) -> None:

@@ -1,7 +1,7 @@
 """Costs of a step's parts, from timing this machine or from a table. Light to import."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from exitserve.checkpoint.block import context_length_of
@@ -9,7 +9,8 @@ from exitserve.costs.byte_costs import DecoderShape, serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
 from exitserve.costs.devices import (
     CPU_BANDWIDTH,
-    FIGURES_NOTE,
+    FIGURES,
+    Device,
     cpu_costs,
     device_named,
     roofline,
@@ -29,9 +30,9 @@ class CostSource:
     shape: DecoderShape
     dtype: str
     measured: bool
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
     """For the report: `bandwidth` (bytes a second) and more."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
 def step_costs(
@@ -40,7 +41,7 @@ def step_costs(
     dtype: str | None = None,
     batch_sizes: Sequence[int] = (1,),
     context: int = 0,
-    device: str | None = None,
+    device: str | Device | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> CostSource:
     """What the parts of a decode step cost.
@@ -50,41 +51,37 @@ def step_costs(
         dtype: of weights and cache; None for what vLLM would choose.
         batch_sizes: numbers of rows that decode together.
         context: tokens that each row's attention reads.
-        device: a name in `exitserve.costs.devices.DEVICES`, or `CPU`; None to measure this machine.
+        device: a name in `exitserve.costs.devices.DEVICES`, `CPU`, or figures of another; None to
+            measure this machine.
         progress: called with the share of the timing that is done, 0..1.
 
     Raises:
         ExitServeError: a value is wrong, the shape unknown, or too large to be timed here.
     """
-    figures = None if device is None else device_named(device)
+    figures = device_named(device) if isinstance(device, str) else device
     largest = max(batch_sizes) * MOST_TOKENS
     served = serving_dtype(config, dtype)
     shape = shape_of(config, served)
     _check(config, shape, served, batch_sizes, context, device)
-    notes = _notes_on(config, served, context)
     if device is None:
-        source = _measured(shape, served, batch_sizes, context, progress)
+        costs, details, notes = _measured(shape, served, batch_sizes, context, progress)
     elif figures is None:
-        source = CostSource(
-            costs=cpu_costs(shape, largest),
-            shape=shape,
-            dtype=served,
-            measured=False,
-            details={"device": device, "bandwidth": CPU_BANDWIDTH, "threads": 2},
-            notes=("cpu: two cores that read 20 GB/s of weights. Other machines differ.",),
-        )
+        costs = cpu_costs(shape, largest)
+        details = {"device": device, "bandwidth": CPU_BANDWIDTH, "threads": 2}
+        notes = ["cpu: two cores that read 20 GB/s of weights. Other machines differ."]
     else:
-        source = CostSource(
-            costs=with_launches(roofline(shape, figures, context, largest)),
-            shape=shape,
-            dtype=served,
-            measured=False,
-            details={"device": device, "bandwidth": figures.bandwidth, "peak_flops": figures.peak},
-            notes=(
-                f"{device}: {FIGURES_NOTE}. Times are lower bounds: measure wall speedup there.",
-            ),
-        )
-    return replace(source, notes=(*source.notes, *notes))
+        costs = with_launches(roofline(shape, figures, context, largest))
+        details = {"bandwidth": figures.bandwidth, "peak_flops": figures.peak}
+        details |= {"device": str(device)}
+        notes = [f"{device}: {FIGURES}. Times are lower bounds: measure wall speedup there."]
+    return CostSource(
+        costs=costs,
+        shape=shape,
+        dtype=served,
+        measured=device is None,
+        details=details,
+        notes=(*notes, *_notes_on(config, served, context)),
+    )
 
 
 def _measured(
@@ -93,7 +90,7 @@ def _measured(
     batch_sizes: Sequence[int],
     context: int,
     progress: Callable[[float], None],
-) -> CostSource:
+) -> tuple[StepCosts, dict[str, Any], list[str]]:
     from exitserve.costs.timing import UNSTEADY, time_step  # loads torch
 
     found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
@@ -109,14 +106,7 @@ def _measured(
         "rounds": found.rounds,
         "unsteadiness": round(found.unsteadiness, 3),
     }
-    return CostSource(
-        costs=found.costs,
-        shape=shape,
-        dtype=dtype,
-        measured=True,
-        details=details,
-        notes=tuple(notes),
-    )
+    return found.costs, details, notes
 
 
 def _check(
@@ -125,7 +115,7 @@ def _check(
     dtype: str,
     batch_sizes: Sequence[int],
     context: int,
-    device: str | None,
+    device: str | Device | None,
 ) -> None:
     if shape.num_layers < 2:
         raise ExitServeError("the model has one layer, so there is no layer to exit before.")

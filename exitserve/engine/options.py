@@ -19,7 +19,7 @@ from exitserve.checkpoint.calibration import (
     Calibration,
     ModeCalibration,
 )
-from exitserve.costs.drafting import ASSUMED, Drafting, Drafts, drafts_here
+from exitserve.costs.drafting import Drafting, Drafts, assumed_acceptance, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (
     AUTO,
@@ -269,7 +269,7 @@ def drafts_of(config: Mapping[str, Any], rules: ExitRules, given: int | None) ->
     costs are known."""
     (layer,) = rules.exit_layers
     known = {} if rules.calibration is None else rules.calibration.agreement_at
-    acceptance = known.get(layer, ASSUMED)
+    acceptance = known.get(layer, assumed_acceptance(layer, rules.num_layers))
     way = Drafting(exit_layer=layer, drafts=rules.num_drafts, checks=rules.default.mode == "defer")
     if given is not None:
         return Drafts(way, acceptance)

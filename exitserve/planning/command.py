@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,10 @@ from exitserve.checkpoint.block import (
     read_json_object,
 )
 from exitserve.costs.byte_costs import DTYPE_BYTES, shape_of
-from exitserve.costs.devices import CPU, DEVICES
+from exitserve.costs.devices import CPU, DEVICES, Device
 from exitserve.errors import ExitServeError
 
 MAX_BATCH_SIZE = 512
-SHOWN_SIZES = 3
-"""Batch sizes in the terminal table, which fits 80 characters; the page has them all."""
-SIZES_OF_DRAFTS = 2
-"""The same for the table of several tokens a step."""
 
 _HELP = """\
 Times the parts of a decode step on this machine, on matrices of the model's shapes (or takes a
@@ -80,6 +77,9 @@ def add_command(subparsers: Any) -> None:
         metavar="NAME",
         help=f"use figures instead of timing: {'|'.join((*DEVICES, CPU))}",
     )
+    own = "of an accelerator that --device does not know"
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"memory {own}")
+    parser.add_argument("--tflops", type=float, metavar="T", help=f"bfloat16 {own}")
     parser.add_argument(
         "--dtype", default="auto", metavar="TYPE", help=f"auto|{'|'.join(DTYPE_BYTES)}"
     )
@@ -97,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.exit_share <= 1:
         raise ExitServeError(f"--exit-share must be above 0, up to 1, not {args.exit_share:g}.")
     block = parse_multi_exit(config)
-    own_layers = block.exit_layers if block else ()
     # Refuses unknown shapes and exits that do not fit, before anything is timed.
-    check_exit_layers(own_layers, shape_of(config, "bfloat16").num_layers)
+    num_layers = shape_of(config, "bfloat16").num_layers
+    check_exit_layers(block.exit_layers if block else (), num_layers)
+    device = _device(args)
 
     from exitserve.costs.sources import step_costs
     from exitserve.planning.run import make_plan
@@ -113,17 +114,17 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             batch_sizes=batch_sizes,
             context=args.context,
-            device=args.device,
+            device=device,
             progress=progress,
         )
 
     data = make_plan(
-        costs(lambda done: None) if args.device else _with_progress(costs),
+        costs(lambda done: None) if device else _with_progress(costs),
         model=args.model,
         batch_sizes=batch_sizes,
         context=args.context,
         exit_share=args.exit_share,
-        own_layers=own_layers,
+        block=block,
     )
     _publish(data, out)
     return 0
@@ -147,6 +148,16 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
+def _device(args: argparse.Namespace) -> str | Device | None:
+    """What to take figures of; None to time this machine."""
+    figures = args.bandwidth, args.tflops
+    if figures == (None, None):
+        return None if args.device is None else str(args.device)
+    if args.device is not None or not all(one is not None and 0 < one < inf for one in figures):
+        raise ExitServeError("give --bandwidth and --tflops above 0, both, and no --device.")
+    return Device(1e9 * args.bandwidth, 1e12 * args.tflops)
+
+
 def _with_progress(measure: Callable[[Callable[[float], None]], Any]) -> Any:
     """Runs a measurement under a bar."""
     from exitserve.reporting.progress import share_bar
@@ -159,20 +170,18 @@ def _publish(data: dict[str, Any], out: Path | None) -> None:
     from exitserve.planning import page
     from exitserve.reporting.report import publish, terminal_table
 
-    headers, rows = page.layer_headers(data, SHOWN_SIZES), page.layer_rows(data, SHOWN_SIZES)
+    headers, rows = page.layer_headers(data), page.layer_rows(data)
     choices = page.choice_rows(data)
     shown = [
         *page.summary(data),
         terminal_table(
-            "Several tokens a step",
-            page.drafting_headers(data, SIZES_OF_DRAFTS),
-            page.drafting_rows(data, SIZES_OF_DRAFTS),
+            "Several tokens a step", page.drafting_headers(data), page.drafting_rows(data)
         ),
         page.DRAFTING_LEGEND,
-        terminal_table("Exit layers, one at a time (* the best)", headers, rows),
+        terminal_table("One exit layer (* recommended)", headers, rows),
         page.LEGEND,
         terminal_table("Exit layers together", page.choice_headers(data), choices),
-        page.recommendation(data),
+        *page.recommendation(data),
         *(f"Note: {note}" for note in data["notes"]),
     ]
     publish(out, data, page.markdown(data), {"plan": page.plot(data)}, shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.planning.run import gain_of, shown_layers
+from exitserve.planning.run import shown_layers
 from exitserve.reporting.report import machine_line, markdown_table
 
 if TYPE_CHECKING:
@@ -19,37 +19,31 @@ def _share(value: float | None) -> str:
     return "never" if value is None else f"{value:.0%}"
 
 
-def layer_headers(data: Mapping[str, Any], most: int | None = None) -> list[str]:
-    """Columns of the table of exit layers, for the first `most` batch sizes or all."""
-    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
+def layer_headers(data: Mapping[str, Any]) -> list[str]:
+    """Columns of the table of exit layers."""
+    sizes = [cost["batch_size"] for cost in data["costs"]]
     share = f"{data['exit_share']:.0%}"
     return [
         "exit\nlayer",
         "break\neven",
         *(f"all\nB={size}" for size in sizes),
         *(f"{share}\nB={size}" for size in sizes),
-        *(f"masked\nB={size}" for size in sizes if size > 1),
         "copies\nKiB",
     ]
 
 
-def layer_rows(data: dict[str, Any], most: int | None = None) -> list[list[str]]:
+def layer_rows(data: dict[str, Any]) -> list[list[str]]:
     """One row of text for each exit layer shown; a star marks the best."""
     rows = []
     for one in shown_layers(data):
-        star = "*" if one["exit_layer"] in data["best"]["layers"] else ""
-        batches = one["batches"][:most]
+        star = "*" if one["exit_layer"] in data["recommended"] else ""
+        batches = one["batches"]
         rows.append(
             [
                 f"{one['exit_layer']}{star}",
-                _share(batches[0][data["way"]]["break_even_share"]),
+                _share(batches[0]["break_even_share"]),
                 *(f"{batch['best_speedup']:.2f}" for batch in batches),
-                *(f"{batch['compacted']['speedup_at_share']:.2f}" for batch in batches),
-                *(
-                    f"{batch['masked']['speedup_at_share']:.2f}"
-                    for batch in batches
-                    if batch["batch_size"] > 1
-                ),
+                *(f"{batch['speedup_at_share']:.2f}" for batch in batches),
                 f"{one['kv_copy_bytes_per_token'] / KIB:g}",
             ]
         )
@@ -65,7 +59,7 @@ def choice_headers(data: Mapping[str, Any]) -> list[str]:
 def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
     """One row of text for each batch size, for the best layers and for those declared."""
     rows = []
-    for name, label in (("best", "best here"), ("declared", "the checkpoint's")):
+    for name, label in (("best", "best to skip layers"), ("declared", "the checkpoint's")):
         choice = data[name]
         if not choice:
             continue
@@ -87,14 +81,17 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     lines = [
         f"A step of batch {size} at full depth takes {cost['full_depth_ms']:.3g} ms {where} "
         f"({data['dtype']}, context {data['context']}, memory {rate:,.0f} GB/s): "
-        f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms, the head "
+        f"{shape['num_layers']} layers of {cost['layer_ms']:.3g} ms{_bound(cost)}, the head "
         f"{cost['head_ms']:.3g} ms, the rest {cost['rest_ms']:.3g} ms.",
         f"A check costs {cost['check_in_layers']:.1f} layers{_rows(shape)}; the keys and "
         f"values of a layer not run, {cost['fill_ms'] / cost['layer_ms']:.2f} layers. A token "
         f"takes {shape['kv_bytes_per_token'] / KIB:g} KiB of the cache at any depth.",
     ]
-    verdicts = [_verdict_line(one, data) for one in data["verdicts"]]
-    return [*lines, *verdicts, *map(_advice_line, data["advice"])]
+    return lines + [_verdict_line(one, data) for one in data["verdicts"]]
+
+
+def _bound(cost: Mapping[str, Any]) -> str:
+    return " (bound by launches)" if cost["bound_by_launches"] else ""
 
 
 def _rows(shape: Mapping[str, Any]) -> str:
@@ -106,73 +103,67 @@ def _rows(shape: Mapping[str, Any]) -> str:
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    assumed = data["assumption"]
-    if one["can_pay"]:
+    share, gain = data["assumption"]["plausible_share"], one["best_plausible_speedup"]
+    if one["reason"] is None:
         return (
-            f"Batch {one['batch_size']}: exits that skip layers can pay, up to "
-            f"{one['best_plausible_speedup']:.2f} if {assumed['plausible_share']:.0%} of the "
-            f"tokens exit at a quarter of the depth."
+            f"Batch {one['batch_size']}: exits that skip layers can pay, up to {gain:.2f} if "
+            f"{share:.0%} of the tokens exit at a quarter of the depth."
         )
     return (
-        f"Batch {one['batch_size']}: exits that skip layers CANNOT pay. Even if "
-        f"{assumed['plausible_share']:.0%} of the tokens exited at a quarter of the depth, wall "
-        f"speedup would be "
-        f"{one['best_plausible_speedup']:.2f}: {one['reason']}."
+        f"Batch {one['batch_size']}: exits that skip layers CANNOT pay. Even if {share:.0%} of the "
+        f"tokens exited at a quarter of the depth, wall speedup would be {gain:.2f}: "
+        f"{one['reason']}."
     )
 
 
-def _advice_line(one: Mapping[str, Any]) -> str:
-    """Which mode to serve at a batch size."""
-    gain, batch = f"{one['wall_speedup']:.2f}", f"Batch {one['batch_size']}:"
-    if one["mode"] == "verify":
-        return (
-            f"{batch} serve in mode verify (or defer), where the first {one['exit_layer']} layers "
-            f"draft {one['drafts']} at a time if a request's text does not: wall speedup "
-            f"{gain} if {one['acceptance']:.0%} of the layers' drafts are accepted. Measure that "
-            f"first: exitserve eval."
-        )
-    if one["mode"] == "confidence":
-        return f"{batch} serve in mode confidence: wall speedup {gain} with the layers below."
-    return f"{batch} serve at full depth (mode off): nothing here gains."
+def drafting_headers(data: Mapping[str, Any]) -> list[str]:
+    """Columns of the table of several tokens a step."""
+    return ["layers", "accepted", *(f"B={cost['batch_size']}" for cost in data["costs"])]
 
 
-def drafting_headers(data: Mapping[str, Any], most: int | None = None) -> list[str]:
-    """Columns of the table of several tokens a step, for the first `most` batch sizes or all."""
-    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
-    accepted = dict.fromkeys(one["acceptance"] for one in data["modes"])
-    return ["layers", *(f"B={size}\n{one:.0%}" for size in sizes for one in accepted)]
-
-
-def drafting_rows(data: Mapping[str, Any], most: int | None = None) -> list[list[str]]:
+def drafting_rows(data: Mapping[str, Any]) -> list[list[str]]:
     """One row of text for each draft layer: the best wall speedup, and its drafts."""
-    sizes = [cost["batch_size"] for cost in data["costs"]][:most]
     rows: dict[int, list[str]] = {}
     for one in data["modes"]:
-        if one["mode"] == "verify" and one["batch_size"] in sizes:
-            row = rows.setdefault(one["exit_layer"], [str(one["exit_layer"])])
-            row.append(f"{one['wall_speedup']:.2f} ({one['drafts']})")
+        named = [str(one["exit_layer"]), f"{one['acceptance']:.0%}"]
+        row = rows.setdefault(one["exit_layer"], named)
+        row.append(f"{one['wall_speedup']:.2f} ({one['drafts']})")
     return list(rows.values())
 
 
-def recommendation(data: Mapping[str, Any]) -> str:
-    """The exit layers to train, in a sentence or two."""
-    best, share = data["best"], data["exit_share"]
-    size = data["costs"][0]["batch_size"]
-    assumed = (
-        f"{gain_of(best, size, share):.2f} at batch {size} ({data['way']}) if {share:.0%} of the "
-        f"tokens exit early, 40% of these by a quarter of the depth and 70% by half of it"
+def recommendation(data: Mapping[str, Any]) -> list[str]:
+    """Which exit layers to train, how to serve them, and what to expect, in sentences."""
+    layers, own = (
+        _named(data["recommended"]),
+        "the checkpoint's" if data["declared"] else "to train",
     )
-    even = best["break_even_share"]
-    needed = "They do not pay even if every token exits."
-    if even is not None:
-        needed = f"They pay if more than {even:.0%} of the tokens exit early."
-    layers = _named(best["layers"])
+    head = f"Recommended exit layers: {layers} ({own})."
     if not data["recommended"]:
+        head = "NO exit layers are recommended: nothing gains at these batch sizes."
+    costs = zip(data["advice"], data["costs"], strict=True)
+    return [head, *(_advice_line(one, cost, data["exit_share"]) for one, cost in costs)]
+
+
+def _advice_line(one: Mapping[str, Any], cost: Mapping[str, Any], share: float) -> str:
+    """Which mode to serve at a batch size, and what to expect."""
+    batch, gain = f"Batch {one['batch_size']}:", f"expect wall speedup {one['wall_speedup']:.2f}"
+    if one["mode"] == "off":
+        return f"{batch} serve at full depth (mode off): nothing here gains{_bound(cost)}."
+    if one["mode"] == "confidence":
         return (
-            f"NO exit layers are recommended: wall speedup of the best, {layers}, would be "
-            f"{assumed}. {needed}"
+            f"{batch} serve in mode confidence, and {gain} if {share:.0%} of the tokens exit "
+            f"early (assumed), 40% of these by a quarter of the depth and 70% by half of it."
         )
-    return f"Recommended exit layers: {layers}. Wall speedup {assumed}. {needed}"
+    if not one["drafts"]:
+        return (
+            f"{batch} serve in mode verify (or defer), and {gain} where a request's text repeats."
+        )
+    source = "as calibrated" if one["counted"] else "assumed; after training, exitserve eval counts"
+    return (
+        f"{batch} serve in mode verify (or defer), where the first {one['exit_layer']} layers "
+        f"draft {one['drafts']} at a time if a request's text does not, and {gain} if "
+        f"{one['acceptance']:.0%} of the layers' drafts are accepted ({source})."
+    )
 
 
 def _named(layers: Sequence[int]) -> str:
@@ -182,12 +173,12 @@ def _named(layers: Sequence[int]) -> str:
 DRAFTING_LEGEND = (
     "Several tokens a step (mode verify): a request's own text drafts where it repeats (a quarter "
     "of the steps), else the first layers do; full depth judges all drafts in one pass. Wall "
-    "speedup at the best number of the layers' drafts, in parentheses, by batch size and share of "
-    "them that is accepted. Mode defer is the same at a higher share."
+    "speedup at the best number of the layers' drafts, in parentheses, by batch size. Mode defer "
+    "accepts more."
 )
 LEGEND = (
-    "One exit layer: wall speedup over full depth if all tokens exit there; if some do and only "
-    "active rows run (CPU); and masked, if all rows run as long as one does (CUDA graphs). "
+    "One exit layer: wall speedup over full depth if all tokens exit there, and if some do: on a "
+    "CPU only active rows run on, in a GPU's graph all rows as long as one does. "
     "Break-even: share of tokens that must exit there, at the first batch size. Copies: a token "
     "that exits keeps its full space in the cache; so much of it is filled from the state at which "
     "it exited."
@@ -200,14 +191,14 @@ def markdown(data: dict[str, Any]) -> str:
     lines = [f"# What exits can give: {data['model']}", ""]
     for note in data["notes"]:
         lines += [f"> **Note.** {note}", ""]
-    lines += [*(f"- {line}" for line in summary(data)), "", recommendation(data), ""]
+    lines += [*(f"- {line}" for line in (*summary(data), *recommendation(data))), ""]
     lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
-    drafting = [header.replace("\n", ", ") for header in drafting_headers(data)]
-    lines += ["## Several tokens a step", "", markdown_table(drafting, drafting_rows(data)), ""]
+    drafting = markdown_table(drafting_headers(data), drafting_rows(data))
+    lines += ["## Several tokens a step", "", drafting, ""]
     lines += [DRAFTING_LEGEND, ""]
     lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
     lines += [
-        f"{LEGEND} A star marks the best layers under the assumption.",
+        f"{LEGEND} A star marks the recommended layers.",
         "",
         "![plan](plan.png)",
         "",
@@ -248,9 +239,8 @@ def plot(data: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     speeds, shares = figure.subplots(1, 2, sharex=True)
     figure.suptitle(f"{data['model']}: what one exit layer can give ({data['way']})", fontsize=11)
-    colours = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
     for index in range(len(data["costs"])):
-        _draw(speeds, shares, data, index, colours[index % len(colours)])
+        _draw(speeds, shares, data, index, f"C{index}")
     speeds.set_yscale("log")
     speeds.yaxis.set_major_formatter(ScalarFormatter())
     speeds.yaxis.set_minor_formatter(ScalarFormatter())
@@ -263,7 +253,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
     for panel in (speeds, shares):
         panel.set_xlabel(f"exit layer, of {data['shape']['num_layers']}")
         panel.grid(alpha=0.25)
-        for layer in data["best"]["layers"]:
+        for layer in data["recommended"]:
             panel.axvline(layer, color="#999999", linewidth=1, linestyle=":", zorder=0)
     handles, labels = speeds.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
@@ -286,14 +276,13 @@ def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colou
         **look,
         label=f"batch {size}: every token exits",
     )
-    ways = [batch[data["way"]] for batch in batches]
     speeds.plot(
         layers,
-        [way["speedup_at_share"] for way in ways],
+        [batch["speedup_at_share"] for batch in batches],
         **look,
         linestyle="--",
         label=f"batch {size}: {data['exit_share']:.0%} exit",
     )
-    even = [way["break_even_share"] for way in ways]
+    even = [batch["break_even_share"] for batch in batches]
     known = [float("nan") if share is None else share for share in even]
     shares.plot(layers, known, **look)

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from numpy import interp
+
 from exitserve.costs.curves import Curve, StepCosts
+from exitserve.costs.devices import LAUNCHES
 from exitserve.costs.skipping import least_share, segment_seconds, speedup
 
 LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
@@ -54,10 +57,7 @@ def break_even_total(
 
 def left_by(depth: float) -> float:
     """Part of the exits that happen at or before a share of the depth."""
-    for (before, low), (after, high) in pairwise(LEFT_BY):
-        if depth <= after:
-            return low + (high - low) * (depth - before) / (after - before)
-    raise ValueError(f"depth {depth} must be a share, 0..1.")
+    return float(interp(depth, [one for one, _ in LEFT_BY], [part for _, part in LEFT_BY]))
 
 
 def choose_layers(costs: StepCosts, batch: int, total: float, *, compacts: bool) -> tuple[int, ...]:
@@ -133,8 +133,14 @@ def _reason(costs: StepCosts, batch: int, layer: int, *, compacts: bool) -> str:
         own = (costs.rest(batch) + costs.exits(batch)) / (costs.full(batch) + costs.exits(batch))
         return f"the engine's own work is {own:.0%} of a step, which exits do not shorten"
     if batch > 1:
+        work = "launching kernels" if bound_by_launches(costs, batch) else "reading weights"
         return (
-            f"reading weights is what takes time, and at least one of {batch} rows needs every "
-            f"layer in {agreeing:.0%} of the steps"
+            f"{work} is what takes time, and at least one of {batch} rows needs every layer in "
+            f"{agreeing:.0%} of the steps"
         )
     return "layers cost too little of a step"
+
+
+def bound_by_launches(costs: StepCosts, batch: int) -> bool:
+    """Whether a layer takes no longer than launching its kernels on a GPU does."""
+    return costs.matrices(batch) <= LAUNCHES

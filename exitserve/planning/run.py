@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
+from exitserve.checkpoint.block import MultiExit
 from exitserve.costs.byte_costs import DecoderShape
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.drafting import ASSUMED, ASSUMED_DEPTH
+from exitserve.costs.drafting import (
+    Drafting,
+    assumed_acceptance,
+    best_drafts,
+    best_text_drafts,
+    drafting_speedup,
+)
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
-from exitserve.planning.drafts import draft_layers, drafting_table
 from exitserve.planning.recommend import (
     LEFT_BY,
     PLAUSIBLE,
     SHALLOWEST,
     SHARES,
     WORTH,
+    bound_by_launches,
     break_even_total,
     choose_layers,
     shares_at,
@@ -26,7 +35,9 @@ from exitserve.reporting.report import machine, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
-WAYS = {"compacted": True, "masked": False}
+_GAIN = itemgetter("wall_speedup")
+DRAFT_DEPTHS = (1 / 8, 1 / 3)
+"""Shares of the depth whose drafts are in tables, besides the best, where none are declared."""
 
 
 def make_plan(
@@ -36,7 +47,7 @@ def make_plan(
     batch_sizes: Sequence[int],
     context: int,
     exit_share: float,
-    own_layers: Sequence[int],
+    block: MultiExit | None,
 ) -> dict[str, Any]:
     """The report without its `schema_version`.
 
@@ -46,21 +57,34 @@ def make_plan(
         batch_sizes: to plan for, the most important first.
         context: tokens that each row's attention reads.
         exit_share: S, the share of tokens that is assumed to exit.
-        own_layers: exit layers that the checkpoint declares already.
+        block: what the checkpoint declares of its exits.
     """
     costs, shape = source.costs, source.shape
+    own_layers = () if block is None else block.exit_layers
     # On a CPU the engine runs active rows only; in a GPU's graph all rows keep their places.
-    way = "compacted" if source.details.get("threads") else "masked"
+    compacts = bool(source.details.get("threads"))
     first = batch_sizes[0]
-    layers = choose_layers(costs, first, exit_share, compacts=WAYS[way])
+    layers = choose_layers(costs, first, exit_share, compacts=compacts)
     shares = sorted({*SHARES, exit_share})
 
     def choice(layers: Sequence[int]) -> dict[str, Any]:
-        return _choice_block(costs, layers, batch_sizes, shares, way)
+        return _choice_block(costs, layers, batch_sizes, shares, compacts)
+
+    def drafts(layers: Iterable[int], batch: int) -> list[dict[str, Any]]:
+        return [_drafts(costs, layer, batch, block, compacts) for layer in layers]
 
     best = choice(layers)
-    drafted = draft_layers(shape.num_layers, own_layers)
-    modes = drafting_table(costs, batch_sizes, drafted, alike=way == "masked")
+    drafting = max(drafts(range(1, shape.num_layers), first), key=_GAIN)
+    if not own_layers and _GAIN(drafting) >= gain_of(best, first, exit_share):
+        layers = (drafting["exit_layer"],)
+    served = choice(own_layers or layers)
+    # A server drafts with the layers up to its first exit.
+    advice = [
+        _advice(drafts(served["layers"][:1], batch)[0], gain_of(served, batch, exit_share))
+        for batch in batch_sizes
+    ]
+    some = (max(1, round(depth * shape.num_layers)) for depth in DRAFT_DEPTHS)
+    shown = own_layers or {drafting["exit_layer"], *some}
     return {
         "model": model,
         "measured": source.measured,
@@ -68,55 +92,79 @@ def make_plan(
         "dtype": source.dtype,
         "context": context,
         "exit_share": exit_share,
-        "way": way,
+        "way": "compacted" if compacts else "masked",
         "notes": list(source.notes),
         "shape": _shape_block(shape),
-        "costs": [_costs_block(costs, batch) for batch in batch_sizes],
+        "costs": [_costs_block(costs, batch, compacts) for batch in batch_sizes],
         "exit_layers": [
-            _layer_block(costs, shape, layer, batch_sizes, exit_share)
+            _layer_block(costs, shape, layer, batch_sizes, exit_share, compacts)
             for layer in range(1, shape.num_layers)
         ],
         "best": best,
-        "recommended": list(layers) if gain_of(best, first, exit_share) >= WORTH else [],
-        "declared": choice(own_layers) if own_layers else None,
+        "recommended": served["layers"] if any(a["mode"] != "off" for a in advice) else [],
+        "declared": served if own_layers else None,
         "assumption": {
             "left_by": [list(point) for point in LEFT_BY],
             "plausible_share": PLAUSIBLE,
             "at_depth": SHALLOWEST,
             "worth": WORTH,
         },
-        "verdicts": [_verdict_block(costs, batch, way) for batch in batch_sizes],
-        "modes": modes,
-        "advice": [
-            _advice(best, modes, batch, exit_share, shape.num_layers) for batch in batch_sizes
+        "verdicts": [
+            {"batch_size": batch, "best_plausible_speedup": round(gain, 4), "reason": reason}
+            for batch in batch_sizes
+            for gain, reason in [verdict(costs, batch, compacts=compacts)]
         ],
+        "modes": [one for batch in batch_sizes for one in drafts(sorted(shown), batch)],
+        "advice": advice,
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def _advice(
-    best: Mapping[str, Any],
-    modes: Sequence[Mapping[str, Any]],
-    batch: int,
-    share: float,
-    num_layers: int,
+def _drafts(
+    costs: StepCosts, layer: int, batch: int, block: MultiExit | None, compacts: bool
 ) -> dict[str, Any]:
-    """Which mode to serve at a batch size: an entry of `modes`, or exits that skip layers.
+    """An entry of `modes`, by the calibration's acceptance or else the one that is assumed."""
+    known = {} if block is None or block.calibration is None else block.calibration.agreement_at
+    accepted = known.get(layer, assumed_acceptance(layer, costs.num_layers))
+    found = best_drafting(costs, batch, layer, accepted, alike=not compacts)
+    return found | {"counted": layer in known}
 
-    Drafts are those at the assumed depth and acceptance.
+
+def best_drafting(
+    costs: StepCosts,
+    batch: int,
+    layer: int,
+    acceptance: float,
+    *,
+    checks: bool = False,
+    alike: bool,
+) -> dict[str, Any]:
+    """An entry of the report's `modes`: the drafts of a layer that gain most, for B = `batch`; see
+    `Drafting`.
     """
-    layers = {one["exit_layer"] for one in modes}
-    layer = min(layers, key=lambda one: abs(one - ASSUMED_DEPTH * num_layers))
-    wanted = {"mode": "verify", "batch_size": batch, "exit_layer": layer}
-    wanted |= {"acceptance": ASSUMED}
-    found = dict(next(one for one in modes if wanted.items() <= one.items()))
-    skipping = gain_of(best, batch, share)
-    if max(skipping, found["wall_speedup"]) < WORTH:
-        found |= {"mode": "off", "drafts": 0, "wall_speedup": 1.0}
-    elif skipping > found["wall_speedup"]:
-        found |= {"mode": "confidence", "drafts": 0, "wall_speedup": skipping}
-    return found
+    way = Drafting(exit_layer=layer, drafts=0, checks=checks, alike=alike)
+    way = replace(way, text=best_text_drafts(costs, batch, way))
+    way = replace(way, drafts=best_drafts(costs, batch, way, acceptance))
+    return {
+        "mode": "defer" if checks else "verify",
+        "batch_size": batch,
+        "exit_layer": layer,
+        "drafts": way.drafts,
+        "text_drafts": way.text,
+        "acceptance": round(acceptance, 4),
+        "wall_speedup": round(drafting_speedup(costs, batch, way, acceptance), 4),
+    }
+
+
+def _advice(drafts: dict[str, Any], skipping: float) -> dict[str, Any]:
+    """Which mode to serve at a batch size: one that drafts, or exits that skip layers, which give
+    `skipping`."""
+    if max(skipping, drafts["wall_speedup"]) < WORTH:
+        return drafts | {"mode": "off", "drafts": 0, "wall_speedup": 1.0}
+    if skipping > drafts["wall_speedup"]:
+        return drafts | {"mode": "confidence", "drafts": 0, "wall_speedup": skipping}
+    return drafts
 
 
 def gain_of(choice: Mapping[str, Any], batch: int, share: float) -> float:
@@ -132,7 +180,7 @@ def shown_layers(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of `exit_layers` that tables show."""
     full = data["shape"]["num_layers"]
     step = max(1, round(full / ROWS_SHOWN))
-    shown = {*range(step, full, step), *data["best"]["layers"]}
+    shown = {*range(step, full, step), *data["best"]["layers"], *data["recommended"]}
     if data["declared"]:
         shown |= set(data["declared"]["layers"])
     return [one for one in data["exit_layers"] if one["exit_layer"] in shown]
@@ -151,7 +199,7 @@ def _shape_block(shape: DecoderShape) -> dict[str, Any]:
     }
 
 
-def _costs_block(costs: StepCosts, batch: int) -> dict[str, Any]:
+def _costs_block(costs: StepCosts, batch: int, compacts: bool) -> dict[str, Any]:
     def milliseconds(seconds: float) -> float:
         return round(1e3 * seconds, 6)
 
@@ -166,14 +214,24 @@ def _costs_block(costs: StepCosts, batch: int) -> dict[str, Any]:
         "exits_ms": milliseconds(costs.exits(batch)),
         "full_depth_ms": milliseconds(costs.full(batch)),
         "check_in_layers": round(costs.check_in_layers(batch), 4),
+        "bound_by_launches": not compacts and bound_by_launches(costs, batch),
     }
 
 
 def _layer_block(
-    costs: StepCosts, shape: DecoderShape, layer: int, batch_sizes: Sequence[int], share: float
+    costs: StepCosts,
+    shape: DecoderShape,
+    layer: int,
+    batch_sizes: Sequence[int],
+    share: float,
+    compacts: bool,
 ) -> dict[str, Any]:
     """One exit layer, as the only one."""
     skipped = shape.num_layers - layer
+
+    def gain(batch: int, left: float) -> float:
+        return round(speedup(costs, batch, {layer: left}, compacts=compacts), 4)
+
     return {
         "exit_layer": layer,
         "kv_copy_bytes_per_token": skipped * shape.kv_token_bytes,
@@ -181,18 +239,11 @@ def _layer_block(
         "batches": [
             {
                 "batch_size": batch,
-                "best_speedup": round(speedup(costs, batch, {layer: 1.0}, compacts=True), 4),
-                **{
-                    way: {
-                        "break_even_share": _rounded(
-                            break_even_share(costs, batch, layer, compacts=compacts)
-                        ),
-                        "speedup_at_share": round(
-                            speedup(costs, batch, {layer: share}, compacts=compacts), 4
-                        ),
-                    }
-                    for way, compacts in WAYS.items()
-                },
+                "best_speedup": gain(batch, 1.0),
+                "break_even_share": _rounded(
+                    break_even_share(costs, batch, layer, compacts=compacts)
+                ),
+                "speedup_at_share": gain(batch, share),
             }
             for batch in batch_sizes
         ],
@@ -204,41 +255,23 @@ def _choice_block(
     layers: Sequence[int],
     batch_sizes: Sequence[int],
     shares: Sequence[float],
-    way: str,
+    compacts: bool,
 ) -> dict[str, Any]:
     """Several exit layers together, and what they gain if given shares of the tokens exit."""
+
+    def gain(batch: int, share: float) -> float:
+        exits = shares_at(layers, costs.num_layers, share)
+        return round(speedup(costs, batch, exits, compacts=compacts), 4)
+
+    even = break_even_total(costs, batch_sizes[0], layers, compacts=compacts)
     return {
         "layers": list(layers),
-        "break_even_share": _rounded(
-            break_even_total(costs, batch_sizes[0], layers, compacts=WAYS[way])
-        ),
+        "break_even_share": _rounded(even),
         "speedups": [
-            {
-                "batch_size": batch,
-                "exit_share": share,
-                "speedup": round(
-                    speedup(
-                        costs,
-                        batch,
-                        shares_at(layers, costs.num_layers, share),
-                        compacts=WAYS[way],
-                    ),
-                    4,
-                ),
-            }
+            {"batch_size": batch, "exit_share": share, "speedup": gain(batch, share)}
             for batch in batch_sizes
             for share in shares
         ],
-    }
-
-
-def _verdict_block(costs: StepCosts, batch: int, way: str) -> dict[str, Any]:
-    gain, reason = verdict(costs, batch, compacts=WAYS[way])
-    return {
-        "batch_size": batch,
-        "best_plausible_speedup": round(gain, 4),
-        "can_pay": reason is None,
-        "reason": reason,
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from exitserve.arguments import (
@@ -173,7 +174,7 @@ def serve(args: argparse.Namespace) -> int:
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])
     if args.adapter is not None:
         vllm_args.served_model_name = vllm_args.served_model_name or [name]
-    check_same_config(vllm_args, args.revision)
+    check_same_config(vllm_args)
     served = ours["additional_config"][KEY]
     check_rules(args.model, served, args.revision, transfers=transfers_kv(vllm_args))
     if rules.exit_layers:
@@ -199,6 +200,49 @@ def serve(args: argparse.Namespace) -> int:
     if end.failed:
         print("exitserve: the engine failed; the log above says how.", file=sys.stderr)
     return int(end.failed)
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `serve` with those in the file of `--config FILE`, ours and vLLM's alike.
+
+    As in `vllm serve`, MODEL may be in the file, the command line counts where both say something,
+    and flags may have underscores.
+
+    Raises:
+        ExitServeError: there is no such file, or it holds something else.
+    """
+    given = [part for one in arguments for part in re.split("(?<=^--config)=", one)]
+    if "--config" in given:
+        at = given.index("--config")
+        lists = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        lists.add_argument("--model", nargs=1, default=[])
+        lists.add_argument("--exit-layers", "--exit_layers", nargs="+")
+        file, found = lists.parse_known_args(_flags_in("".join(given[at + 1 : at + 2])))
+        given[at : at + 2] = []
+        if not given or given[0].startswith("-"):
+            given[:0] = file.model
+        if file.exit_layers:
+            found += ["--exit-layers", ",".join(file.exit_layers)]
+        given[1:1] = found
+    return [re.sub("^--[^.=]*", lambda flag: flag[0].replace("_", "-"), one) for one in given]
+
+
+def _flags_in(path: str) -> list[str]:
+    """The flags and values in a file of `--config`."""
+    prepare_environment()
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from yaml import YAMLError
+
+    from exitserve.engine.compat.command_line import make_arg_parser
+
+    base: Any = FlexibleArgumentParser  # untyped in vLLM
+    try:
+        found: list[str] = make_arg_parser(base()).load_config_file(path)
+    except (AttributeError, OSError, ValueError, YAMLError) as error:
+        raise ExitServeError(
+            f"--config {path!r} must be a YAML file of flags: {one_line(str(error))}"
+        ) from error
+    return found
 
 
 def parse_vllm_args(model: str, rest: list[str]) -> Any:

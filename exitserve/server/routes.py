@@ -97,11 +97,10 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
     if streamed:
         response.body_iterator = added.stream(aiter(response.body_iterator))
         return response
-    # Keep the headers of vLLM's handler, except those of the body.
-    of_body = ("content-length", "content-type")
-    headers = {name: text for name, text in response.headers.items() if name not in of_body}
-    body = await added.response(json.loads(bytes(response.body)))
-    return JSONResponse(body, headers=headers)
+    # The same response, because vLLM has attached headers and a task to it.
+    response.body = response.render(await added.response(json.loads(bytes(response.body))))
+    response.headers["content-length"] = str(len(response.body))
+    return response
 
 
 def _contradiction(request: Any) -> JSONResponse | None:

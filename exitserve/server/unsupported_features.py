@@ -180,12 +180,11 @@ def reject_unsupported(vllm_args: Any, *, has_exits: bool, drafts: bool) -> None
             raise ExitServeError(feature.message)
 
 
-def check_same_config(vllm_args: Any, revision: str | None) -> None:
+def check_same_config(vllm_args: Any) -> None:
     """Raises `ExitServeError` if vLLM would read other exits than the command has checked."""
     overrides = vllm_args.hf_overrides
     fixed = sorted(READ_FROM_CONFIG & set(overrides)) if isinstance(overrides, Mapping) else []
     reasons = {
-        "--revision in a file of --config": vllm_args.revision != revision,
         "--hf-config-path": vllm_args.hf_config_path is not None,
         f"--hf-overrides of {', '.join(fixed)}": bool(fixed),
     }

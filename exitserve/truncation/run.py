@@ -9,6 +9,7 @@ from typing import Any
 
 from exitserve.checkpoint.block import check_exit_layers, num_layers_of, parse_multi_exit
 from exitserve.checkpoint.decoder import FAMILIES
+from exitserve.checkpoint.exit_rows import load_exit_rows
 from exitserve.checkpoint.files import check_new_folder
 from exitserve.checkpoint.first_layers import cut_config, layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights
@@ -81,6 +82,9 @@ def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None)
     check_new_folder(job.out)
     kept = job.weights.first(job.num_layers)
     check_names(kept, job.num_layers)
+    block = parse_multi_exit(cut_config(job.config, job.num_layers))
+    if block is not None and block.rows_file is not None:
+        load_exit_rows(job.directory, block.rows_file)
     if job.data and job.config.get("quantization_config"):
         raise ExitServeError(
             "the perplexity of quantised weights is not measured, since transformers computes "

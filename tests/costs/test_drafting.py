@@ -10,6 +10,7 @@ from exitserve.costs.drafting import (
     Acceptance,
     Drafting,
     Drafts,
+    assumed_acceptance,
     best_drafts,
     best_text_drafts,
     drafting_speedup,
@@ -19,15 +20,7 @@ from exitserve.costs.drafting import (
 )
 from exitserve.costs.sources import step_costs
 
-LLAMA_3_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "dtype": "bfloat16",
-}
+from ..shapes import LLAMA_3_8B
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +119,55 @@ def test_a_check_of_all_judged_tokens_costs_its_rows(costs) -> None:
     assert 0.99 < both[1] / both[0] < 1.0
 
 
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("Quadro K620", None),
-    ],
+def test_deeper_drafts_are_assumed_to_be_accepted_more_often() -> None:
+    assumed = [assumed_acceptance(layer, 30) for layer in (0, 3, 6, 12, 20, 30)]
+    assert assumed == sorted(assumed)
+    assert assumed[2:5] == pytest.approx([0.49, 0.55, 0.78], abs=0.01)
+
+
+CALLED = {
+    "NVIDIA A10, NVIDIA A10G, NVIDIA A30, NVIDIA A40, NVIDIA B200, NVIDIA H20, NVIDIA H20-3e, "
+    "NVIDIA H200, NVIDIA L20, NVIDIA L4, NVIDIA L40, NVIDIA L40S": "a10 a10g a30 a40 b200 h20 "
+    "h20-3e h200 l20 l4 l40 l40s",
+    "NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe, NVIDIA A800-SXM4-80GB": "a100-80g",
+    "NVIDIA A100-SXM4-40GB, NVIDIA A100-PCIE-40GB, A100-SXM4-40GB": "a100-40g",
+    "NVIDIA B300 SXM6 AC, NVIDIA GB300": "b300",
+    "NVIDIA GB200": "b200",
+    "NVIDIA GH200 480GB, NVIDIA GH200 120GB": "gh200",
+    "NVIDIA GH200 144G HBM3e": "gh200-144g",
+    "NVIDIA H100, NVIDIA H100 80GB HBM3, NVIDIA H800": "h100",
+    "NVIDIA H100 NVL, NVIDIA H800 NVL": "h100-nvl",
+    "NVIDIA H100 PCIe, NVIDIA H800 PCIe": "h100-pcie",
+    "NVIDIA H200 NVL": "h200-nvl",
+    "NVIDIA RTX A6000": "a6000",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, "
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000-server",
+    "Tesla T4": "t4",
+    "Tesla V100-SXM2-16GB, Tesla V100-SXM2-32GB, Tesla V100-PCIE-16GB": "v100",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "AMD_Instinct_MI300X, AMD Instinct MI300X OAM, AMD_Instinct_MI300X_HF": "mi300x",
+    "AMD_Instinct_MI325X, AMD Instinct MI325 OAM": "mi325x",
+}
+"""Names that drivers have, and the table's: one for each, or one for all."""
+UNKNOWN = (
+    "NVIDIA A2, NVIDIA A16, NVIDIA A10M, NVIDIA L2, NVIDIA L20Y, NVIDIA GB10, NVIDIA T400, "
+    "NVIDIA RTX A4000, NVIDIA RTX A5000, NVIDIA RTX 4000 Ada Generation, Quadro RTX 6000, "
+    "NVIDIA RTX 5000 Ada Generation, NVIDIA RTX PRO 5000 Blackwell, NVIDIA RTX 6000D, "
+    "NVIDIA GeForce RTX 3090 Ti, NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 4090 Laptop GPU, "
+    "NVIDIA GeForce RTX 5090 D, NVIDIA GeForce RTX 5090 Laptop GPU, NVIDIA GeForce RTX 5080, "
+    "NVIDIA H20 NVL16, NVIDIA H100 80GB HBM3 MIG 1g.10gb, NVIDIA A100-SXM-64GB, Quadro K620, "
+    "AMD_Instinct_MI308X, AMD_Instinct_MI300A"
 )
-def test_devices_are_found_by_what_their_driver_says(driver: str, name: str | None) -> None:
-    assert device_called(driver) == name
-    assert name is None or name in DEVICES
+
+
+def test_devices_are_found_by_exactly_what_their_driver_says() -> None:
+    for drivers, names in CALLED.items():
+        found = [device_called(one) for one in drivers.split(", ")]
+        expected = names.split() if " " in names else [names] * len(found)
+        assert found == expected
+    assert {device_called(one) for one in UNKNOWN.split(", ")} == {None}
+    assert DEVICES.keys() == {name for names in CALLED.values() for name in names.split()}

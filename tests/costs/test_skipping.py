@@ -26,17 +26,11 @@ from exitserve.costs.skipping import (
     speedup,
 )
 
+from ..shapes import LLAMA_3_8B, QWEN_3_0_6B
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "GPT-2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
-    "Qwen3-0.6B": {
-        "num_hidden_layers": 28,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
+    "Qwen3-0.6B": QWEN_3_0_6B,
     "Qwen3-4B": {
         "num_hidden_layers": 36,
         "hidden_size": 2560,
@@ -46,15 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
-    "Llama-3-8B": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
+    "Llama-3-8B": LLAMA_3_8B,
 }
 
 ENDLESS = Device(bandwidth=4.8e12, peak=float("inf"))

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from exitserve.costs.sources import rows_to_time, step_costs
 
-LLAMA_3_8B: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
-TINY: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-    "multi_exit": {"version": 1, "exit_layers": [1, 2]},
-}
+from ..shapes import LLAMA_3_8B, TINY
 
 
 def test_rows_are_timed_at_powers_of_two_and_at_the_sizes_themselves() -> None:

@@ -1,22 +1,11 @@
 """Every kind of shape can be timed."""
 
-from typing import Any
-
 import pytest
 
 from exitserve.costs.sources import step_costs
 from exitserve.costs.timing import time_step
 
-TINY: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-    "multi_exit": {"version": 1, "exit_layers": [1, 2]},
-}
+from ..shapes import TINY
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

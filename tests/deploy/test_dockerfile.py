@@ -101,8 +101,9 @@ def server_problems(text: str) -> list[str]:
         environment = " ".join(values(stage, "ENV")).split()
         if "PYTHONSAFEPATH=1" not in environment:
             found.append(f"{name}: PYTHONSAFEPATH is not set")
-        if "/health'" not in " ".join(values(stage, "HEALTHCHECK")):
-            found.append(f"{name}: no health check on /health")
+        check = " ".join(values(stage, "HEALTHCHECK"))
+        if "/health'" not in check or "ProxyHandler({})" not in check:
+            found.append(f"{name}: no health check on /health, without proxies")
         if [json.loads(entry) for entry in values(stage, "ENTRYPOINT")] != [["exitserve", "serve"]]:
             found.append(f"{name}: the entry point is not `exitserve serve`")
     return found

@@ -6,33 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from exitserve.cli import main
 from exitserve.costs.devices import DEVICES
 
-LLAMA_3_8B: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
-TINY: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-    "multi_exit": {"version": 1, "exit_layers": [1, 2]},
-}
+from ..shapes import LLAMA_3_8B, TINY
 
 
 def written(folder: Path, config: object, name: str = "config.json") -> Path:
@@ -73,7 +53,8 @@ def test_the_plan_of_a_table(
     assert data["schema_version"] == 1
     assert not data["measured"]
     assert data["way"] == "masked"
-    assert data["recommended"] == data["best"]["layers"]
+    assert data["recommended"] == [6], "whatever is recommended is what is to be served"
+    assert {one["exit_layer"] for one in data["advice"]} == {6}
     eighth = data["exit_layers"][7]
     assert eighth["exit_layer"] == 8
     # 24 of 32 layers, each 2 * 8 heads * 128 numbers of 2 bytes.
@@ -81,13 +62,18 @@ def test_the_plan_of_a_table(
     assert eighth["kv_copy_share"] == 0.75
     first = eighth["batches"][0]
     assert first["best_speedup"] == pytest.approx(2.99, abs=0.01)
-    assert first["masked"]["break_even_share"] == pytest.approx(0.015, abs=0.001)
-    assert first["masked"]["speedup_at_share"] == pytest.approx(1.49, abs=0.01)
+    assert first["break_even_share"] == pytest.approx(0.015, abs=0.001)
+    assert first["speedup_at_share"] == pytest.approx(1.49, abs=0.01)
 
 
-def test_a_file_of_any_name_is_a_model(tmp_path: Path) -> None:
+def test_a_file_of_any_name_is_a_model_and_any_card_has_figures(tmp_path: Path, capsys) -> None:
     path = written(tmp_path, LLAMA_3_8B, "llama.json")
-    assert main(["plan", str(path), "--device", "l40s", "--batch-sizes", "2"]) == 0
+    figures = ["--bandwidth", "864", "--tflops", "362"]
+    steps = []
+    for device in (["--device", "l40s"], figures):
+        assert main(["plan", str(path), *device, "--batch-sizes", "2"]) == 0
+        steps.append(capsys.readouterr().out.split(" takes ")[1].split(" ms")[0])
+    assert steps[0] == steps[1]
 
 
 def test_the_plan_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +94,29 @@ def test_the_plan_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cost["full_depth_ms"] == pytest.approx(full, rel=1e-3)
 
 
+@pytest.mark.parametrize(("counted", "words"), [({}, "assumed"), ({"2": 0.9}, "as calibrated")])
+def test_a_checkpoint_s_own_exits_are_served_by_what_was_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: dict[str, float], words: str
+) -> None:
+    point = {"agreement": 0.9, "thresholds": {"2": 0.5}, "eos_thresholds": {"2": 1.0}}
+    about = {"target": "agreement>=0.9", "mode": "defer", "criterion": "max_prob"}
+    found = {**point, **about, "confidence_level": 0.9, "num_layers": 4, "agreement_at": counted}
+    block = {**TINY["multi_exit"], "calibration": found}
+    path = written(tmp_path, LLAMA_3_8B | {"multi_exit": block | {"exit_layers": [2, 4]}})
+    assert main(["plan", str(path), "--device", "h100", "--batch-sizes", "1"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Recommended exit layers: 2, 4 (the checkpoint's)" in printed
+    assert f"drafts are accepted ({words}" in printed
+
+
+def test_a_small_model_waits_for_launches(tmp_path: Path, capsys) -> None:
+    path = written(tmp_path, TINY | {"multi_exit": None, "num_hidden_layers": 2})
+    assert main(["plan", str(path), "--device", "h100", "--batch-sizes", "1,32"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 layers of 0.035 ms (bound by launches)" in printed
+    assert "launching kernels is what takes time" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -121,6 +130,9 @@ def test_the_plan_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--dtype", "int8"], ["int8", "bfloat16"]),
         (["--dtype", "float32", "--device", "h100"], ["--dtype bfloat16"]),
         (["--exit-share", "0"], ["--exit-share"]),
+        (["--bandwidth", "900"], ["--bandwidth and --tflops"]),
+        (["--bandwidth", "0", "--tflops", "1"], ["above 0"]),
+        (["--bandwidth", "9", "--tflops", "9", "--device", "l4"], ["no --device"]),
     ],
 )
 def test_bad_arguments_give_one_line(

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from exitserve.errors import LONGEST_LINE
 from exitserve.policy import ExitRules
@@ -82,6 +84,24 @@ def test_what_stays_open_is_documented(guarded: FastAPI) -> None:
     assert paths - refused == OPEN
     page = (ROOT / "docs" / "deploy.md").read_text()
     assert [path for path in OPEN if f"`{path}`" not in page] == []
+
+
+def test_what_vllm_attached_to_an_answer_stays(make_app: MakeApp, monkeypatch) -> None:
+    """Its headers, and the task that counts the request out."""
+    app = make_app()
+    app.state.enable_server_load_tracking = True
+
+    @load_aware_call
+    async def answered(request: Any, raw_request: Any) -> JSONResponse:
+        return JSONResponse({"choices": []}, headers={"endpoint-load-metrics": "as asked"})
+
+    monkeypatch.setattr("exitserve.server.routes.vllm_completion", answered)
+    client = TestClient(app)
+    asked = {"prompt": "x", "logprobs": 1, "vllm_xargs": {"exit_threshold": 0.5}}
+    answer = client.post("/v1/completions", json=asked)
+    assert answer.json() == {"choices": [], "logprobs_from": "exit_layer"}
+    assert answer.headers["endpoint-load-metrics"] == "as asked"
+    assert client.get("/load").json() == {"server_load": 0}
 
 
 def deep(shape: str, depth: int) -> str:

@@ -95,11 +95,12 @@ def serve(monkeypatch, capsys, bundled: Path) -> Any:
     async def run_server(args: Any) -> None:
         print("the engine would start", args.hf_overrides, "revision", args.revision)
         print(f"{args.model} is called {args.served_model_name}")
+        print(args.port, args.enable_prefix_caching, args.additional_config["exitserve"])
 
     monkeypatch.setattr("vllm.entrypoints.cli.serve.run_server", run_server)
 
-    def serve(*options: str, model: Path = bundled) -> tuple[int, str, str]:
-        code = main(["serve", str(model), *options])
+    def serve(*options: str, model: Path | None = bundled) -> tuple[int, str, str]:
+        code = main(["serve", *([] if model is None else [str(model)]), *options])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -135,6 +136,23 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
 def test_what_is_not_refused(serve, flags: str) -> None:
     code, output, _ = serve(*flags.split())
     assert code == 0 and "the engine would start" in output
+
+
+def test_arguments_in_a_file(serve, bundled: Path, tmp_path: Path) -> None:
+    """MODEL and our flags as well as vLLM's; the command line counts where both say something."""
+    file = tmp_path / "serve.yaml"
+    flags = "exit_threshold: 0.5\nexit-layers: [6, 12]\nport: 9\nenable-prefix-caching: false\n"
+    file.write_text(f"model: {bundled}\n{flags}")
+    code, output, error = serve(f"--config={file}", "--port", "8", model=None)
+    assert code == 0, error
+    assert f"{bundled} is called None\n8 False {{'exit_layers': [6, 12], 'exit_th" in output
+    file.write_text("model: elsewhere\nexit-threshold: 0.5\n")
+    code, output, _ = serve("--exit_threshold", "0.7", "--config", str(file))
+    assert code == 0 and f"{bundled} is" in output and "'exit_threshold': 0.7" in output
+    for text in "", "[1", "- 1":
+        file.write_text(text)
+        code, _, error = serve("--config", str(file), model=None)
+        assert code == 2 and "must be a YAML file of flags" in error.splitlines()[-1]
 
 
 BREAKABLE, INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"

@@ -46,7 +46,10 @@ def test_a_stock_llama_gets_the_exits_it_was_trained_with(
     from transformers import AutoModelForCausalLM
 
     model, out = elsewhere("llama"), tmp_path / "out"
+    left = model / "model.safetensors.index.json"  # of shards that a whole file replaced
+    left.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert imported(model, out, "--exit-layers", "2,4") == 0
+    assert not (out / left.name).exists()
     assert f"exitserve serve {model} --exit-layers 2,4" in capsys.readouterr().out
     block = read_multi_exit(out)
     assert block is not None and block.exit_layers == (2, 4)

@@ -216,6 +216,7 @@ def test_a_destination_that_exists(capsys, bundled: Path, tmp_path: Path) -> Non
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
         ({"num_hidden_layers": 25}, "no tensor is named as part of layer 24"),
         ({"num_hidden_layers": 16}, "exit layer 18 is out of range"),
+        ({"multi_exit": {"version": 1, "exit_layers": [2], "rows": "0" * 64}}, "names exit rows"),
     ],
 )
 def test_checkpoints_that_cannot_be_cut(

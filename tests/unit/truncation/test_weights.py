@@ -103,10 +103,12 @@ def test_a_broken_file_is_named(single: Path, spoil) -> None:
         read_weights(single.parent)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named_unless_a_whole_file_replaced_it(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(ExitServeError, match=r"model-1\.safetensors' is missing"):
         read_weights(tmp_path)
+    save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
+    assert [one.file.name for one in read_weights(tmp_path).tensors] == [SINGLE]
 
 
 @pytest.mark.parametrize(
