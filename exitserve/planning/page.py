@@ -248,13 +248,12 @@ def plot(data: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     speeds, shares = figure.subplots(1, 2, sharex=True)
     figure.suptitle(f"{data['model']}: what one exit layer can give ({data['way']})", fontsize=11)
-    colours = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
     for index in range(len(data["costs"])):
-        _draw(speeds, shares, data, index, colours[index % len(colours)])
+        _draw(speeds, shares, data, index)
     speeds.set_yscale("log")
     speeds.yaxis.set_major_formatter(ScalarFormatter())
     speeds.yaxis.set_minor_formatter(ScalarFormatter())
-    speeds.axhline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
+    speeds.axhline(1.0, color="silver", linewidth=1, zorder=0)
     speeds.set_ylabel("wall speedup over full depth")
     speeds.set_title("solid: every token exits; dashed: some do", fontsize=10)
     shares.set_ylabel("share of tokens that must exit")
@@ -264,18 +263,18 @@ def plot(data: Mapping[str, Any]) -> Figure:
         panel.set_xlabel(f"exit layer, of {data['shape']['num_layers']}")
         panel.grid(alpha=0.25)
         for layer in data["best"]["layers"]:
-            panel.axvline(layer, color="#999999", linewidth=1, linestyle=":", zorder=0)
+            panel.axvline(layer, color="darkgrey", linewidth=1, linestyle=":", zorder=0)
     handles, labels = speeds.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
-def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int, colour: str) -> None:
+def _draw(speeds: Axes, shares: Axes, data: Mapping[str, Any], index: int) -> None:
     size = data["costs"][index]["batch_size"]
     layers = [one["exit_layer"] for one in data["exit_layers"]]
     batches = [one["batches"][index] for one in data["exit_layers"]]
     look: dict[str, Any] = {
-        "color": colour,
+        "color": f"C{index}",
         "marker": "o" if len(layers) < 3 else "",
         # Batch sizes often coincide: the first one stays visible beneath the others.
         "linewidth": max(1.2, 4.0 - 1.2 * index),

@@ -158,6 +158,11 @@ def publish(
         console.print(f"Report: {directory / 'report.md'}", markup=False)
 
 
+def cell(value: float | None, form: str) -> str:
+    """A number as tables have it, in a form such as `.2f`; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned also as plain text; the first one to the left."""
     from tabulate import tabulate
