@@ -22,7 +22,7 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
-from exitserve.reporting.report import machine, versions
+from exitserve.reporting.report import machine, rounded, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
@@ -184,7 +184,7 @@ def _layer_block(
                 "best_speedup": round(speedup(costs, batch, {layer: 1.0}, compacts=True), 4),
                 **{
                     way: {
-                        "break_even_share": _rounded(
+                        "break_even_share": rounded(
                             break_even_share(costs, batch, layer, compacts=compacts)
                         ),
                         "speedup_at_share": round(
@@ -209,7 +209,7 @@ def _choice_block(
     """Several exit layers together, and what they gain if given shares of the tokens exit."""
     return {
         "layers": list(layers),
-        "break_even_share": _rounded(
+        "break_even_share": rounded(
             break_even_total(costs, batch_sizes[0], layers, compacts=WAYS[way])
         ),
         "speedups": [
@@ -240,7 +240,3 @@ def _verdict_block(costs: StepCosts, batch: int, way: str) -> dict[str, Any]:
         "can_pay": reason is None,
         "reason": reason,
     }
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)

@@ -158,6 +158,11 @@ def publish(
         console.print(f"Report: {directory / 'report.md'}", markup=False)
 
 
+def rounded(value: float | None) -> float | None:
+    """To four decimal places, as in reports."""
+    return None if value is None else round(value, 4)
+
+
 def cell(value: float | None, form: str) -> str:
     """A number as tables have it, in a form such as `.2f`; a dash where there is none."""
     return "-" if value is None else format(value, form)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -68,7 +68,7 @@ def model_card(job: TruncationJob, perplexity: Perplexity | None) -> ModelCard:
         tags=["early-exit", "truncated"],
     )
     full, block = num_layers_of(job.config), parse_multi_exit(job.config)
-    return ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
         title=job.out.resolve().name,
@@ -80,6 +80,7 @@ def model_card(job: TruncationJob, perplexity: Perplexity | None) -> ModelCard:
         exits=_exits_left(job.num_layers, full, block),
         perplexity=_measured(perplexity),
     )
+    return card
 
 
 def _training(depth: int, full: int, block: MultiExit | None) -> str:
@@ -112,7 +113,7 @@ def _measured(found: Perplexity | None) -> str:
     )
 
 
-def licence_of(directory: Path) -> dict[str, str]:
+def licence_of(directory: Path) -> dict[str, Any]:
     """The licence in the metadata of a checkpoint's card; empty where there is none."""
     try:
         metadata = metadata_load(directory / CARD) or {}
