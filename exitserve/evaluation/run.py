@@ -17,8 +17,16 @@ from exitserve.reporting.report import machine, rounded, versions
 from exitserve.windows import Window
 
 NOT_TIMED = (
-    *("batch_size", "tokens_per_second", "tpot_ms", "tokens_at_once", "wall_speedup"),
-    *("load_wall_speedup", "limit_speedup", "efficiency", "drafted", "accepted"),
+    "batch_size",
+    "tokens_per_second",
+    "tpot_ms",
+    "tokens_at_once",
+    "wall_speedup",
+    "load_wall_speedup",
+    "limit_speedup",
+    "efficiency",
+    "drafted",
+    "accepted",
 )
 """Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
