@@ -15,12 +15,13 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from exitserve.arguments import any_mode, batch_sizes_of, modes_of, numbers
 from exitserve.bench.command import run_job
-from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import BenchJob, make_settings
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
@@ -80,7 +81,8 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     by_lot = args.confidence is not None
     threshold = 0.5 if by_lot else NEVER_PASSED
     count = max(args.requests, *batch_sizes)
-    prompts = random_prompts(_LLAMA["vocab_size"], count, args.prompt_tokens)
+    random_token = partial(Random(0).randrange, 3, _LLAMA["vocab_size"])
+    prompts = [tuple(random_token() for _ in range(args.prompt_tokens)) for _ in range(count)]
     return BenchJob(
         model_dir=model_dir,
         model_name=f"synthetic {args.shape}",
@@ -88,7 +90,7 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         rules=rules,
         settings=make_settings(rules, [threshold], modes, [] if by_lot else layers),
         batch_sizes=tuple(batch_sizes),
-        prompts=tuple(map(tuple, prompts)),
+        prompts=tuple(prompts),
         requests=args.requests,
         prompt_source=f"{args.prompt_tokens} random tokens each",
         max_tokens=args.max_tokens,

@@ -231,13 +231,6 @@ def batch_sizes_of(text: str) -> list[int]:
     return sizes
 
 
-def check_dtype(dtype: str, allowed: Sequence[str] = ENGINE_DTYPES) -> str:
-    """Returns `dtype`; raises `ExitServeError` if it is not allowed."""
-    if dtype not in allowed:
-        raise ExitServeError(f"--dtype {dtype!r} is unknown; allowed: {', '.join(allowed)}.")
-    return dtype
-
-
 def drafting_options(num_drafts: int | None = None) -> dict[str, Any]:
     """Exit options of an engine that drafts; every request names its own mode and threshold."""
     options: dict[str, Any] = {"mode": "verify", "exit_threshold": 0.5}

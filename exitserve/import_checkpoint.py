@@ -7,7 +7,6 @@ import; no tensor is loaded.
 
 import argparse
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from exitserve.checkpoint.block import (
     read_config,
     write_multi_exit,
 )
-from exitserve.checkpoint.files import check_new_folder
+from exitserve.checkpoint.files import check_new_folder, copy_files, new_folder
 from exitserve.checkpoint.first_layers import layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights, local_checkpoint
 from exitserve.checkpoint.weights import StoredTensor, index_of, read_weights, weight_files
@@ -72,7 +71,8 @@ def add_import(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_new_folder(Path(args.out))
+    out = Path(args.out)
+    check_new_folder(out)
     given = args.model if args.adapter is None else f"{args.model} --adapter {args.adapter}"
     args = with_adapter(args)
     config = read_config(args.model, args.revision)
@@ -81,8 +81,11 @@ def _run(args: argparse.Namespace) -> int:
     check_shared_head(read_weights(directory).tensors)
     objective = "aligned" if ALIGNED_LAYERS in config else "imported"
     block = MultiExit(exit_layers=layers, objective=objective)
-    out = Path(args.out)
-    _write(directory, plain_config(config), block, out)
+    weights = [Path(name) for name in weight_files(directory)]
+    extra = [Path(name) for name in (*index_of(directory), CARD) if (directory / name).is_file()]
+    with new_folder(out) as partial:
+        copy_files(directory, partial, (*weights, *extra, *files_beside_weights(directory)))
+        write_multi_exit(partial, block, plain_config(config))
     listed = ",".join(map(str, layers))
     print(f"{out}: exits after layers {listed} of {num_layers_of(config)}.")
     print(f"Next: exitserve serve {out} --exit-threshold 0.8, or exitserve calibrate {out} ...")
@@ -144,22 +147,3 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     names = config.get("architectures") or []
     plain["architectures"] = [PLAIN_NAMES.get(name, name) for name in names]
     return plain
-
-
-def _write(directory: Path, config: Mapping[str, Any], block: MultiExit, out: Path) -> None:
-    """Writes the copy, or, where anything fails, nothing."""
-    partial = out.parent / f".{out.name}.partial"
-    names = [*weight_files(directory), *index_of(directory), CARD]
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for path in (*map(Path, names), *files_beside_weights(directory)):
-            (partial / path).parent.mkdir(exist_ok=True)
-            if (directory / path).is_file():  # a card need not be there
-                shutil.copyfile(directory / path, partial / path)
-        write_multi_exit(partial, block, config)
-        partial.replace(out)
-    except OSError as error:
-        raise ExitServeError(f"cannot write '{out}': {error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -18,11 +18,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import setproctitle
 
 START_SECONDS, STOP_SECONDS = 300.0, 30.0
@@ -176,9 +176,8 @@ class LocalServer:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
+            return httpx.get(f"{self.url}/health", timeout=2, trust_env=False).is_success
+        except httpx.HTTPError:
             return False
 
 

@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Through no proxy of the environment: the server is on this machine."""
+import httpx
+
 SECONDS = 60
 """For one answer."""
 
@@ -65,20 +64,17 @@ def main() -> None:
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     """Returns once a server answers; ends this program if it has ended."""
     while server.poll() is None:
-        try:
-            with DIRECT.open(url, timeout=2):
+        with suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=2, trust_env=False).is_success:
                 return
-        except (URLError, OSError):
-            time.sleep(0.25)
+        time.sleep(0.25)
     sys.exit(f"the server ended with status {server.returncode}")
 
 
 def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a JSON request."""
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers)
-    with DIRECT.open(request, timeout=SECONDS) as response:
-        found: dict[str, Any] = json.load(response)
+    response = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    found: dict[str, Any] = response.raise_for_status().json()
     return found
 
 

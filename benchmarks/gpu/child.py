@@ -21,12 +21,11 @@ from typing import Any
 
 import if_nodes
 from environment import PLUGIN
-from shapes import Work
+from shapes import Work, random_prompts
 from stages import StageError, last_lines
 
 from exitserve.bench.engines import BatchRequest, Engines
 from exitserve.bench.forced import start_forced_engine
-from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import Setting
 from exitserve.engine.launch import start_engine, start_plain_engine, stop_engine
 

@@ -11,10 +11,12 @@ and so on. The head also has the trained checkpoint's exits.
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -198,3 +200,24 @@ def _compressed(values: bytes) -> bytes:
 
 def _whole(part: bytes) -> bytes:
     return lzma.decompress(part, format=lzma.FORMAT_RAW, filters=[_FORMAT])
+
+
+def packed_adapter(adapter: Path, room: Path) -> bytes:
+    """A tar file of an adapter, its weights in bfloat16; `room` is a folder that does not exist."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(adapter, room)
+    file = room / "adapter_model.safetensors"
+    small = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(small, file, metadata={"format": "pt"})
+    whole = room.with_suffix(".tar")
+    with tarfile.open(whole, "w") as packed:
+        packed.add(room, arcname=".")
+    return whole.read_bytes()
+
+
+def unpack_adapter(earlier: Path, adapter: Path) -> None:
+    """Unpacks the adapter that a call left in files."""
+    whole = b"".join(part.read_bytes() for part in parts_of(earlier, "adapter"))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as packed:
+        packed.extractall(adapter, filter="data")

@@ -14,10 +14,7 @@ What is measured is the model that the files give, not the one that training lef
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import shutil
-import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -82,10 +79,7 @@ def _take_up(earlier: Path, base: Path, out: Path) -> None:
     from exitserve.checkpoint.adapters import merged_checkpoint
 
     adapter = out.with_name(f"{out.name}-adapter")
-    parts = differences.parts_of(earlier, "adapter")
-    whole = b"".join(part.read_bytes() for part in parts)
-    with tarfile.open(fileobj=io.BytesIO(whole)) as packed:
-        packed.extractall(adapter, filter="data")
+    differences.unpack_adapter(earlier, adapter)
     out.symlink_to(merged_checkpoint(str(base), str(adapter)))
 
 
@@ -207,27 +201,13 @@ def _leave(run: StageRun, start: Path) -> dict[str, Any]:
         old.unlink()
     adapter = b""
     if (trained / "adapter").is_dir() and start == base:
-        adapter = _packed_adapter(trained / "adapter", run.folder / "adapter")
+        adapter = differences.packed_adapter(trained / "adapter", run.folder / "adapter")
     if 0 < len(adapter) <= differences.MOST_BYTES:
         found = {"what": "an adapter", "bytes": differences.cut(adapter, out, "adapter")}
     else:
         found = {"what": "differences from the base", **differences.leave(base, trained, out)}
     _take_up(out, base, run.folder / MODEL)
     return found
-
-
-def _packed_adapter(adapter: Path, room: Path) -> bytes:
-    """A tar file of an adapter, its weights in bfloat16; `room` is a folder that does not exist."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(adapter, room)
-    file = room / "adapter_model.safetensors"
-    small = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
-    save_file(small, file, metadata={"format": "pt"})
-    whole = room.with_suffix(".tar")
-    with tarfile.open(whole, "w") as packed:
-        packed.add(room, arcname=".")
-    return whole.read_bytes()
 
 
 def calibrate(run: StageRun) -> StageOutcome:

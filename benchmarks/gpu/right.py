@@ -22,11 +22,10 @@ from typing import Any
 
 from child import Child, EngineSpec, Passed
 from sessions import PASS_SECONDS, START_SECONDS
-from shapes import Work
+from shapes import Work, random_prompts
 from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 
 from exitserve.arguments import drafting_options
-from exitserve.bench.prompts import random_prompts
 from exitserve.bench.settings import PLAIN, Fields, Setting, policy_of
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.engine.launch import check_rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,3 +323,13 @@ TINY_DRAFTS = Shape(
     phases=_drafting_cases(4, 16, _TINY_SHORT),
 )
 """The same, of "llama-3-8b-drafts"."""
+
+
+def random_prompts(
+    vocab_size: int, count: int, prompt_tokens: int, seed: int = 0
+) -> list[list[int]]:
+    """`count` prompts of `prompt_tokens` random token ids, without the special ones (0 to 2)."""
+    generator = random.Random(seed)
+    return [
+        [generator.randrange(3, vocab_size) for _ in range(prompt_tokens)] for _ in range(count)
+    ]

@@ -19,13 +19,31 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.exit_check import fused as exit_check
 from exitserve_kernels.logit_losses import fused as logit_losses
 from exitserve_kernels.propagate_kv import fused as propagate_kv
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
+
+
+class Variant(NamedTuple):
+    """A kernel with the constants of a launch."""
+
+    name: str
+    kernel: Any
+    arguments: dict[str, str]
+    """Triton's type of each argument that is not a constant: `*bf16`, `i32`, `fp32`.
+
+    `i32:16` is a multiple of 16, as sizes and strides usually are; pointers always are.
+    """
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    spills: int = 0
+    """Bytes of stack per thread that are accepted."""
+    least_arch: int = 80
+    """The least compute capability: e4m3 floats need 89."""
 
 
 class Needs(NamedTuple):
@@ -147,6 +165,29 @@ def _fill_variant(cache: Any, name: str) -> Variant:
     )
 
 
+def _losses_variant(kind: str, has_cap: bool, cooled: bool) -> Variant:
+    return Variant(
+        f"logit_losses, {kind}" + ", cap" * has_cap + ", temperature" * cooled,
+        logit_losses._losses,
+        {
+            **dict.fromkeys(("logits", "teacher"), f"*{kind}"),
+            "labels": "*i64",
+            **dict.fromkeys(("ce_scale", "kl_scale", "cross_entropy", "divergence"), "*fp32"),
+            **dict.fromkeys(("vocabulary", "stride", "teacher_stride"), "i32:16"),
+            **dict.fromkeys(("coolness", "soft_cap"), "fp32"),
+        },
+        {
+            # Triton turns a stride of 1 into a constant.
+            **dict.fromkeys(("step", "teacher_step"), 1),
+            **dict.fromkeys(("HAS_LABELS", "HAS_TEACHER", "DIFFERENTIATE"), True),
+            "HAS_CAP": has_cap,
+            "COOLED": cooled,
+            "BLOCK": logit_losses.BLOCK,
+        },
+        num_warps=logit_losses.WARPS,
+    )
+
+
 VARIANTS = [
     *(_tiles_variant(block_b, kind) for block_b in (16, 32, 128) for kind in ("bf16", "fp16")),
     Variant(
@@ -170,7 +211,11 @@ VARIANTS = [
     _fill_variant(tl.bfloat16, "bf16"),
     _fill_variant(tl.float8e5, "fp8 (e5m2)"),
     _fill_variant(tl.float8e4nv, "fp8 (e4m3)"),
-    *logit_losses.VARIANTS,
+    *(
+        _losses_variant(kind, has_cap, cooled)
+        for kind in ("fp32", "bf16", "fp16")
+        for has_cap, cooled in ((False, False), (True, True))
+    ),
 ]
 
 

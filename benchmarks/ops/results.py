@@ -66,7 +66,8 @@ def _exit_check(form: Any, cast: Cast, *, normed: bool = False) -> dict[str, Ten
         return {"confidence, max_prob": logarithms.exp()}
     checks = {name: check(criterion=name, implementation=form) for name in CRITERIA}
     found = {f"confidence, {name}": own.confidence for name, own in checks.items()}
-    return {"log_sum_exp": checks["max_prob"].log_sum_exp, **found}
+    own = checks["max_prob"]
+    return {"log_sum_exp": own.top + own.total.log(), **found}
 
 
 def _propagate_kv(form: Any, cast: Cast, *, kept: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from exitserve.arguments import (
     at_least,
     batch_sizes_of,
     calibrated_rows,
-    check_dtype,
     drafting_options,
     modes_of,
     numbers,
@@ -118,7 +117,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "(default %(default)g)",
     )
     engine = parser.add_argument_group("all engines")
-    engine.add_argument("--dtype", default="auto", metavar="TYPE", help="|".join(ENGINE_DTYPES))
+    engine.add_argument("--dtype", default="auto", choices=ENGINE_DTYPES)
     engine.add_argument("--enforce-eager", action="store_true", help="do not compile")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="context, in tokens")
     engine.add_argument(
@@ -178,7 +177,7 @@ def job_of(args: argparse.Namespace) -> BenchJob:
         max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
         repeats=at_least(1, args.repeats, "--repeats"),
         seconds=at_least(0.0, args.seconds, "--seconds"),
-        dtype=check_dtype(args.dtype),
+        dtype=args.dtype,
         enforce_eager=args.enforce_eager,
         max_model_len=None
         if args.max_model_len is None

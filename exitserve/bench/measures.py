@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from exitserve.bench.settings import Setting
 from exitserve.costs.byte_costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
+from exitserve.reporting.report import rounded
 
 NOISE = 0.02
 """A wall speedup of equal work may miss 1 by this share and still count as noise."""
@@ -84,13 +87,6 @@ def joined_timing(timings: Iterable[Timing]) -> Timing:
         gaps=tuple(gap for part in parts for gap in part.gaps),
         arrivals=sum(part.arrivals for part in parts),
     )
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Linear interpolation between the closest ranks; the value itself if there is only one."""
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -191,7 +187,7 @@ def case_of(
         "tokens_per_second": round(statistics.median(t.rate for t in measured.repeats), 2),
         "tpot_ms": {
             "median": round(statistics.median(gaps), 3),
-            "p99": round(percentile(gaps, 99), 3),
+            "p99": round(float(np.percentile(gaps, 99)), 3),
         },
         "tokens_at_once": round(timed.tokens / timed.arrivals, 3),
         "mean_depth": round(statistics.fmean(measured.depths), 4),
@@ -201,10 +197,10 @@ def case_of(
         "depth_speedup": round(full * len(measured.depths) / sum(measured.depths), 4),
         "wall_speedup": wall,
         "load_wall_speedup": spread(loads) if loads else None,
-        "limit_speedup": None if limit is None else round(limit, 4),
+        "limit_speedup": rounded(limit),
         "efficiency": None if limit is None else round(wall["median"] / limit, 4),
-        "agreement": None if measured.agreement is None else round(measured.agreement, 4),
-        "perplexity": None if measured.perplexity is None else round(measured.perplexity, 4),
+        "agreement": rounded(measured.agreement),
+        "perplexity": rounded(measured.perplexity),
         **(measured.drafts or dict.fromkeys(DRAFTS)),
         "exit_layers": {
             str(layer): measured.depths.count(layer) for layer in sorted({*exit_layers, full})

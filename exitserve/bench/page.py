@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exitserve.bench.measures import label_of
-from exitserve.reporting.report import machine_line, markdown_table
+from exitserve.reporting.report import cell, machine_line, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,6 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row of text for each case, in the order of `HEADERS`."""
     rows = []
     for case in cases:
-        agreement, perplexity = case["agreement"], case["perplexity"]
         wall, load = case["wall_speedup"], case["load_wall_speedup"]
         rows.append(
             [
@@ -65,10 +64,10 @@ def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"{case['depth_speedup']:.2f}",
                 _spread(wall),
                 "-" if load is None else _spread(load),
-                _number(case["limit_speedup"]),
-                _number(case["efficiency"]),
-                "-" if agreement is None else f"{agreement:.3f}",
-                "-" if perplexity is None else f"{perplexity:.3f}",
+                cell(case["limit_speedup"], ".2f"),
+                cell(case["efficiency"], ".2f"),
+                cell(case["agreement"], ".3f"),
+                cell(case["perplexity"], ".3f"),
                 _accepted(case),
             ]
         )
@@ -89,17 +88,13 @@ def _spread(found: Mapping[str, float]) -> str:
     return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row of text for each case, in the order of `SHORT_HEADERS`."""
     rows = []
     for case, row in zip(cases, table_rows(cases), strict=True):
         wall = case["wall_speedup"]
         spread = f"{wall['min']:.2f}-{wall['max']:.2f}"
-        load = _number((case["load_wall_speedup"] or {}).get("median"))
+        load = cell((case["load_wall_speedup"] or {}).get("median"), ".2f")
         rows.append([*row[:2], row[7], f"{wall['median']:.2f}", spread, load, row[10], row[12]])
     return rows
 
@@ -243,14 +238,14 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
     middle = [wall["median"] for wall in walls]
     below = [wall["median"] - wall["min"] for wall in walls]
     above = [wall["max"] - wall["median"] for wall in walls]
-    panel.axvline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
+    panel.axvline(1.0, color="silver", linewidth=1, zorder=0)
     panel.scatter(
         [case["depth_speedup"] for case in cases],
         rows,
         marker="D",
         s=34,
         facecolors="none",
-        edgecolors="#999999",
+        edgecolors="darkgrey",
         label="depth speedup (layers at full depth / layers run)",
     )
     panel.scatter(
@@ -259,7 +254,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
         marker="|",
         s=300,
         linewidths=2,
-        color="#2ca02c",
+        color="C2",
         label="limit on wall speedup (bytes moved)",
     )
     panel.errorbar(
@@ -267,7 +262,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
         rows,
         xerr=(below, above),
         fmt="o",
-        color="#1f77b4",
+        color="C0",
         capsize=3,
         markersize=6,
         label="wall speedup (tokens/s over plain vLLM's), median, min to max",
@@ -282,7 +277,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
 def _write_agreement(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
     if all(case["agreement"] is None for case in cases):
         return
-    texts = ["-" if case["agreement"] is None else f"{case['agreement']:.3f}" for case in cases]
+    texts = [cell(case["agreement"], ".3f") for case in cases]
     right = panel.secondary_yaxis("right")
     right.set_yticks(range(len(cases)), texts)
     right.tick_params(length=0, labelsize=8)

@@ -1,6 +1,5 @@
 """The prompts of a comparison: bundled, or from the user's file."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,3 @@ def encode_prompts(prompts: tuple[Prompt, ...], model_dir: Path) -> list[tuple[i
 def first_prompts(prompts: list[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
     """The first `count` prompts, repeated from the start where there are too few."""
     return tuple(prompts[index % len(prompts)] for index in range(count))
-
-
-def random_prompts(
-    vocab_size: int, count: int, prompt_tokens: int, seed: int = 0
-) -> list[list[int]]:
-    """`count` prompts of `prompt_tokens` random token ids, without the special ones (0 to 2)."""
-    generator = random.Random(seed)
-    return [
-        [generator.randrange(3, vocab_size) for _ in range(prompt_tokens)] for _ in range(count)
-    ]

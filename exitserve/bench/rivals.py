@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from exitserve.arguments import words
 from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.errors import ExitServeError
@@ -29,7 +30,7 @@ def check_rivals(text: str, model_dir: Path) -> tuple[str, ...]:
     Raises:
         ExitServeError: one is unknown, cannot run here, or has another vocabulary.
     """
-    rivals = tuple(part.strip() for part in text.split(",") if part.strip())
+    rivals = tuple(words(text))
     for one in rivals:
         kind, _, path = one.partition(":")
         if kind == "draft" and path:

@@ -8,15 +8,14 @@ all of them alike. Wall speedup compares a setting with plain vLLM in the same r
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch.nn import functional
+from torch import Tensor, cat, tensor
 
+from exitserve.agreement import run_full_depth
 from exitserve.bench.engines import (
     BatchRequest,
     Engines,
@@ -40,7 +39,7 @@ from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
 from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitPolicy
+from exitserve.reference import load_reference
 from exitserve.reporting.progress import ShareProgress
 from exitserve.reporting.report import machine, versions
 
@@ -245,30 +244,17 @@ def _traced_pass(
 
 
 def _add_agreement(job: BenchJob, measurements: list[Measurements]) -> None:
-    """Adds agreement with full depth on the generated text, and its perplexity."""
-    from exitserve.reference import Reference, load_reference
-
-    reference: Reference = load_reference(str(job.model_dir), exit_layers=(), device="auto")
-    known: dict[tuple[int, ...], tuple[int, int, float]] = {}
+    """Adds agreement with full depth on the generated text, and its perplexity; without the first
+    token of each answer."""
+    reference = load_reference(str(job.model_dir), exit_layers=(), device="auto")
+    known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
     for measured in measurements:
-        counts = []
         for prompt, generated in measured.sequences:
             text = (*prompt, *generated)
             if text not in known:  # settings and batch sizes often give the same text
-                known[text] = _agreeing(reference, prompt, generated)
-            counts.append(known[text])
-        tokens = sum(total for _, total, _ in counts)
-        measured.agreement = sum(equal for equal, _, _ in counts) / tokens
-        measured.perplexity = math.exp(sum(nats for _, _, nats in counts) / tokens)
-
-
-def _agreeing(
-    reference: Any, prompt: tuple[int, ...], generated: tuple[int, ...]
-) -> tuple[int, int, float]:
-    """(tokens equal to full depth's greedy choice, tokens, the sum of their negative
-    log-likelihoods in nats), the first token left out."""
-    text = [*prompt, *generated]
-    logits = reference.trace(text[:-1], len(prompt), ExitPolicy.off()).logits[len(prompt) :]
-    following = torch.tensor(generated[1:], device=logits.device)
-    nats = functional.cross_entropy(logits, following, reduction="sum")
-    return int((logits.argmax(dim=-1) == following).sum()), len(following), float(nats)
+                full = run_full_depth(reference, text, len(prompt))
+                known[text] = full.token[:-1].cpu() == tensor(generated[1:]), full.nats.double()
+        found = (known[prompt + generated] for prompt, generated in measured.sequences)
+        agrees, nats = (cat(parts) for parts in zip(*found, strict=True))
+        measured.agreement = float(agrees.double().mean())
+        measured.perplexity = float(nats.mean().exp())

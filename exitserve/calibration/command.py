@@ -24,7 +24,6 @@ from exitserve.checkpoint.block import (
     read_config,
 )
 from exitserve.checkpoint.calibration import (
-    ALL,
     CALIBRATED_MODES,
     EXIT_ROWS,
     FREQUENT,
@@ -34,22 +33,11 @@ from exitserve.checkpoint.calibration import (
 from exitserve.checkpoint.files import check_writable, is_writable, link_files
 from exitserve.checkpoint.hub import BLOCK_FILE, is_adapter, local_adapter, local_checkpoint
 from exitserve.errors import ExitServeError
-from exitserve.policy import BY_CONFIDENCE, NUM_DRAFTS, Mode
+from exitserve.policy import BY_CONFIDENCE, Mode
 
 if TYPE_CHECKING:
-    from exitserve.calibration.choice import Target
-    from exitserve.calibration.outcomes import Piece, Source
-    from exitserve.calibration.pieces import PieceSplit
-    from exitserve.calibration.rows import RowsEntry
-    from exitserve.calibration.run import CalibrationJob, CalibrationResult
-    from exitserve.calibration.unfinished import Recall
-    from exitserve.costs.curves import StepCosts
-    from exitserve.reference import Reference
-    from exitserve.reporting.progress import StepProgress
-    from exitserve.windows import Documents, Window
+    from exitserve.calibration.run import CalibrationResult
 
-AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
-"""Also calibrated, for requests that send `exit_target`, where the text is enough."""
 DEFAULT_AGREEMENT = 0.99
 
 
@@ -60,9 +48,6 @@ RESEARCH: dict[str, Any] = {
     "costs": "bytes",  # or "measured" on this machine, or the figures of a device such as "h200"
 }
 """Options without a flag, for `exitserve.cli.main`."""
-SEED = 0
-BYTES, MEASURED = "bytes", "measured"
-"""Kinds of costs; any other word is a device."""
 _ELSEWHERE = "--out DIR writes a checkpoint of links to its files, with the thresholds, into DIR"
 
 _HELP = """\
@@ -170,20 +155,6 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _targets_of(args: argparse.Namespace) -> list[Target]:
-    """The target that was asked for, then those of `AGREEMENTS`."""
-    from exitserve.calibration.choice import agreement_target
-
-    if not 0.5 <= args.confidence_level < 1.0:
-        raise ExitServeError(
-            f"confidence_level must be from 0.5 to below 1, such as 0.95, not "
-            f"{args.confidence_level:g}."
-        )
-    others = [agreement_target(one) for one in AGREEMENTS]
-    asked = agreement_target(args.target_agreement)
-    return [asked, *(one for one in others if one.agreement != asked.agreement)]
-
-
 def _check_text(args: argparse.Namespace) -> None:
     """Raises `ExitServeError` unless the text options make sense."""
     at_least(10, args.windows, "--windows")
@@ -201,13 +172,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ExitServeError: an argument is wrong, or the text is too little.
     """
+    args.modes = _modes(args)
+    from exitserve.calibration.calibrate import calibrate, targets_of
     from exitserve.calibration.unfinished import UnfinishedWork
     from exitserve.reporting.progress import step_bars
 
-    _modes(args)
     base, args = args.model, with_adapter(args)
     block, config = _block(args)
-    targets = _targets_of(args)
+    targets = targets_of(args)
     _check_text(args)
     directory = local_checkpoint(args.model, args.revision)
     home = directory if args.adapter is None else local_adapter(args.adapter)
@@ -312,87 +284,6 @@ def _block(args: argparse.Namespace) -> tuple[MultiExit, dict[str, Any]]:
     return block, config
 
 
-def calibrate(
-    args: argparse.Namespace,
-    directory: Path,
-    block: MultiExit,
-    config: dict[str, Any],
-    targets: list[Target],
-    progress: StepProgress,
-    recall: Recall,
-) -> tuple[Calibration, dict[str, dict[str, Any]], CalibrationResult]:
-    """Reads the text and calibrates each mode.
-
-    Returns:
-        the checkpoint's record; the reports, by their folders inside --out: the first mode's has no
-        name, the others' have their modes'; and what was found for the first mode.
-    """
-    from dataclasses import replace
-
-    from exitserve.calibration.bounds import min_pieces
-    from exitserve.calibration.outcomes import Piece
-    from exitserve.calibration.page import provenance_of, report
-    from exitserve.calibration.pieces import check_enough, split_pieces
-    from exitserve.calibration.rows import compare_rows, count_rows
-    from exitserve.calibration.run import Calibrator
-    from exitserve.costs.byte_costs import serving_dtype, shape_of
-    from exitserve.reference import load_reference
-    from exitserve.windows import read_documents
-
-    documents = read_documents(args.data)
-    delta = 1.0 - args.confidence_level
-    jobs = [_job(mode, args, block, config, targets, delta) for mode in _modes(args)]
-    windows = _windows(args, directory, documents)
-    count = round(args.generated_share * len(windows))
-    text = [Piece(one.token_ids, args.prompt_tokens, "text") for one in windows[count:]]
-    prompts = [window.token_ids[: args.prompt_tokens] for window in windows[:count]]
-
-    def check(written: list[Piece]) -> PieceSplit:
-        parts = split_pieces([*text, *written])
-        sources = _sources(args)
-        # With too little text for what was asked for, less is promised.
-        easiest = max(targets, key=lambda one: one.limit)
-        least = min_pieces(easiest.limit, delta)
-        check_enough(parts, sources, least, documents.name, easiest.name)
-        return parts
-
-    # Before anything slow starts; and again below, since continuations may be too short to count.
-    check([Piece(prompt, args.prompt_tokens, "generated") for prompt in prompts])
-    reference = load_reference(
-        str(directory),
-        block.exit_layers,
-        exit_rows=ALL,
-        criterion="max_prob",
-        device="auto",
-        dtype=serving_dtype(config, args.dtype),
-    )
-    parts = check(_written(args, reference, prompts, progress, recall))
-    shape = shape_of(config, serving_dtype(config, args.dtype))
-    table: list[RowsEntry] = []
-    if args.exit_rows == FREQUENT and shape.exit_rows is not None:
-        # The text of the test has no part in this.
-        counted = (*parts.count, *parts.select)
-        table = compare_rows(reference, parts.count, parts.select, shape)
-        rows = count_rows(reference, counted, shape.exit_rows)
-        reference = reference.variant(reference.criterion, rows)
-    found = Calibrator(reference, jobs[0], progress, recall).calibrate(parts)
-    # One checkpoint has one criterion.
-    others = [
-        Calibrator(reference, job, progress, recall).calibrate(parts, [found.criterion])
-        for job in jobs[1:]
-    ]
-    found = replace(found, rows_table=table)
-    source = provenance_of(documents, parts, args)
-    records: list[Calibration] = []
-    reports: dict[str, dict[str, Any]] = {}
-    for job, result in zip(jobs, (found, *others), strict=True):
-        record = result.calibration(job, source)
-        folder = "" if job is jobs[0] else job.mode
-        reports[folder] = report(args.model_name, block.exit_layers, job, result, record)
-        records.append(record)
-    return records[0].beside(records[1:]), reports, found
-
-
 def _modes(args: argparse.Namespace) -> list[Mode]:
     """The modes to calibrate, that of the server by itself first."""
     modes = words(args.mode)
@@ -402,82 +293,6 @@ def _modes(args: argparse.Namespace) -> list[Mode]:
             f"not {args.mode!r}."
         )
     return [mode for name in modes for mode in BY_CONFIDENCE if mode == name]
-
-
-def _job(
-    mode: Mode,
-    args: argparse.Namespace,
-    block: MultiExit,
-    config: dict[str, Any],
-    targets: list[Target],
-    delta: float,
-) -> CalibrationJob:
-    from dataclasses import replace
-
-    from exitserve.calibration.bounds import min_pieces
-    from exitserve.calibration.run import CalibrationJob
-
-    costs = _costs(args, config, mode)
-    return CalibrationJob(
-        target=targets[0],
-        others=tuple(targets[1:]),
-        mode=mode,
-        delta=delta,
-        costs=costs if args.exit_rows == FREQUENT else replace(costs, check=costs.head),
-        fewest_ends=min_pieces(targets[0].limit, delta),
-        most_tokens=args.window - args.prompt_tokens,
-    )
-
-
-def _costs(args: argparse.Namespace, config: dict[str, Any], mode: Mode) -> StepCosts:
-    """What the parts of a step cost, at a context of half a window."""
-    from exitserve.costs import devices
-    from exitserve.costs.byte_costs import serving_dtype, shape_of
-    from exitserve.costs.sources import MOST_TOKENS, step_costs
-
-    context = args.window // 2
-    if args.costs == BYTES:
-        shape = shape_of(config, serving_dtype(config, args.dtype))
-        return devices.roofline(shape, devices.BYTES, context, MOST_TOKENS)
-    device = None if args.costs == MEASURED else args.costs
-    rows = (1, NUM_DRAFTS + 1) if mode == "defer" else (1,)
-    return step_costs(config, batch_sizes=rows, context=context, device=device).costs
-
-
-def _windows(args: argparse.Namespace, directory: Path, documents: Documents) -> list[Window]:
-    from exitserve.calibration.pieces import independent_windows
-    from exitserve.windows import load_tokenizer, windows_of
-
-    tokenizer = load_tokenizer(directory)
-    every = windows_of(documents, tokenizer, args.window, limit=sys.maxsize, seed=SEED)
-    return independent_windows(every, args.windows, SEED, running=documents.running)
-
-
-def _sources(args: argparse.Namespace) -> list[Source]:
-    """The sources that pieces come from."""
-    text: list[Source] = ["text"] if args.generated_share < 1.0 else []
-    return [*text, "generated"] if args.generated_share > 0.0 else text
-
-
-def _written(
-    args: argparse.Namespace,
-    reference: Reference,
-    prompts: list[tuple[int, ...]],
-    progress: StepProgress,
-    recall: Recall,
-) -> list[Piece]:
-    """The model's continuations of the prompts."""
-    from exitserve.calibration.pieces import model_continuations
-
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("the model writes", done, len(prompts))
-
-    tokens = args.window - args.prompt_tokens
-    return model_continuations(reference, prompts, tokens, args.temperature, SEED, advance, recall)
 
 
 def _write(

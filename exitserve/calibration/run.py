@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from exitserve.agreement import FullDepthPass
 from exitserve.calibration.choice import (
@@ -22,6 +22,7 @@ from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import (
     Outcome,
     Piece,
+    Source,
     measure_outcome,
     run_at_full_depth,
     summarise,
@@ -367,10 +368,5 @@ class Calibrator:
 
 def _first_of_each(pieces: Sequence[Piece], count: int) -> list[Piece]:
     """The first `count` pieces of each source."""
-    seen: dict[str, int] = {}
-    chosen = []
-    for piece in pieces:
-        seen[piece.source] = seen.get(piece.source, 0) + 1
-        if seen[piece.source] <= count:
-            chosen.append(piece)
-    return chosen
+    by_source = ([one for one in pieces if one.source == source] for source in get_args(Source))
+    return [piece for own in by_source for piece in own[:count]]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ from exitserve.checkpoint.block import (
     read_json_object,
 )
 from exitserve.checkpoint.calibration import ROWS_FOLDER
-from exitserve.checkpoint.files import replace_file
+from exitserve.checkpoint.files import copy_files, replace_file
 from exitserve.checkpoint.hub import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -198,12 +197,10 @@ def _write(
         partial.mkdir()
         _write_weights(base, targets, partial)
         for source in (base, adapter):
-            for path in _beside(source):
-                (partial / path).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / path, partial / path)
-        for name in (*index_of(base), CARD):
-            if (base / name).is_file():
-                shutil.copyfile(base / name, partial / name)
+            copy_files(source, partial, _beside(source))
+        copy_files(
+            base, partial, (Path(one) for one in (*index_of(base), CARD) if (base / one).is_file())
+        )
         _take_exits(adapter, config, partial)
         folder.parent.mkdir(exist_ok=True)
         try:

@@ -3,7 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from exitserve.errors import ExitServeError
@@ -67,6 +68,33 @@ def link_files(source: Path, target: Path, but: Collection[str]) -> None:
         except OSError:  # a file system without links
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             copy(path, target / path.name)
+
+
+def copy_files(source: Path, target: Path, paths: Iterable[Path]) -> None:
+    """Copies files into another folder, by their paths relative to both."""
+    for path in paths:
+        (target / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / path, target / path)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill beside `out`, which it becomes at the end, or, where anything fails, goes.
+
+    Raises:
+        ExitServeError: see `check_new_folder`, or nothing can be written there.
+    """
+    check_new_folder(out)
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(out)
+    except OSError as error:
+        raise ExitServeError(f"cannot write '{out}': {error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_new_folder(out: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
 from exitserve.evaluation.settings import EvalSetting
 from exitserve.reference import Reference
+from exitserve.reporting.report import rounded
 from exitserve.windows import Window
 
 
@@ -125,8 +126,3 @@ def depth_entries(quality: SettingQuality) -> list[dict[str, Any]]:
         }
         for depth, tally in quality.by_depth.items()
     ]
-
-
-def rounded(value: float | None) -> float | None:
-    """To four decimal places, as in reports."""
-    return None if value is None else round(value, 4)

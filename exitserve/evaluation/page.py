@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exitserve.evaluation.settings import label_of
-from exitserve.reporting.report import machine_line, markdown_table
+from exitserve.reporting.report import cell, machine_line, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,11 +50,11 @@ def text_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [
         [
             _label(case),
-            _number(case["mean_depth"], 2),
-            _number(case["depth_speedup"], 2),
-            _number(case["agreement"], 3),
-            _number(case["perplexity"], 3),
-            _share(case["perplexity_retention"]),
+            cell(case["mean_depth"], ".2f"),
+            cell(case["depth_speedup"], ".2f"),
+            cell(case["agreement"], ".3f"),
+            cell(case["perplexity"], ".3f"),
+            cell(case["perplexity_retention"], ".1%"),
         ]
         for case in cases
     ]
@@ -66,9 +66,9 @@ def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         [
             _label(case),
             str(part["depth"]),
-            _share(part["share"]),
-            _number(part["agreement"], 3),
-            _number(part["perplexity"], 3),
+            cell(part["share"], ".1%"),
+            cell(part["agreement"], ".3f"),
+            cell(part["perplexity"], ".3f"),
         ]
         for case in cases
         if case["mode"] not in ("off", "verify")
@@ -87,8 +87,8 @@ def drafting_rows(data: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
             str(one["exit_layer"]),
-            _number(one["agreement"], 3),
-            *(_number(step["tokens_per_step"], 2) for step in one["steps"]),
+            cell(one["agreement"], ".3f"),
+            *(cell(step["tokens_per_step"], ".2f") for step in one["steps"]),
         ]
         for one in data["drafting"]
     ]
@@ -144,14 +144,6 @@ def _label(case: Mapping[str, Any]) -> str:
     return label_of(case["mode"], case["exit_threshold"])
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
 def plot(data: Mapping[str, Any]) -> Figure:
     """What is retained of full depth, against depth speedup.
 
@@ -184,6 +176,6 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
     for name, points in lines.items():
         known = sorted((x, 100 * y) for x, y in points if x is not None and y is not None)
         panel.plot([x for x, _ in known], [y for _, y in known], marker="o", label=name)
-    panel.axhline(100, color="#bbbbbb", linewidth=1, zorder=0)
+    panel.axhline(100, color="silver", linewidth=1, zorder=0)
     panel.set_xlabel("depth speedup (layers at full depth / layers run)")
     panel.grid(alpha=0.25)

@@ -9,29 +9,25 @@ from typing import Any
 
 from exitserve.checkpoint.files import replace_file
 from exitserve.evaluation.acceptance import measure_drafts
-from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality, rounded
-from exitserve.evaluation.settings import (
-    SEED,
-    TRACED_TOKENS,
-    EvalJob,
-)
+from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality
+from exitserve.evaluation.settings import SEED, TRACED_TOKENS, EvalJob
 from exitserve.evaluation.trace import Trace, traced_tokens
 from exitserve.reference import Reference
-from exitserve.reporting.report import machine, versions
+from exitserve.reporting.report import machine, rounded, versions
 from exitserve.windows import Window
 
-NOT_TIMED: dict[str, Any] = {
-    "batch_size": None,
-    "tokens_per_second": None,
-    "tpot_ms": None,
-    "tokens_at_once": None,
-    "wall_speedup": None,
-    "load_wall_speedup": None,
-    "limit_speedup": None,
-    "efficiency": None,
-    "drafted": None,
-    "accepted": None,
-}
+NOT_TIMED = (
+    "batch_size",
+    "tokens_per_second",
+    "tpot_ms",
+    "tokens_at_once",
+    "wall_speedup",
+    "load_wall_speedup",
+    "limit_speedup",
+    "efficiency",
+    "drafted",
+    "accepted",
+)
 """Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
 
@@ -113,7 +109,7 @@ def case_of(
     verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
-        **NOT_TIMED,
+        **dict.fromkeys(NOT_TIMED),
         "mode": policy.mode,
         "rival": None,
         "exit_threshold": quality.setting.exit_threshold,

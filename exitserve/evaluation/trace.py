@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -26,9 +26,6 @@ not confident enough. drafted: in mode "verify" the layer's token is drafted, an
 depth judges it. unchecked: it passed by,
 since its request has no threshold there, or nobody drafted there, or its position runs all layers.
 not_reached: it stopped below."""
-
-PRIMING = 8
-"""Tokens of the prompt behind which generated ones are decoded: enough for a character."""
 
 STRICT = ConfigDict(extra="forbid")
 
@@ -122,7 +119,8 @@ def traced_tokens(
 
     drafts_at = policy.first_exit(reference.exit_layers) if policy.mode == "verify" else None
     prompt_ids = tokenizer.encode(prompt)
-    texts = TokenTexts(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), prompt_ids)
+    whole = list(prompt_ids)
+    known = str(tokenizer.decode(whole, skip_special_tokens=True))
     for index, looks in enumerate(reference.watch(prompt_ids, max_tokens, policy)):
         made = (look for look in looks.by_layer if index and look.layer == drafts_at)
         draft, drafts = next(made, None), None
@@ -134,10 +132,13 @@ def traced_tokens(
                     layer=draft.layer, token_id=token, text=text_of(token), accepted=accepted
                 ),
             )
+        whole.append(looks.token_id)
+        added = text_added(known, str(tokenizer.decode(whole, skip_special_tokens=True)))
+        known += added
         yield TokenTrace(
             index=index,
             token_id=looks.token_id,
-            text=texts.add(looks.token_id),
+            text=added,
             depth=looks.depth,
             layers=tuple(layer(look, looks, draft) for look in looks.by_layer),
             drafts=drafts,
@@ -150,31 +151,7 @@ def _outcome(look: Look, looks: Looks) -> Outcome:
     return "went_on" if look.is_checked else "unchecked"
 
 
-class TokenTexts:
-    """What each token adds to a text, so that the parts joined are the whole.
-
-    A token alone may be a part of a character, or lose the blank before it; so it is decoded behind
-    the tokens before it.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
-        """Starts behind a prompt.
-
-        Args:
-            decode: gives the text of token ids, without special tokens.
-            before: the prompt.
-        """
-        self._decode = decode
-        self._ids = list(before[-PRIMING:])
-        self._start, self._read = 0, len(self._ids)
-        """Where the window begins that is decoded, and what of it has been given out."""
-
-    def add(self, token_id: int) -> str:
-        """What the next token adds; nothing while a character is incomplete."""
-        self._ids.append(token_id)
-        known = self._decode(self._ids[self._start : self._read])
-        now = self._decode(self._ids[self._start :])
-        if now.endswith("�") or len(now) <= len(known):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return now[len(known) :]
+def text_added(known: str, now: str) -> str:
+    """What the last tokens of a text add to what is known of it: nothing while a character is
+    incomplete. (A token alone may lose the blank before it.)"""
+    return "" if now.endswith("\ufffd") else now[len(known) :]

@@ -244,7 +244,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
     speeds.set_yscale("log")
     speeds.yaxis.set_major_formatter(ScalarFormatter())
     speeds.yaxis.set_minor_formatter(ScalarFormatter())
-    speeds.axhline(1.0, color="#bbbbbb", linewidth=1, zorder=0)
+    speeds.axhline(1.0, color="silver", linewidth=1, zorder=0)
     speeds.set_ylabel("wall speedup over full depth")
     speeds.set_title("solid: every token exits; dashed: some do", fontsize=10)
     shares.set_ylabel("share of tokens that must exit")
@@ -254,7 +254,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
         panel.set_xlabel(f"exit layer, of {data['shape']['num_layers']}")
         panel.grid(alpha=0.25)
         for layer in data["recommended"]:
-            panel.axvline(layer, color="#999999", linewidth=1, linestyle=":", zorder=0)
+            panel.axvline(layer, color="darkgrey", linewidth=1, linestyle=":", zorder=0)
     handles, labels = speeds.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure

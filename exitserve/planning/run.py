@@ -31,7 +31,7 @@ from exitserve.planning.recommend import (
     shares_at,
     verdict,
 )
-from exitserve.reporting.report import machine, versions
+from exitserve.reporting.report import machine, rounded, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
@@ -240,7 +240,7 @@ def _layer_block(
             {
                 "batch_size": batch,
                 "best_speedup": gain(batch, 1.0),
-                "break_even_share": _rounded(
+                "break_even_share": rounded(
                     break_even_share(costs, batch, layer, compacts=compacts)
                 ),
                 "speedup_at_share": gain(batch, share),
@@ -266,14 +266,10 @@ def _choice_block(
     even = break_even_total(costs, batch_sizes[0], layers, compacts=compacts)
     return {
         "layers": list(layers),
-        "break_even_share": _rounded(even),
+        "break_even_share": rounded(even),
         "speedups": [
             {"batch_size": batch, "exit_share": share, "speedup": gain(batch, share)}
             for batch in batch_sizes
             for share in shares
         ],
     }
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)

@@ -158,25 +158,25 @@ def publish(
         console.print(f"Report: {directory / 'report.md'}", markup=False)
 
 
+def rounded(value: float | None) -> float | None:
+    """To four decimal places, as in reports."""
+    return None if value is None else round(value, 4)
+
+
+def cell(value: float | None, form: str) -> str:
+    """A number as tables have it, in a form such as `.2f`; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned also as plain text; the first one to the left.
+    """A Markdown table, its columns aligned also as plain text; the first one to the left."""
+    from tabulate import tabulate
 
-    Raises:
-        ValueError: a row has another number of cells than the headers.
-    """
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in [headers, *rows]]
-    if any(len(row) != len(headers) for row in cells):
-        raise ValueError(f"every row must have {len(headers)} cells.")
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(headers))]
-    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in [cells[0], rule, *cells[1:]]]
-    return "\n".join(lines)
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [row[0].ljust(widths[0])] + [
-        cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
-    ]
+    assert all(len(row) == len(headers) for row in rows), "a cell for each header"
+    names, *cells = [[cell.replace("|", "\\|") for cell in row] for row in (headers, *rows)]
+    sides = ["left", *["right"] * (len(headers) - 1)]
+    table: str = tabulate(cells, names, "pipe", colalign=sides, disable_numparse=True)
+    return table
 
 
 def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -10,7 +10,6 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
-from exitserve.policy import TraceKeys
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
@@ -20,6 +19,7 @@ from exitserve.server.response_fields import RequestTrace, Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation
 from exitserve.server.stats_window import StatsWindow
 from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient
+from exitserve.trace_keys import TraceKeys
 
 POLL_SECONDS = 2.0
 """How often counts are sampled while requests are served, for the sums of the last minute."""

@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import FIELDS, NOT_A_TRACE
+from exitserve.policy import FIELDS
 from exitserve.server.api_description import STATS, described
 from exitserve.server.bad_requests import JsonRoute, bad_request
 from exitserve.server.exit_server import ExitServer
@@ -42,6 +42,7 @@ from exitserve.server.unsupported_features import (
     SCALING_ROUTE,
 )
 from exitserve.server.worker_client import PATIENCE_SECONDS
+from exitserve.trace_keys import NOT_A_TRACE
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""

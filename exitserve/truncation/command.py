@@ -90,10 +90,11 @@ def _truncate(args: argparse.Namespace) -> int:
         console.print(warning, style="yellow", soft_wrap=True)
     total = sum(tensor.num_bytes for tensor in job.weights.first(job.num_layers).tensors)
     with byte_bar("writing", total) as advance:
-        made = truncate(job, advance)
-    if made.perplexity is not None:
-        console.print(f"Perplexity at this depth: {made.perplexity.value:.3f}")
-    console.print(f"{job.num_layers} of {made.full_depth} layers: {args.out}", soft_wrap=True)
+        perplexity = truncate(job, advance)
+    if perplexity is not None:
+        console.print(f"Perplexity at this depth: {perplexity.value:.3f}")
+    full = len(sizes.layers)
+    console.print(f"{job.num_layers} of {full} layers: {args.out}", soft_wrap=True)
     return 0
 
 

@@ -124,13 +124,9 @@ def deepest_fit(sizes: Sizes, depths: Sequence[int], budget: int, load: Load) ->
     )
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for a reader: `3.4 GiB`."""
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024 or unit == "GiB":
-            break
-    return f"{count:.1f} {unit}"
+    return ByteSize(count).human_readable(separator=" ")
 
 
 def depth_table(

@@ -10,12 +10,12 @@ from typing import Any
 from exitserve.checkpoint.block import check_exit_layers, num_layers_of, parse_multi_exit
 from exitserve.checkpoint.decoder import FAMILIES
 from exitserve.checkpoint.exit_rows import load_exit_rows
-from exitserve.checkpoint.files import check_new_folder
+from exitserve.checkpoint.files import copy_files, new_folder
 from exitserve.checkpoint.first_layers import cut_config, layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights
 from exitserve.checkpoint.weights import StoredWeights, write_weights
 from exitserve.errors import ExitServeError
-from exitserve.truncation.card import Truncation, licence_of, model_card
+from exitserve.truncation.card import model_card
 from exitserve.truncation.perplexity import Perplexity, measure_perplexity, read_windows
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
@@ -69,17 +69,18 @@ def check_names(weights: StoredWeights, num_layers: int) -> None:
         )
 
 
-def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None) -> Truncation:
+def truncate(
+    job: TruncationJob, advance: Callable[[int], Any] = lambda _: None
+) -> Perplexity | None:
     """Writes the checkpoint, or, where anything fails, nothing.
 
     Returns:
-        What was written, as its model card describes it.
+        Its perplexity, if that was asked for.
 
     Raises:
         ExitServeError: the destination exists or cannot be written, the data cannot be read, or
             the perplexity cannot be measured.
     """
-    check_new_folder(job.out)
     kept = job.weights.first(job.num_layers)
     check_names(kept, job.num_layers)
     block = parse_multi_exit(cut_config(job.config, job.num_layers))
@@ -91,30 +92,13 @@ def truncate(job: TruncationJob, advance: Callable[[int], Any] = lambda _: None)
             "with them differently from vLLM; leave out --data."
         )
     windows = read_windows(job.directory, job.data) if job.data else None
-    # Written beside its destination and renamed, so that it is never there half-written.
-    partial = job.out.parent / f".{job.out.name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(job.out) as partial:
         write_weights(kept, partial, advance)
         _write_config(job, partial)
-        for path in files_beside_weights(job.directory):
-            (partial / path).parent.mkdir(exist_ok=True)
-            shutil.copyfile(job.directory / path, partial / path)
+        copy_files(job.directory, partial, files_beside_weights(job.directory))
         found = None if windows is None else measure_perplexity(partial, windows, job.data)
-        made = _summary_of(job, found)
-        page = model_card(made, licence_of(job.directory), from_hub=_is_from_hub(job))
-        (partial / CARD).write_text(page, encoding="utf-8")
-        partial.replace(job.out)
-    except OSError as error:
-        raise ExitServeError(f"cannot write '{job.out}': {error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return made
-
-
-def _is_from_hub(job: TruncationJob) -> bool:
-    return not Path(job.model).is_dir()
+        model_card(job, found).save(partial / CARD)
+    return found
 
 
 def _write_config(job: TruncationJob, directory: Path) -> None:
@@ -123,17 +107,3 @@ def _write_config(job: TruncationJob, directory: Path) -> None:
         return
     text = json.dumps(cut_config(job.config, job.num_layers), indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-
-
-def _summary_of(job: TruncationJob, perplexity: Perplexity | None) -> Truncation:
-    # Only the folder's name: its path may reveal something about the user's machine.
-    source = job.model if _is_from_hub(job) else job.directory.resolve().name
-    return Truncation(
-        source=source,
-        title=job.out.resolve().name,
-        config=job.config,
-        num_layers=job.num_layers,
-        full_depth=num_layers_of(job.config),
-        block=parse_multi_exit(job.config),
-        perplexity=perplexity,
-    )

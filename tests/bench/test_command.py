@@ -112,7 +112,6 @@ def test_exit_layers_replace_the_checkpoints_own(model: Path, ids: Path) -> None
         (["--repeats", "0"], "--repeats"),
         (["--seconds", "-1"], "--seconds"),
         (["--requests", "0"], "--requests"),
-        (["--dtype", "int8"], "allowed: auto, float32, bfloat16"),
         (["--max-model-len", "0"], "--max-model-len"),
         (["--prompts", "no/such/file"], "cannot read the text file"),
     ],

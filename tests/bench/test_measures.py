@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from exitserve.bench.measures import (
@@ -141,33 +143,27 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     assert limits[0] > limits[1] == 1.0 > limits[2]
 
 
-def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -> None:
+def noted(*repeats: list[float]) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is said of exits off at these rates beside a steady 100 of plain vLLM."""
     plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
-    cases = [
-        case_of(observed(OFF, rates, [4, 4], checks=0), plain, SHAPE, (1, 2))
-        for rates in ([109.0, 120.0], [111.0, 150.0])
-    ]
-    assert notes_on(cases[:1]) == []
-    assert len(notes_on(cases)) == 1
-    assert "above the limit: check the measurement" in notes_on(cases)[0]
-    several = notes_on([case | {"tokens_at_once": 5.0} for case in cases])
-    assert len(several) == 1
-    assert "several tokens, which share" in several[0]
+    seen = [observed(OFF, rates, [4, 4], checks=0) for rates in repeats]
+    cases = [case_of(one, plain, SHAPE, (1, 2)) for one in seen]
+    return notes_on(cases), cases
+
+
+def test_a_result_above_the_limit_is_flagged_unless_shorter_calls_explain_it() -> None:
+    assert noted([109.0, 120.0])[0] == []
+    (note,), cases = noted([109.0, 120.0], [111.0, 150.0])
+    assert "above the limit: check the measurement" in note
+    (several,) = notes_on([case | {"tokens_at_once": 5.0} for case in cases])
+    assert "several tokens, which share" in several
 
 
 def test_repeats_that_differ_widely_are_flagged_together() -> None:
-    plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
-    unsteady = case_of(observed(OFF, [80.0, 120.0], [4, 4], checks=0), plain, SHAPE, (1, 2))
-    notes = notes_on([unsteady, unsteady])
-    assert len(notes) == 1
-    assert "exits off at batch 1 (0.80 to 1.20)" in notes[0]
+    (note,), _ = noted([80.0, 120.0], [80.0, 120.0])
+    assert "exits off at batch 1 (0.80 to 1.20)" in note
 
 
 def test_exits_off_that_is_slower_in_every_repeat_is_flagged() -> None:
-    plain = observed(PLAIN, [100.0, 100.0], [4, 4], checks=0)
-    cases = [
-        case_of(observed(OFF, rates, [4, 4], checks=0), plain, SHAPE, (1, 2))
-        for rates in ([90.0, 99.0], [85.0, 90.0])
-    ]
-    assert notes_on(cases[:1]) == []
-    assert "for the same work" in notes_on(cases)[0]
+    assert noted([90.0, 99.0])[0] == []
+    assert "for the same work" in noted([90.0, 99.0], [85.0, 90.0])[0][0]

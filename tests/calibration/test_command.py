@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from exitserve.agreement import FullDepthPass
-from exitserve.calibration import command, proposals
+from exitserve.calibration import proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint.block import read_config, read_multi_exit
@@ -47,7 +47,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(calibration_run, "COMPARED", 10)
     monkeypatch.setattr(calibration_run, "PRICES", (60.0, 12.0, 4.0, 1.5))
     monkeypatch.setattr(proposals, "BETWEEN", 2)
-    monkeypatch.setattr(command, "AGREEMENTS", (0.6,))
+    monkeypatch.setattr("exitserve.calibration.calibrate.AGREEMENTS", (0.6,))
 
 
 @pytest.fixture

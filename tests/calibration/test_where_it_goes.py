@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     def show_report(out: Path, data: Any) -> None:
         (out / "report.json").write_text("{}")
 
-    monkeypatch.setattr("exitserve.calibration.command.calibrate", calibrate)
+    monkeypatch.setattr("exitserve.calibration.calibrate.calibrate", calibrate)
     monkeypatch.setattr("exitserve.calibration.page.show_report", show_report)
     return models
 

@@ -19,12 +19,13 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitPolicy, ExitRules, TraceKeys
+from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.server import shadow_evaluation
 from exitserve.server.metrics import ShadowMetrics
 from exitserve.server.response_fields import Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
 from exitserve.server.unsupported_features import check_shadow_rate
+from exitserve.trace_keys import TraceKeys
 
 MODEL = "tiny"
 POINT = OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 0.8})

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import LONGEST_LINE, ExitServeError
-from exitserve.policy import (
-    FIELDS,
-    NEVER,
-    ExitPolicy,
-    ExitRules,
-    TraceKeys,
-    check_trace_of_client,
-)
+from exitserve.policy import FIELDS, NEVER, ExitPolicy, ExitRules
+from exitserve.trace_keys import TraceKeys, check_trace_of_client
 
 RULES = ExitRules(num_layers=12, exit_layers=(3, 6, 9))
 CALIBRATED = replace(

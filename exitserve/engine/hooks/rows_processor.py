@@ -15,7 +15,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from exitserve.engine.early_exit.batch import HostRequests
 from exitserve.engine.state import state_of
 from exitserve.errors import ExitServeError
-from exitserve.policy import ExitRules, check_trace_of_client
+from exitserve.policy import ExitRules
+from exitserve.trace_keys import check_trace_of_client
 
 
 class RowsProcessor(LogitsProcessor):

@@ -33,7 +33,6 @@ __all__ = [
     "check_logits",
     "criterion_of",
     "finish",
-    "join",
     "summarise_logits",
     "summarise_slice",
 ]
@@ -95,11 +94,6 @@ class ExitCheck(NamedTuple):
     """[B] float32; NaN where a logit is NaN or infinite."""
     exits: Tensor
     """[B] bool: confidence above the row's threshold; False where it is NaN."""
-
-    @property
-    def log_sum_exp(self) -> Tensor:
-        """[B] float32, of all logits."""
-        return self.top + torch.log(self.total)
 
 
 def summarise_slice(
@@ -178,15 +172,6 @@ def check_logits(
     return Decision(
         *reference.decided_by_logits(logits, thresholds, criterion, end_tokens, end_thresholds)
     )
-
-
-def join(summaries: Tensor, *, implementation: Asked = "auto") -> Tensor:
-    """Joins the summaries of slices [B, R, 6] into one of the whole vocabulary [B, 6]."""
-    if choose("exit_check", summaries.device, implementation) == "torch" or not len(summaries):
-        return reference.join(summaries)
-    from exitserve_kernels.exit_check import fused
-
-    return fused.join(summaries)
 
 
 def finish(

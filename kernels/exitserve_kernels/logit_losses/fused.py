@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from exitserve_kernels.ahead_of_time import Variant
 from exitserve_kernels.in_triton import narrowed, tanh
 
 BLOCK = 2048
@@ -255,33 +254,3 @@ def logit_losses(
         num_warps=WARPS,
     )
     return None if labels is None else losses[0], None if teacher is None else losses[1]
-
-
-def _variant(kind: str, has_cap: bool, cooled: bool) -> Variant:
-    return Variant(
-        f"logit_losses, {kind}" + ", cap" * has_cap + ", temperature" * cooled,
-        _losses,
-        {
-            **dict.fromkeys(("logits", "teacher"), f"*{kind}"),
-            "labels": "*i64",
-            **dict.fromkeys(("ce_scale", "kl_scale", "cross_entropy", "divergence"), "*fp32"),
-            **dict.fromkeys(("vocabulary", "stride", "teacher_stride"), "i32:16"),
-            **dict.fromkeys(("coolness", "soft_cap"), "fp32"),
-        },
-        {
-            # Triton turns a stride of 1 into a constant.
-            **dict.fromkeys(("step", "teacher_step"), 1),
-            **dict.fromkeys(("HAS_LABELS", "HAS_TEACHER", "DIFFERENTIATE"), True),
-            "HAS_CAP": has_cap,
-            "COOLED": cooled,
-            "BLOCK": BLOCK,
-        },
-        num_warps=WARPS,
-    )
-
-
-VARIANTS = [
-    _variant(kind, has_cap, cooled)
-    for kind in ("fp32", "bf16", "fp16")
-    for has_cap, cooled in ((False, False), (True, True))
-]

@@ -81,7 +81,7 @@ def test_classify_reports_and_predicts(
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     early, never = report["thresholds"]
     assert sum(early["exits"].values()) == report["inputs"] == 600
-    assert early["accuracy"] > 0.9
+    assert min(early[score] for score in ("accuracy", "f1", "matthews")) > 0.8
     assert never["depth_speedup"] == 1.0
     assert never["agreement"] == 1.0
     assert never["accuracy"] == report["full_accuracy"]

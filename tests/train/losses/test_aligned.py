@@ -44,16 +44,9 @@ def gradients(
     ]
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 12])
-def test_linear_weights_are_equation_3(num_layers: int) -> None:
-    weights = layer_weights(range(1, num_layers + 1))
-    expected = [2 * i / (num_layers * (num_layers + 1)) for i in range(1, num_layers + 1)]
-    assert weights == pytest.approx(expected)
-    assert sum(weights) == pytest.approx(1.0)
-
-
 @given(st.sets(st.integers(1, 40), min_size=1), st.sampled_from(["linear", "uniform"]))
 def test_named_weights_sum_to_one_and_keep_their_ratios(layers: set[int], scheme: str) -> None:
+    """Of all layers that is equation 3."""
     ordered = sorted(layers)
     weights = layer_weights(ordered, scheme)
     assert sum(weights) == pytest.approx(1.0)

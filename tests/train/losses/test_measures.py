@@ -20,19 +20,10 @@ MEASURES = {
     "effective_rank": (effective_rank, references.effective_rank),
     "mean_cosine": (mean_cosine, references.mean_cosine),
 }
-every_measure = pytest.mark.parametrize("name", MEASURES)
 
 
 def cloud(rows: int = 2, tokens: int = 7, width: int = 5, seed: int = 0) -> Tensor:
     return torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(seed))
-
-
-@every_measure
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 5), (3, 4, 9)])
-def test_value_equals_the_reference(name: str, shape: tuple[int, int, int]) -> None:
-    measure, reference = MEASURES[name]
-    z = cloud(*shape)
-    torch.testing.assert_close(measure(z), reference(z), **CLOSE)
 
 
 @settings(deadline=None, max_examples=40)
@@ -81,6 +72,7 @@ def test_unit_vectors_of_short_vectors_are_zero_without_gradient() -> None:
     z = torch.tensor([[0.0, 0.0], [1e-6, 0.0], [3.0, 4.0]], requires_grad=True)
     units = unit_vectors(z)
     assert units.tolist() == [[0.0, 0.0], [0.0, 0.0], pytest.approx([0.6, 0.8])]
+    assert unit_vectors(torch.tensor([3e38, 3e38])).tolist() == pytest.approx([2**-0.5] * 2)
     (gradient,) = torch.autograd.grad(units[:, 0].sum(), z)
     assert gradient[:2].count_nonzero() == 0
     # d(x / |z|) = (y^2, -x y) / |z|^3

@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exitserve_training.losses import pairs
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
 from exitserve_training.losses.similarity import simreg
-from exitserve_training.losses.tokens import unit_vectors
 from exitserve_training.objectives.simreg.options import SimRegOptions
 
 from . import references
@@ -67,13 +65,6 @@ def test_not_a_number_is_not_hidden() -> None:
     broken = embeddings.detach().clone()
     broken[0, 0, 0] = math.nan
     assert math.isnan(simreg(broken, labels).item())
-
-
-def test_unit_vectors_have_length_one_or_none() -> None:
-    vectors = torch.tensor([[3e38, 3e38], [1e-11, 0.0], [0.0, 0.0], [-3.0, 4.0]])
-    half = 2**-0.5
-    expected = torch.tensor([[half, half], [1.0, 0.0], [0.0, 0.0], [-0.6, 0.8]])
-    torch.testing.assert_close(unit_vectors(vectors, pairs.ZERO), expected)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_files_that_belong_and_the_card(bundled: Path, tmp_path: Path, capsys) -
     ]
     assert "multi_exit" not in read_config(out)
     card = (out / "README.md").read_text()
-    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: apache-2.0\n")
     assert "first **6 of 24** decoder layers of `full`" in card
     assert "objective `aligned`, at layers 6, 12, 18: this depth is one of them" in card
     assert "| perplexity | not measured |" in card

@@ -5,7 +5,6 @@ noisy machine hits both.
 """
 
 import json
-import math
 import statistics
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from sklearn import metrics
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -226,40 +226,15 @@ def _report(
 
 
 def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) -> Scores:
+    """F1 is that of the second of two classes; with more there is none."""
     if known is None:
         return dict.fromkeys(("accuracy", "f1", "matthews"))
-    return scores(predictions.classes, known, num_classes)
-
-
-def scores(predicted: Tensor, known: Tensor, num_classes: int) -> Scores:
-    """Accuracy, F1 of the second of two classes, and Matthews' correlation.
-
-    F1 is None with more classes than two. Either is 0 where its denominator is, as in
-    scikit-learn.
-
-    Args:
-        predicted: class numbers [N].
-        known: the right ones [N].
-        num_classes: K.
-    """
-    pairs = known * num_classes + predicted
-    counts = torch.bincount(pairs, minlength=num_classes**2).double()
-    table = counts.reshape(num_classes, num_classes)
-    right, total = float(table.trace()), float(table.sum())
-    found: Scores = {"accuracy": right / total, "matthews": _matthews(table), "f1": None}
-    if num_classes == 2:
-        both = float(table[1].sum() + table[:, 1].sum())
-        found["f1"] = 2.0 * float(table[1, 1]) / both if both else 0.0
-    return found
-
-
-def _matthews(table: Tensor) -> float:
-    """Of counts [known, predicted]: R_K of Gorodkin (2004), phi of two classes."""
-    known, predicted = table.sum(1), table.sum(0)
-    total = float(table.sum())
-    covariance = float(table.trace()) * total - float(known @ predicted)
-    spread = (total**2 - float(predicted @ predicted)) * (total**2 - float(known @ known))
-    return covariance / math.sqrt(spread) if spread > 0.0 else 0.0
+    pair = known.numpy(), predictions.classes.numpy()
+    return {
+        "accuracy": float(metrics.accuracy_score(*pair)),
+        "matthews": float(metrics.matthews_corrcoef(*pair)),
+        "f1": float(metrics.f1_score(*pair, zero_division=0.0)) if num_classes == 2 else None,
+    }
 
 
 def _predictions(

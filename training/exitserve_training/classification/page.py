@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.reporting.report import machine_line, markdown_table
+from exitserve.reporting.report import cell, machine_line, markdown_table
 
 HEADERS = (
     "threshold",
@@ -22,10 +22,10 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
     found = [
         [
             f"{way['threshold']:g}",
-            _share(way["accuracy"]),
-            _share(way["f1"]),
-            _share(way["matthews"]),
-            _share(way["agreement"]),
+            cell(way["accuracy"], ".1%"),
+            cell(way["f1"], ".1%"),
+            cell(way["matthews"], ".1%"),
+            cell(way["agreement"], ".1%"),
             f"{way['mean_depth']:.2f} of {report['num_layers']}",
             f"{way['depth_speedup']:.2f}",
             f"{way['wall_speedup']:.2f} ({way['wall_speedup_range'][0]:.2f}-"
@@ -33,7 +33,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ]
         for way in report["thresholds"]
     ]
-    scored = [_share(report[f"full_{score}"]) for score in ("accuracy", "f1", "matthews")]
+    scored = [cell(report[f"full_{score}"], ".1%") for score in ("accuracy", "f1", "matthews")]
     full = ["full model", *scored, "100.0%"]
     return [*found, [*full, f"{report['num_layers']} of {report['num_layers']}", "1.00", "1.00"]]
 
@@ -64,7 +64,3 @@ def markdown(report: Mapping[str, Any]) -> str:
             "",
         ]
     )
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.reporting.report import machine_line, markdown_table
+from exitserve.reporting.report import cell, machine_line, markdown_table
 
 HEADERS = (
     "depth",
@@ -38,10 +38,10 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
             [
                 f"{depth}{mark}",
                 f"{layer['loss']:.3f}",
-                _number(layer["perplexity"], ".1f"),
+                cell(layer["perplexity"], ".1f"),
                 f"{layer['accuracy']:.1%}",
-                _number(layer["probe_accuracy"], ".1%"),
-                _number(layer["nc1"], ".2f"),
+                cell(layer["probe_accuracy"], ".1%"),
+                cell(layer["nc1"], ".2f"),
                 f"{report['cos'][number][last]:.2f}",
                 f"{report['cka'][number][last]:.2f}",
                 f"{report['condensation']['mean_cosine'][depth]:.2f}",
@@ -92,7 +92,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _texts(texts: Mapping[str, Any], num_layers: int) -> list[str]:
     coherences = texts["coherence"] or {}
     table = [
-        [f"{depth} of {num_layers}", f"{value:.3f}", _number(coherences.get(depth), ".3f")]
+        [f"{depth} of {num_layers}", f"{value:.3f}", cell(coherences.get(depth), ".3f")]
         for depth, value in texts["diversity"].items()
     ]
     lines = [
@@ -112,7 +112,3 @@ def _texts(texts: Mapping[str, Any], num_layers: int) -> list[str]:
     for depth, sample in texts["samples"].items():
         lines += [f"--- depth {depth}", sample]
     return [*lines, "````", ""]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

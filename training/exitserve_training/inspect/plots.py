@@ -44,7 +44,7 @@ def by_depth(
     for number, depth in enumerate(exit_layers):
         # Only the first of them has a label; matplotlib leaves out those that begin so.
         label = "exit layer" if number == 0 else "_"
-        axes.axvline(depth, color="#777777", linestyle=":", zorder=0, label=label)
+        axes.axvline(depth, color="grey", linestyle=":", zorder=0, label=label)
     axes.set_xticks(_named(sorted({depth for curve in curves.values() for depth in curve})))
     _name(axes, "", ylabel)
     axes.grid(alpha=0.25)
@@ -96,7 +96,7 @@ def box_plot(samples_by_depth: Mapping[int, Tensor], ylabel: str) -> Figure:
         [samples_by_depth[depth].numpy() for depth in depths],
         positions=range(len(depths)),
         widths=0.6,
-        flierprops={"marker": ".", "markersize": 3, "markeredgecolor": "#999999"},
+        flierprops={"marker": ".", "markersize": 3, "markeredgecolor": "darkgrey"},
     )
     _tick_depths(axes, depths)
     _name(axes, "", ylabel)
@@ -129,7 +129,7 @@ def stacked_histograms(
         norm=PowerNorm(0.5, vmin=0.0),
     )
     axes.plot(range(len(depths)), means, color="white", marker="o", label="mean")
-    axes.legend(loc="lower left", fontsize=8, facecolor="#555555", labelcolor="white")
+    axes.legend(loc="lower left", fontsize=8, facecolor="dimgrey", labelcolor="white")
     _tick_depths(axes, depths)
     _name(axes, title, "cosine of two tokens' states (no unit)")
     figure.colorbar(image, label=f"share of pairs per bin of {2.0 / histograms.shape[1]:.3g}")
