@@ -6,10 +6,11 @@ What is heavy is imported when a command runs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exitserve.errors import ExitServeError
 
@@ -85,7 +86,23 @@ def add_commands(subparsers: Subparsers) -> None:
         action="store_true",
         help="print the memory and time that the run will take, and end",
     )
+    parser.add_argument(
+        "--schema",
+        action=_PrintSchema,
+        nargs=0,
+        help="print the JSON schema of recipes, for editors, and end",
+    )
     parser.set_defaults(run=_train)
+
+
+class _PrintSchema(argparse.Action):
+    """Needs no recipe, like `--help`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from exitserve_training.arguments import recipe_schema
+
+        print(json.dumps(recipe_schema(), indent=2))
+        parser.exit()
 
 
 def _train(args: argparse.Namespace) -> int:
