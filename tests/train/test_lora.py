@@ -219,6 +219,7 @@ def test_resuming_continues_the_same_run(
 
 BAD_TARGETS: dict[str, Any] = {
     "no such map": (["foo_proj"], r"lora.target_modules.*foo_proj"),
+    "one of two": (["q_proj", "o_prj"], r"no module is called 'o_prj'. Did you mean 'o_proj'"),
     "no such pattern": ("foo_.*", r"lora.target_modules.*foo_"),
     "broken pattern": ("(", r"lora.target_modules"),
     "head": (["q_proj", "lm_head"], r"lm_head.* includes the embeddings or the head"),

@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
-from transformers.utils import is_liger_kernel_available
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from exitserve.errors import ExitServeError, nearest
 from exitserve_training.mistakes import explain
@@ -77,8 +77,9 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         fixed["max_grad_norm"] = 0.0
     if recipe.data.format == "chat":
         fixed["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    if given.get("gradient_checkpointing"):
-        given["gradient_checkpointing_kwargs"] = _checkpointing(given)
+    if "gradient_checkpointing_kwargs" in given:
+        kept = given["gradient_checkpointing_kwargs"] or {}
+        given["gradient_checkpointing_kwargs"] = {**kept, "use_reentrant": False}
     try:
         arguments = kind(**{**_defaults(recipe), **given, **fixed})
         _check_packages(arguments)
@@ -187,20 +188,11 @@ def _problem(key: str, value: Any, unused: set[str]) -> str | None:
         return f"{name} is always {_SETTLED[key]!r} here; leave it out."
     if key == "deepspeed" and value:
         return NO_DEEPSPEED
+    if key == "gradient_checkpointing_kwargs" and dict(value or {}).get("use_reentrant"):
+        return f"{name}: use_reentrant=true would cut the inner layers' losses off; leave it out."
     if key == "label_smoothing_factor" and value:
         return f"{name}: no objective smooths its labels; leave it out."
     return None
-
-
-def _checkpointing(given: dict[str, Any]) -> dict[str, Any]:
-    """Gradient checkpointing that works with the hooks of `forward`."""
-    options = dict(given.get("gradient_checkpointing_kwargs") or {})
-    if options.get("use_reentrant"):
-        raise ExitServeError(
-            "recipe key 'training.gradient_checkpointing_kwargs': use_reentrant=true would cut "
-            "the inner layers' losses off; leave it out."
-        )
-    return {**options, "use_reentrant": False}
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -202,6 +202,17 @@ def _tokens(
     return whole, start
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts behind an answer; None where it has none."""
+    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    except (TemplateError, TypeError, ValueError):
+        return None  # rows have what it wants
+    behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
+    return next((token for token in behind if token in special_ids(tokenizer)), None)
+
+
 def _labels_of_turns(
     chat: Chat, tokens: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:

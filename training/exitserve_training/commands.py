@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError
 
@@ -74,7 +74,13 @@ def add_commands(subparsers: Subparsers) -> None:
         epilog=RECIPE_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="what to train, on what, and how")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default="",
+        metavar="RECIPE.yaml",
+        help="what to train, on what, and how",
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -88,21 +94,10 @@ def add_commands(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--schema",
-        action=_PrintSchema,
-        nargs=0,
+        action="store_true",
         help="print the JSON schema of recipes, for editors, and end",
     )
     parser.set_defaults(run=_train)
-
-
-class _PrintSchema(argparse.Action):
-    """Needs no recipe, like `--help`."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from exitserve_training.arguments import recipe_schema
-
-        print(json.dumps(recipe_schema(), indent=2))
-        parser.exit()
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -123,6 +118,11 @@ def _train_recipe(args: argparse.Namespace) -> int:
 
         from exitserve_training.recipe import load_recipe
 
+        if args.schema:
+            from exitserve_training.arguments import recipe_schema
+
+            print(json.dumps(recipe_schema(), indent=2))
+            return 0
         recipe = load_recipe(args.recipe, args.overrides)
         if args.estimate:
             return _print_estimate(recipe)

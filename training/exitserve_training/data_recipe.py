@@ -28,6 +28,8 @@ class TokenizerRecipe(Strict):
     path: str | None = None
     """Directory or hub id."""
     train_bpe: TrainBpe | None = None
+    resize: bool = False
+    """Where `path` has more tokens than `model`: give it embeddings for them."""
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizerRecipe:

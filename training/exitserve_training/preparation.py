@@ -25,6 +25,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
+from exitserve_training.adapters import with_adapters
 from exitserve_training.callbacks import stopped_by_term
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
@@ -35,6 +37,7 @@ from exitserve_training.models import (
     build_model,
     check_fits,
     check_model,
+    check_saving,
     choose_attention,
     load_model,
     model_config,
@@ -50,7 +53,7 @@ from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
-from exitserve_training.tokenization import load_tokenizer, with_padding
+from exitserve_training.tokenization import with_padding
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     layers = counted_layers(num_layers, chosen)[:-1]
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
     check_layers(recipe.objectives, layers, num_layers)
+    if recipe.lora is not None:
+        with torch.device("meta"):
+            with_adapters(build_model(config, task), recipe.lora)
     _check_teacher(recipe, config, task)
     if task == "hidden token":
         if recipe.exit_aware is not None:
@@ -153,6 +159,7 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
             processor = _known_processor(recipe, str(folder))
         set_seed(recipe.seed)
         model = _model(recipe, setup, processor, data)
+        check_saving(model, Path(scratch))
         if is_first:
             if not has_begun:
                 _begin(recipe)
@@ -219,6 +226,11 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     else:
         assert recipe.config is not None
         model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
+    if recipe.tokenizer is not None and recipe.tokenizer.resize:
+        model.resize_token_embeddings(max(len(processor), model.config.vocab_size))
+        _check_teacher(recipe, model.config, setup.task)
+    if recipe.data.format == "chat":
+        _stop_at_turns(model, processor)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:
@@ -226,6 +238,18 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     if recipe.attn_implementation is not None:
         choose_attention(model, recipe.attn_implementation)
     return model
+
+
+def _stop_at_turns(model: PreTrainedModel, tokenizer: Any) -> None:
+    """What ends an answer in training ends it when served, too."""
+    from exitserve_training.chats import end_of_turn
+
+    generation, end = model.generation_config, end_of_turn(tokenizer)
+    assert generation is not None
+    known = generation.eos_token_id
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end is not None and end not in ends:
+        generation.eos_token_id = [*ends, end]
 
 
 def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:

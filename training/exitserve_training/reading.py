@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.classification.inputs import channel_statistics, image_side
 from exitserve_training.classification.labelled import (
     class_names,
@@ -27,7 +28,7 @@ from exitserve_training.parts import Task
 from exitserve_training.recipe import Recipe
 from exitserve_training.sources import load_split
 from exitserve_training.streamed import ordered_texts, pack_in_order
-from exitserve_training.tokenization import load_tokenizer, train_bpe
+from exitserve_training.tokenization import train_bpe
 
 if TYPE_CHECKING:
     from exitserve_training.preparation import TrainingSetup

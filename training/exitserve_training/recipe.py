@@ -143,6 +143,12 @@ class Recipe(Strict):
 
     def _check_model_only(self) -> None:
         """Raises `ValueError` for what is done to a trained model, where there is none."""
+        resized = self.tokenizer is not None and self.tokenizer.resize
+        if resized and (self.model is None or self.lora or self.data.own_chats):
+            raise ValueError(
+                "tokenizer.resize gives model embeddings to train, which lora does not, and which "
+                "data.own_chats cannot use yet; leave one of them out"
+            )
         if self.data.own_chats is not None and self.model is None:
             raise ValueError("data.own_chats is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
@@ -218,7 +224,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in above:
         raise ExitServeError(f"recipe '{file}' is its own base, by way of '{above[-1]}'.")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ExitServeError(f"recipe '{file}' is not valid YAML: {reason}") from error

@@ -69,7 +69,7 @@ def _parse(value: Any) -> ObjectiveOptions:
     return _union(tuple(OBJECTIVES.values())).validate_python(tree)
 
 
-_AS_WRITTEN = Literal[tuple(OBJECTIVES)] | _one_of(tuple(OBJECTIVES.values()))  # type: ignore[valid-type]
+_AS_WRITTEN = Literal[tuple(OBJECTIVES)] | _one_of(tuple(OBJECTIVES.values()))
 
 AnyObjective = Annotated[
     SerializeAsAny[ObjectiveOptions], PlainValidator(_parse, json_schema_input_type=_AS_WRITTEN)

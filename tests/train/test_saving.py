@@ -1,0 +1,65 @@
+"""What a chat run saves: what transformers accepts, and what serving needs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from exitserve.errors import ExitServeError
+
+MakeRecipe = Callable[..., Path]
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def says(marked_chat_model: Path, tmp_path: Path) -> Callable[..., str]:
+    """A chat model whose `generation_config.json` says more."""
+
+    def make(**keys: Any) -> str:
+        folder = tmp_path / "says"
+        shutil.copytree(marked_chat_model, folder, dirs_exist_ok=True)
+        file = folder / "generation_config.json"
+        known = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**known, **keys}), encoding="utf-8")
+        return str(folder)
+
+    return make
+
+
+def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
+    chat_recipe: MakeRecipe, says: Callable[..., str], tmp_path: Path, train: Train
+) -> None:
+    with pytest.raises(ExitServeError, match=r"could not be saved.*length_penalty"):
+        train(chat_recipe(model=says(length_penalty=2.0)))
+    assert not (tmp_path / "out").exists()
+    model = says(length_penalty=1.0, temperature=0.9, top_p=0.6)
+    assert train(chat_recipe(model=model), "training.max_steps=1") == 0
+    saved = GenerationConfig.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert saved.eos_token_id == ends
+
+
+def test_a_model_grows_embeddings_for_a_larger_tokenizer(
+    chat_recipe: MakeRecipe, plain_chat_model: Path, tmp_path: Path, train: Train
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(plain_chat_model)
+    tokenizer.add_tokens(["<call>", "</call>"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    recipe = chat_recipe(tokenizer={"path": str(tmp_path / "larger")})
+    with pytest.raises(ExitServeError, match=r"vocabulary only .*tokenizer.resize=true"):
+        train(recipe)
+    teacher = "objectives=[{name: kl_to_last, teacher: initial}]"
+    with pytest.raises(ExitServeError, match=r"the teacher .* has a vocabulary of"):
+        train(recipe, "tokenizer.resize=true", teacher)
+    with pytest.raises(ExitServeError, match="which lora does not"):
+        train(recipe, "tokenizer.resize=true", "lora={}")
+    assert not (tmp_path / "out").exists()
+    assert train(recipe, "tokenizer.resize=true", "training.max_steps=1") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
