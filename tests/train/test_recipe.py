@@ -42,7 +42,7 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
     ("override", "message"),
     [
         ("objectve=[ce]", "'objectve' is unknown. Did you mean 'objectives'"),
-        ("warmup=3", "'warmup' is unknown. Fields of .* under 'training'"),
+        ("warmup=3", "'warmup' is unknown. The fields of .* under 'training'"),
         ("learning_rate=1e-4", "'learning_rate' is unknown. Did you mean 'training.learning_rate'"),
         ("base_model=x", "Did you mean 'model'"),
         ("dataset=x", "Did you mean 'data.dataset'"),
@@ -191,7 +191,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("mask_share=0.2", "'mask_share' is for masked models"),
         ("data.sequence_length=128", "longer than the model's context of 64 tokens"),
         ("data.sequence_length=100000", "fewer than data.sequence_length=100000 tokens"),
-        ("config.vocab_size=100", "vocabulary only 100; .* raise config.vocab_size"),
+        ("config.vocab_size=100", r"only 100; .* resize_token_embeddings\(300\)"),
         ("resume=true", "no checkpoint in"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from exitserve.errors import ExitServeError
 
@@ -43,23 +43,3 @@ def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
     assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     assert saved.eos_token_id == ends
-
-
-def test_a_model_grows_embeddings_for_a_larger_tokenizer(
-    chat_recipe: MakeRecipe, plain_chat_model: Path, tmp_path: Path, train: Train
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(plain_chat_model)
-    tokenizer.add_tokens(["<call>", "</call>"])
-    tokenizer.save_pretrained(tmp_path / "larger")
-    recipe = chat_recipe(tokenizer={"path": str(tmp_path / "larger")})
-    with pytest.raises(ExitServeError, match=r"vocabulary only .*tokenizer.resize=true"):
-        train(recipe)
-    teacher = "objectives=[{name: kl_to_last, teacher: initial}]"
-    with pytest.raises(ExitServeError, match=r"the teacher .* has a vocabulary of"):
-        train(recipe, "tokenizer.resize=true", teacher)
-    with pytest.raises(ExitServeError, match="which lora does not"):
-        train(recipe, "tokenizer.resize=true", "lora={}")
-    assert not (tmp_path / "out").exists()
-    assert train(recipe, "tokenizer.resize=true", "training.max_steps=1") == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)

@@ -52,15 +52,10 @@ examples:
   exitserve train training/recipes/tiny/aligned.yaml output_dir=runs/tiny
   exitserve train my.yaml model=Qwen/Qwen3-0.6B exit_layers=[7,14,21] bf16=true
   exitserve train my.yaml resume=true             goes on from the newest checkpoint
-  exitserve train training/recipes/tiny/chat.yaml     chats, with LoRA, on the bundled model
   exitserve train training/recipes/smollm2-135m.yaml  exits for a chat model, which needs no data
   accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m exitserve train my.yaml
 
-while it runs:
-
-  tensorboard --logdir OUTPUT_DIR/logs
-
-all keys: docs/recipes.md; what objectives do: docs/training.md
+all keys: docs/recipes.md, and --schema for editors; what objectives do: docs/training.md
 """
 
 

@@ -28,8 +28,6 @@ class TokenizerRecipe(Strict):
     path: str | None = None
     """Directory or hub id."""
     train_bpe: TrainBpe | None = None
-    resize: bool = False
-    """Where `path` has more tokens than `model`: give it embeddings for them."""
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizerRecipe:
@@ -106,9 +104,7 @@ class DataRecipe(Strict):
     """Of `images`: shift, mirror and turn them a little in training."""
     max_rows: int | None = Field(default=None, ge=1)
     """The most labelled rows or images to train on, drawn by the seed."""
-    python_source: Annotated[list[Literal["stdlib", "site-packages"]], Listed] = Field(
-        default_factory=list
-    )
+    python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
     """Python files of this installation, read in place."""
     from_run: str | None = None
     """Instead: `output_dir` of an earlier run, whose sequences are read, those held out too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union, get_args, get_origin
 
@@ -15,18 +14,19 @@ from exitserve_training.objectives.registry import OBJECTIVES
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_ELSEWHERE = {
-    **dict.fromkeys(("model_name_or_path", "base_model", "model_name"), "model"),
-    **dict.fromkeys(("lr", "learning_rate"), "training.learning_rate"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "training.num_train_epochs"),
-    **dict.fromkeys(("steps", "max_steps"), "training.max_steps"),
-    **dict.fromkeys(("batch_size", "micro_batch_size"), "training.per_device_train_batch_size"),
-    **dict.fromkeys(("max_length", "max_seq_length", "sequence_len"), "data.sequence_length"),
-    **dict.fromkeys(("datasets", "dataset_name"), "data.dataset"),
-    **dict.fromkeys(("r", "lora_r"), "lora.rank"),
-    **{f"lora_{key}": f"lora.{key}" for key in ("alpha", "dropout", "target_modules")},
+_ALSO_CALLED = {
+    "model": ("model_name_or_path", "base_model", "model_name"),
+    "training.learning_rate": ("lr", "learning_rate"),
+    "training.num_train_epochs": ("epochs", "num_epochs", "num_train_epochs"),
+    "training.max_steps": ("steps", "max_steps"),
+    "training.per_device_train_batch_size": ("batch_size", "micro_batch_size"),
+    "data.sequence_length": ("max_length", "max_seq_length", "sequence_len", "sequence_length"),
+    "data.dataset": ("dataset", "datasets", "dataset_name"),
+    "lora.rank": ("r", "lora_r", "rank"),
+    "lora.alpha": ("lora_alpha", "alpha"),
 }
-"""What other trainers call keys of recipes."""
+"""What other trainers call keys of recipes, and where they put them."""
+_MEANT = {name: key for key, names in _ALSO_CALLED.items() for name in names}
 
 
 def explain(error: ValidationError, root: type[BaseModel], above: str = "") -> str:
@@ -37,60 +37,52 @@ def explain(error: ValidationError, root: type[BaseModel], above: str = "") -> s
         root: a recipe, or a part of one.
         above: the key of that part, with a dot behind it.
     """
-    found: dict[str, list[ErrorDetails]] = defaultdict(list)
+    found: dict[str, list[str]] = {}
     for problem in error.errors():
-        found[above + ".".join(map(str, _path(problem)))].append(problem)
-    return " ".join(_explained(name, group, root, above) for name, group in found.items())
-
-
-def _explained(name: str, group: Sequence[ErrorDetails], root: type[BaseModel], above: str) -> str:
-    """What is wrong with one key; several problems are those of the types that it may have."""
-    first = group[0]
-    given = first["input"]
-    if first["type"] == "extra_forbidden":
-        return _unknown(name, root, _model_at(first["loc"][:-1], root), above)
-    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        given = given.get("name") if isinstance(given, dict) else given
-        return (
-            f"recipe key {name!r}: objective {given!r} is unknown."
-            f"{nearest(str(given), sorted(OBJECTIVES))} Allowed: {', '.join(OBJECTIVES)}."
+        path = _path(problem)
+        key = above + ".".join(map(str, path))
+        found.setdefault(f"recipe key {key!r}" if key else "recipe", []).append(
+            _unknown(problem["loc"], root, above)
+            if problem["type"] == "extra_forbidden"
+            else _wrong(problem)
         )
-    messages = dict.fromkeys(str(one["msg"]).removeprefix("Value error, ") for one in group)
-    said = " or ".join(messages)
-    if not name:
-        return f"recipe: {said}."
-    shown = "" if first["type"] in ("missing", "value_error") else f" (given: {given!r})"
-    return f"recipe key {name!r}: {said}{shown}."
+    # Several problems of a key are those of the types that it may have.
+    said = (f"{name}{' or'.join(dict.fromkeys(parts))}" for name, parts in found.items())
+    return " ".join(text if text.endswith("?") else f"{text}." for text in said)
 
 
-def _unknown(name: str, root: type[BaseModel], model: type[BaseModel], above: str) -> str:
-    key = name.removeprefix(above).rpartition(".")[2]
+def _wrong(problem: ErrorDetails) -> str:
+    given = problem["input"]
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        name = given.get("name") if isinstance(given, dict) else given
+        hint = nearest(str(name), sorted(OBJECTIVES))
+        return f": objective {name!r} is unknown.{hint} Allowed: {', '.join(OBJECTIVES)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    shown = "" if problem["type"] in ("missing", "value_error") else f" (given: {given!r})"
+    return f": {message}{shown}"
+
+
+def _unknown(where: Sequence[int | str], root: type[BaseModel], above: str) -> str:
+    key, model = str(where[-1]), _model_at(where[:-1], root)
     allowed = sorted(model.model_fields)
-    elsewhere = {**_sections(root), **_ELSEWHERE}.get(key)
-    hint = f" Did you mean {elsewhere!r}?" if elsewhere else nearest(key, allowed)
+    hint = f" Did you mean {_MEANT[key]!r}?" if key in _MEANT else nearest(key, allowed)
+    arguments = "fields of transformers.TrainingArguments"
     if ":" in key:
-        hint = " YAML wants a space after a colon."
-    elif above:
-        hint = hint or " Allowed: the fields of transformers.TrainingArguments."
+        hint = " YAML wants a space after a colon"
+    elif not hint and above:
+        hint = f" Allowed: the {arguments}"
     elif not hint:
-        training = " Fields of transformers.TrainingArguments belong under 'training'."
-        hint = f"{training if model is root else ''} Allowed here: {', '.join(allowed)}."
-    return f"recipe key {name!r} is unknown.{hint}"
-
-
-def _sections(root: type[BaseModel]) -> dict[str, str]:
-    """Where keys of a recipe's parts stand: `rank` is `lora.rank`."""
-    parts = {part: _model_at([part], root) for part in root.model_fields}
-    nested = {part: model for part, model in parts.items() if model is not root}
-    return {key: f"{part}.{key}" for part, at in nested.items() for key in at.model_fields}
+        training = f" The {arguments} belong under 'training'." if model is root else ""
+        hint = f"{training} Allowed here: {', '.join(allowed)}"
+    return f" is unknown.{hint}"
 
 
 def _path(problem: ErrorDetails) -> list[int | str]:
     """The keys that lead to a problem: pydantic's location without its names of types."""
     where = problem["loc"]
-    end = next((i for i, part in enumerate(where) if not _is_key(part)), len(where))
-    if problem["type"] == "extra_forbidden":
-        end = len(where)  # as it was written: YAML reads {rank:8} as one key
+    types_at = (i for i, part in enumerate(where) if not _is_key(part))
+    # An unknown key is named as it was written: YAML reads {rank:8} as one key.
+    end = len(where) if problem["type"] == "extra_forbidden" else next(types_at, len(where))
     # A discriminated union adds the objective's name behind its number.
     return [p for i, p in enumerate(where[:end]) if not (i > 1 and isinstance(where[i - 1], int))]
 
@@ -100,7 +92,7 @@ def _is_key(part: int | str) -> bool:
 
 
 def _model_at(path: Sequence[int | str], root: type[BaseModel]) -> type[BaseModel]:
-    """The pydantic class that describes the subtree at `path`, or the one above it."""
+    """The pydantic class that describes the subtree at `path`."""
     if path and path[0] == "objectives" and len(path) > 2:
         return OBJECTIVES[str(path[2])]
     model = root
@@ -108,7 +100,6 @@ def _model_at(path: Sequence[int | str], root: type[BaseModel]) -> type[BaseMode
         annotation = model.model_fields[part].annotation
         if get_origin(annotation) in (Union, types.UnionType):
             annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         model = annotation
     return model

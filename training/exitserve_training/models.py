@@ -1,6 +1,7 @@
 """The model to train: from scratch by a config, or loaded from a directory or hub id."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -249,20 +250,20 @@ def check_saving(model: PreTrainedModel, folder: Path) -> None:
     """
     generation: Any = getattr(model, "generation_config", None)
     try:
-        if generation is not None and not generation.do_sample:
-            try:
-                generation.validate(strict=True)
-            except ValueError:
-                generation.do_sample = True
-                print("generation_config.json says how to sample: do_sample is set to true in it.")
-        for config in filter(None, (model.config, generation)):
-            config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        if generation is None:
+            return
+        with suppress(ValueError):
+            return generation.save_pretrained(folder)
+        generation.do_sample = True
+        generation.save_pretrained(folder)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ExitServeError(
             f"the trained model could not be saved, because of its config.json or "
             f"generation_config.json; mend them: {reason}"
         ) from error
+    print("generation_config.json says how to sample: do_sample is set to true in it.")
 
 
 def check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
@@ -270,9 +271,9 @@ def check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, len
     if len(tokenizer) > config.vocab_size:
         raise ExitServeError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only "
-            f"{config.vocab_size}; use the model's own tokenizer, give it embeddings for more "
-            f"tokens (tokenizer.path and tokenizer.resize=true), or from scratch raise "
-            f"config.vocab_size."
+            f"{config.vocab_size}; use the model's own tokenizer, or from scratch raise "
+            f"config.vocab_size. To give a model more tokens, save it once after transformers' "
+            f"model.resize_token_embeddings({len(tokenizer)}), and train that."
         )
     if length > config.max_position_embeddings:
         raise ExitServeError(

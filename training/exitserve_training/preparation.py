@@ -226,11 +226,10 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     else:
         assert recipe.config is not None
         model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
-    if recipe.tokenizer is not None and recipe.tokenizer.resize:
-        model.resize_token_embeddings(max(len(processor), model.config.vocab_size))
-        _check_teacher(recipe, model.config, setup.task)
     if recipe.data.format == "chat":
-        _stop_at_turns(model, processor)
+        from exitserve_training.chats import end_at_turns
+
+        end_at_turns(model, processor)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:
@@ -238,18 +237,6 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     if recipe.attn_implementation is not None:
         choose_attention(model, recipe.attn_implementation)
     return model
-
-
-def _stop_at_turns(model: PreTrainedModel, tokenizer: Any) -> None:
-    """What ends an answer in training ends it when served, too."""
-    from exitserve_training.chats import end_of_turn
-
-    generation, end = model.generation_config, end_of_turn(tokenizer)
-    assert generation is not None
-    known = generation.eos_token_id
-    ends = known if isinstance(known, list) else [] if known is None else [known]
-    if end is not None and end not in ends:
-        generation.eos_token_id = [*ends, end]
 
 
 def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[TaskInputs, Any]:

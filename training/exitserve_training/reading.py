@@ -72,7 +72,7 @@ def chat_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
     if path is None:
         raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
-    tokenizer = load_tokenizer(path)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
     if tokenizer.chat_template is None:
         raise ExitServeError(
             "data.format=chat needs a tokenizer with a chat template, and this one has none; put "

@@ -143,12 +143,6 @@ class Recipe(Strict):
 
     def _check_model_only(self) -> None:
         """Raises `ValueError` for what is done to a trained model, where there is none."""
-        resized = self.tokenizer is not None and self.tokenizer.resize
-        if resized and (self.model is None or self.lora or self.data.own_chats):
-            raise ValueError(
-                "tokenizer.resize gives model embeddings to train, which lora does not, and which "
-                "data.own_chats cannot use yet; leave one of them out"
-            )
         if self.data.own_chats is not None and self.model is None:
             raise ValueError("data.own_chats is what a trained model writes; give model")
         if self.lora is not None and self.config is not None:
