@@ -85,7 +85,7 @@ def test_every_form_of_row_gives_the_same(
     chat_row: ChatRow,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(marked_chat_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
     found = []
     for form in FORMS:
         rows = [chat_row(number, form) for number in range(26)]
@@ -94,12 +94,6 @@ def test_every_form_of_row_gives_the_same(
         found.append([split[side].to_dict() for side in ("train", "validation")])
     assert all(other == found[0] for other in found)
     assert capsys.readouterr().out == "Columns that chats do not use: id\n"
-
-
-def test_a_system_column_opens_the_chat(
-    chat_recipe: MakeRecipe, marked_chat_model: Path, chat_row: ChatRow
-) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
     rows = [{**chat_row(number, "sharegpt"), "system": "Be brief."} for number in range(9)]
     split = load_chats(load_recipe(chat_recipe(rows)).data, tokenizer, 0)
     opening = "<|im_start|>system\nBe brief.<|im_end|>\n"

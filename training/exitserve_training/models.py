@@ -1,7 +1,6 @@
 """The model to train: from scratch by a config, or loaded from a directory or hub id."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,19 +250,24 @@ def check_saving(model: PreTrainedModel, folder: Path) -> None:
     generation: Any = getattr(model, "generation_config", None)
     try:
         model.config.save_pretrained(folder)
-        if generation is None:
-            return
-        with suppress(ValueError):
-            return generation.save_pretrained(folder)
-        generation.do_sample = True
-        generation.save_pretrained(folder)
+        if generation is not None:
+            _make_savable(generation)
+            generation.save_pretrained(folder)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ExitServeError(
             f"the trained model could not be saved, because of its config.json or "
             f"generation_config.json; mend them: {reason}"
         ) from error
-    print("generation_config.json says how to sample: do_sample is set to true in it.")
+
+
+def _make_savable(generation: Any) -> None:
+    """What says how to sample without `do_sample` is loaded, but not saved."""
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        print("generation_config.json says how to sample: do_sample is set to true in it.")
 
 
 def check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
