@@ -231,9 +231,10 @@ BAD_TARGETS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("case", BAD_TARGETS)
 def test_target_modules_that_do_not_fit_are_refused(
-    lora_recipe: MakeRecipe, train: Train, case: str
+    lora_recipe: MakeRecipe, train: Train, tmp_path: Path, case: str
 ) -> None:
     targets, message = BAD_TARGETS[case]
     with pytest.raises(ExitServeError, match=message) as error:
         train(lora_recipe(lora={"target_modules": targets}))
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
