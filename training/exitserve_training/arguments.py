@@ -57,7 +57,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Checks the recipe's `training` and adds this project's defaults.
 
     Raises:
-        ExitServeError: an unknown or contradictory key, or a bad value.
+        ExitServeError: unknown or contradictory keys, bad values, or a package that is missing.
     """
     kind = _arguments_class(recipe)
     given = _checked(recipe, kind)
@@ -138,12 +138,7 @@ def _check_packages(arguments: TrainingArguments) -> None:
 
 
 def _checked(recipe: Recipe, kind: type[TrainingArguments]) -> dict[str, Any]:
-    """The recipe's `training`, as the types that its fields have.
-
-    Raises:
-        ExitServeError: with all keys that are unknown, set elsewhere or without effect, and all
-            values that cannot be.
-    """
+    """The recipe's `training`, typed; raises `ExitServeError` with all that is wrong with it."""
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     unused = {field.name for field in dataclasses.fields(kind)} - known - _OF_TRL
     problems = [_problem(*item, unused) for item in recipe.training.items()]

@@ -30,13 +30,7 @@ _MEANT = {name: key for key, names in _ALSO_CALLED.items() for name in names}
 
 
 def explain(error: ValidationError, root: type[BaseModel], above: str = "") -> str:
-    """One line on all problems of a pydantic error.
-
-    Args:
-        error: of `root`.
-        root: a recipe, or a part of one.
-        above: the key of that part, with a dot behind it.
-    """
+    """One line on all that is wrong with a recipe, or with the part that is called `above`."""
     found: dict[str, list[str]] = {}
     for problem in error.errors():
         path = _path(problem)

@@ -242,11 +242,7 @@ def _auto(config: PreTrainedConfig, task: Task | None) -> Any:
 
 
 def check_saving(model: PreTrainedModel, folder: Path) -> None:
-    """Saves the model's configs for once, because what fails at the end loses a run.
-
-    Raises:
-        ExitServeError: transformers refuses to save them.
-    """
+    """Saves the model's configs for once: raises `ExitServeError` before a run is lost by them."""
     generation: Any = getattr(model, "generation_config", None)
     try:
         model.config.save_pretrained(folder)
