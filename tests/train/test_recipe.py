@@ -191,7 +191,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("mask_share=0.2", "'mask_share' is for masked models"),
         ("data.sequence_length=128", "longer than the model's context of 64 tokens"),
         ("data.sequence_length=100000", "fewer than data.sequence_length=100000 tokens"),
-        ("config.vocab_size=100", r"only 100; .* resize_token_embeddings\(292\)"),
+        ("config.vocab_size=100", r"only 100; .*resize_token_embeddings\(292\)"),
         ("resume=true", "no checkpoint in"),
     ],
 )
