@@ -180,6 +180,14 @@ def chat_row() -> Callable[..., dict[str, Any]]:
             "messages": {"messages": messages},
             "texts": {"prompt": question, "completion": answer},
             "message lists": {"prompt": messages[:1], "completion": messages[1:]},
+            "sharegpt": {
+                "conversations": [
+                    {"from": "human", "value": question},
+                    {"from": "gpt", "value": answer, "role": None},
+                ],
+                "id": number,
+            },
+            "alpaca": {"instruction": question, "input": "", "output": answer, "messages": None},
         }[form]
 
     return make

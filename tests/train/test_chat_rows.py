@@ -18,7 +18,7 @@ MakeRecipe = Callable[..., Path]
 ChatRow = Callable[..., dict[str, Any]]
 
 IGNORED = -100
-FORMS = ("messages", "texts", "message lists")
+FORMS = ("messages", "texts", "message lists", "sharegpt", "alpaca")
 
 
 AGENT = (
@@ -79,16 +79,25 @@ def test_system_prompts_tools_and_thinking_reach_the_template(
 
 @pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
 def test_every_form_of_row_gives_the_same(
-    chat_recipe: MakeRecipe, marked_chat_model: Path, loss_on: str, chat_row: ChatRow
+    chat_recipe: MakeRecipe,
+    marked_chat_model: Path,
+    loss_on: str,
+    chat_row: ChatRow,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(marked_chat_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
     found = []
     for form in FORMS:
         rows = [chat_row(number, form) for number in range(26)]
         recipe = load_recipe(chat_recipe(rows, data={"loss_on": loss_on}))
         split = load_chats(recipe.data, tokenizer, recipe.seed)
         found.append([split[side].to_dict() for side in ("train", "validation")])
-    assert found[0] == found[1] == found[2]
+    assert all(other == found[0] for other in found)
+    assert capsys.readouterr().out == "Columns that chats do not use: id\n"
+    rows = [{**chat_row(number, "sharegpt"), "system": "Be brief."} for number in range(9)]
+    split = load_chats(load_recipe(chat_recipe(rows)).data, tokenizer, 0)
+    opening = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert tokenizer.decode(split["train"][0]["input_ids"]).startswith(opening)
 
 
 def test_of_several_turns_all_answers_are_learnt(
@@ -132,10 +141,19 @@ BAD_ROWS = {
     "half": ({"prompt": "x"}, r"row 2 is not a chat: it has prompt"),
     "answer first": (messages(ANSWER), r"row 2: nothing stands before the answer"),
     "no answer": (messages(USER), r"row 2: the last message is from 'user'.*data.loss_on=all"),
-    "bad role": (messages(("bot", "x"), ANSWER), r"role of system, user, assistant, tool"),
-    "no content": (messages(USER, ("assistant", None)), r"row 2: messages must be a list of"),
+    "bad role": (
+        messages(("bot", "x"), ANSWER),
+        r"role of system, .*; message 1 has the role 'bot'",
+    ),
+    "no content": (
+        messages(USER, ("assistant", None)),
+        r"row 2: messages must .*; message 2 has the content None",
+    ),
     "empty": ({"messages": []}, r"row 2: messages must be a list of"),
-    "an image": (messages(("user", [{"type": "image"}]), ANSWER), r"text or parts of text as cont"),
+    "an image": (
+        messages(("user", [{"type": "image"}]), ANSWER),
+        r"message 1 has the part {'type': 'image'}",
+    ),
     "no tools": (
         {**messages(("user", "a"), ("assistant", "b")), "tools": "{"},
         "tools is not valid",

@@ -11,6 +11,7 @@ from exitserve.errors import ExitServeError
 from exitserve_training.packing import pack, pack_split
 from exitserve_training.recipe import DataRecipe
 from exitserve_training.sources import Document, Split, load_split
+from exitserve_training.streamed import ordered_documents
 from exitserve_training.tokenization import END_OF_TEXT, train_bpe
 
 PYTHON = "def area(width, height):\n    if width:\n        return width * height\n    return 0\n"
@@ -61,6 +62,12 @@ def test_tables_and_text_give_the_same_documents(tmp_path: Path) -> None:
         assert sorted(doc.text for doc in [*split.train, *split.validation]) == texts
         with pytest.raises(ExitServeError, match=r"has no column 'boddy'.*Did you mean 'body'"):
             load_split(recipe.model_copy(update={"text_field": "boddy"}), seed=0)
+        with pytest.raises(ExitServeError, match="has no column 'boddy'"):
+            list(ordered_documents(recipe.model_copy(update={"text_field": "boddy"})))
+    marked = tmp_path / "marked.txt"
+    marked.write_text("a text", encoding="utf-8-sig")
+    parts = ordered_documents(DataRecipe(files=[str(marked)]))
+    assert "".join(part.text for part in parts) == "a text", "what marks the encoding is no text"
 
 
 def lines_of(*parts: range) -> str:

@@ -219,6 +219,7 @@ def test_resuming_continues_the_same_run(
 
 BAD_TARGETS: dict[str, Any] = {
     "no such map": (["foo_proj"], r"lora.target_modules.*foo_proj"),
+    "one of two": (["q_proj", "o_prj"], r"no module is called 'o_prj'. Did you mean 'o_proj'"),
     "no such pattern": ("foo_.*", r"lora.target_modules.*foo_"),
     "broken pattern": ("(", r"lora.target_modules"),
     "head": (["q_proj", "lm_head"], r"lm_head.* includes the embeddings or the head"),
@@ -230,9 +231,10 @@ BAD_TARGETS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("case", BAD_TARGETS)
 def test_target_modules_that_do_not_fit_are_refused(
-    lora_recipe: MakeRecipe, train: Train, case: str
+    lora_recipe: MakeRecipe, train: Train, tmp_path: Path, case: str
 ) -> None:
     targets, message = BAD_TARGETS[case]
     with pytest.raises(ExitServeError, match=message) as error:
         train(lora_recipe(lora={"target_modules": targets}))
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()

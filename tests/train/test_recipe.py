@@ -1,13 +1,17 @@
 """Recipes: what is allowed, and how a mistake is answered."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
+from exitserve.cli import main
 from exitserve.errors import ExitServeError
 from exitserve_training.recipe import load_recipe
 
@@ -24,22 +28,27 @@ def test_committed_recipes_are_valid(path: Path) -> None:
 def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
     recipe = load_recipe(
         make_recipe(),
-        ["seed=7", "training.learning_rate=2e-3", "data.max_bytes=10", "exit_layers=all"],
+        ["seed=7", "training.learning_rate=2e-3", "data.max_bytes=10", "exit_layers=8,15"],
     )
     assert recipe.seed == 7
     assert recipe.training["learning_rate"] == pytest.approx(2e-3)
     assert recipe.training["max_steps"] == 4, "the other keys of the section stay"
     assert recipe.data.max_bytes == 10
-    assert recipe.exit_layers == "all"
+    assert recipe.exit_layers == [8, 15]
+    assert load_recipe(make_recipe(), ["exit_layers=all"]).exit_layers == "all"
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("objectve=[ce]", "'objectve' is unknown. Did you mean 'objectives'"),
-        ("learning_rate=1e-4", "'learning_rate' is unknown. Fields of .* under 'training'"),
+        ("warmup=3", "'warmup' is unknown. The fields of .* under 'training'"),
+        ("learning_rate=1e-4", "'learning_rate' is unknown. Did you mean 'training.learning_rate'"),
+        ("base_model=x", "Did you mean 'model'"),
+        ("dataset=x", "Did you mean 'data.dataset'"),
+        ("lora.r=8", "'lora.r' is unknown. Did you mean 'lora.rank'"),
+        ("exit_layers=some", "'exit_layers': Input should be 'all' .* or: .* a valid integer"),
         ("lora={rank:4}", "'lora.rank:4' is unknown. YAML wants a space after a colon"),
-        ("objectives=ce", "'objectives': Input should be a valid list"),
         ("objectives=[]", "'objectives': List should have at least 1 item"),
         ("objectives=[alligned]", "'alligned' is unknown. Did you mean 'aligned'"),
         ("objectives=[{weight: 1}]", "objective None is unknown. Allowed: ce, aligned"),
@@ -79,6 +88,28 @@ def test_mistakes_are_named(make_recipe: MakeRecipe, override: str, message: str
     with pytest.raises(ExitServeError, match=message) as caught:
         load_recipe(make_recipe(), [override])
     assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_are_named_at_once(make_recipe: MakeRecipe, train: Train) -> None:
+    with pytest.raises(ExitServeError) as caught:
+        load_recipe(make_recipe(), ["lr=3", "lora.r=8", "seed=x"])
+    for message in ("'lr' is unknown", "Did you mean 'lora.rank'", "'seed': .*given: 'x'"):
+        assert re.search(message, str(caught.value))
+    with pytest.raises(ExitServeError) as caught:
+        train(make_recipe(), "training.seed=1", "training.max_steps=3.7", "training.lr=1")
+    for message in ("set 'seed' instead", "'training.max_steps': ", "'training.learning_rate'?"):
+        assert message in str(caught.value)
+
+
+def test_editors_get_a_schema(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    good = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in RECIPES]
+    for recipe in good:
+        jsonschema.validate(recipe, schema)
+    for bad in ({"objectives": ["alligned"]}, {"training": {"lr": 1}}, {"data": {"packing": 3}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**good[0], **bad}, schema)
 
 
 def test_contradictions_between_keys(make_recipe: MakeRecipe) -> None:
@@ -135,7 +166,11 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("data.files=[absent/*.txt]", "no data file matches 'absent/"),
         ("data.text_field=body", None),
         ("training.lerning_rate=1", "'training.lerning_rate' is unknown. Did you mean 'learning"),
-        ("training.seed=1", "'training.seed': set 'seed' instead"),
+        ("training.learning_rate=abc", "'training.learning_rate': Input should be a valid number"),
+        ("training.per_device_train_batch_size=0", "greater than or equal to 1"),
+        ("training.gradient_checkpointing=maybe", "should be a valid boolean"),
+        ("training.use_liger_kernel=true", "use_liger_kernel needs `pip install liger-kernel`"),
+        ("training.optim=grokadamw", "'training': Please install grokadamw"),
         ("training.eval_strategy=sometimes", "'training'"),
         ("training.label_names=[classes]", r"label_names' is always \['labels'\] here"),
         (
@@ -156,7 +191,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("mask_share=0.2", "'mask_share' is for masked models"),
         ("data.sequence_length=128", "longer than the model's context of 64 tokens"),
         ("data.sequence_length=100000", "fewer than data.sequence_length=100000 tokens"),
-        ("config.vocab_size=100", "the model's vocabulary only 100"),
+        ("config.vocab_size=100", r"only 100; .*resize_token_embeddings\(292\)"),
         ("resume=true", "no checkpoint in"),
     ],
 )
@@ -206,6 +241,8 @@ def test_a_used_output_folder_is_not_touched(
         train(make_recipe())
     with pytest.raises(ExitServeError, match="holds no earlier training run"):
         train(make_recipe(), "overwrite=true")
+    with pytest.raises(ExitServeError, match=r"cannot be written, for '.*precious.txt' refuses"):
+        train(make_recipe(), f"output_dir={keep}/deeper")
     keep.unlink()
     assert train(make_recipe(), "training.max_steps=1") == 0
     weights = tmp_path / "out" / "model.safetensors"
@@ -215,7 +252,7 @@ def test_a_used_output_folder_is_not_touched(
     first = weights.stat().st_mtime_ns
     assert train(make_recipe(), "overwrite=true", "training.max_steps=1") == 0
     assert weights.stat().st_mtime_ns > first
-    with pytest.raises(ExitServeError, match="'seed' differs from the run in"):
+    with pytest.raises(ExitServeError, match=r"'seed' \(4 instead of 0\) differs"):
         train(make_recipe(), "resume=true", "seed=4")
 
 

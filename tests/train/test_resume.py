@@ -144,7 +144,7 @@ def test_a_resumed_run_makes_the_same_steps(
 
 
 def test_the_learning_rate_of_the_recipe_holds_in_a_resumed_run(
-    stopped: Callable[..., tuple[Path, Path]], train: Train
+    stopped: Callable[..., tuple[Path, Path]], train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Trainer's own scheduler would go on with the old one, whatever the recipe says."""
     recipe, out = stopped()
@@ -153,13 +153,25 @@ def test_the_learning_rate_of_the_recipe_holds_in_a_resumed_run(
     whole = [0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 9)).item()) for step in range(9)]
     expected = [share * (1e-2 if step < 5 else 1e-3) for step, share in enumerate(whole)]
     assert rates == pytest.approx(expected)
+    changed = "goes by the recipe's training.learning_rate (0.001 instead of 0.01)"
+    assert changed in capsys.readouterr().out
+    # A run that is finished makes no further step, and leaves what it left.
+    weights = load_file(out / "model.safetensors")
+    assert train(recipe, "resume=true", "training.learning_rate=0.001") == 0
+    printed = capsys.readouterr().out
+    assert "the run is finished" in printed
+    assert "goes by" not in printed
+    assert not list(out.glob("checkpoint-1?"))
+    again = load_file(out / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
 CHANGES = {
-    "adagc={ratio: 1.1}": "recipe key 'adagc' differs",
-    "seed=1": "recipe key 'seed' differs",
+    "adagc={ratio: 1.1}": "recipe key 'adagc' .* differs",
+    "seed=1": r"recipe key 'seed' \(1 instead of 0\) differs",
+    "data.sequence_length=16": r"recipe key 'data.sequence_length' \(16 instead of 32\) differs",
     "objectives=[ce, nitp]": "objective parameters",
-    "training.weight_decay=0.1": "recipe key 'training.weight_decay' differs",
+    "training.weight_decay=0.1": "recipe key 'training.weight_decay' .* differs",
     # Trains no head, so the optimizer has fewer parameters.
     "objectives=[headless]": "optimizer state",
 }

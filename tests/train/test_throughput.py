@@ -1,5 +1,7 @@
 """The share of the machine's products that training reaches: what is counted, and what is said."""
 
+import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,16 @@ class Products(TorchDispatchMode):
             one, other = [arg for arg in args if isinstance(arg, Tensor)][-2:]
             self.flops += 2.0 * one.numel() * other.shape[-1]
         return func(*args, **(kwargs or {}))
+
+
+def test_a_busy_moment_is_not_the_machine() -> None:
+    calls = itertools.count()
+
+    def work() -> None:
+        if next(calls) < 8:
+            time.sleep(0.02)
+
+    assert throughput._seconds(work, torch.device("cpu")) < 0.01
 
 
 KL = {"name": "kl_to_last"}

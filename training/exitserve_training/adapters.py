@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, nearest
 from exitserve_training.recipe import Lora, Recipe
 
 FOLDER = "adapter"
@@ -25,6 +25,8 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if not isinstance(lora.target_modules, str):
+        _check_names(model, lora.target_modules)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works; PEFT annotates int
@@ -50,6 +52,17 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
     adapted.create_or_update_model_card = lambda _folder: None
     module: nn.Module = adapted
     return module
+
+
+def _check_names(model: nn.Module, targets: list[str]) -> None:
+    """Raises `ExitServeError` for a name that nothing has, which PEFT passes over beside others."""
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ExitServeError(
+                f"recipe key 'lora.target_modules': no module is called {target!r}."
+                f"{nearest(target, {name.rpartition('.')[2] for name in names})}"
+            )
 
 
 def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer: Any) -> None:

@@ -1,13 +1,17 @@
 """The recipe's `training` as arguments of the Hugging Face Trainer, or of TRL's for chats."""
 
 import dataclasses
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
-from transformers import TrainingArguments
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from exitserve.errors import ExitServeError, nearest
+from exitserve_training.mistakes import explain
 from exitserve_training.recipe import Recipe
 
 _OURS = {
@@ -42,6 +46,9 @@ NO_DEEPSPEED = (
     "-m exitserve train ...`."
 )
 
+_AT_LEAST_1 = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Training arguments that would fail late with a lower value."""
+
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
 """TRL's arguments that work here; this package prepares chats and computes their loss."""
 
@@ -50,10 +57,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Checks the recipe's `training` and adds this project's defaults.
 
     Raises:
-        ExitServeError: an unknown or contradictory key, or a bad value.
+        ExitServeError: unknown or contradictory keys, bad values, or a package that is missing.
     """
     kind = _arguments_class(recipe)
-    _check_keys(recipe, kind)
+    given = _checked(recipe, kind)
     fixed: dict[str, Any] = {
         "output_dir": recipe.output_dir,
         "seed": recipe.seed,
@@ -67,12 +74,14 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         fixed["max_grad_norm"] = 0.0
     if recipe.data.format == "chat":
         fixed["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    given = dict(recipe.training)
-    if given.get("gradient_checkpointing"):
-        given["gradient_checkpointing_kwargs"] = _checkpointing(given)
+    if "gradient_checkpointing_kwargs" in given:
+        kept = given["gradient_checkpointing_kwargs"] or {}
+        given["gradient_checkpointing_kwargs"] = {**kept, "use_reentrant": False}
     try:
-        return kind(**{**_defaults(recipe), **given, **fixed})
-    except (TypeError, ValueError) as error:
+        arguments = kind(**{**_defaults(recipe), **given, **fixed})
+        _check_packages(arguments)
+        return arguments
+    except (TypeError, ValueError, ImportError) as error:
         raise ExitServeError(f"recipe key 'training': {' '.join(str(error).split())}") from error
 
 
@@ -120,42 +129,72 @@ def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
     return kind
 
 
-def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
+def _check_packages(arguments: TrainingArguments) -> None:
+    """Raises `ImportError` for a package that the Trainer would miss after the data are read."""
+    if arguments.use_liger_kernel and not is_liger_kernel_available():
+        raise ImportError("use_liger_kernel needs `pip install liger-kernel`; or leave it out.")
+    if arguments.optim_target_modules is None:
+        Trainer.get_optimizer_cls_and_kwargs(arguments)
+
+
+def _checked(recipe: Recipe, kind: type[TrainingArguments]) -> dict[str, Any]:
+    """The recipe's `training`, typed; raises `ExitServeError` with all that is wrong with it."""
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    unused = {field.name for field in dataclasses.fields(kind)} - known
-    if unused:
-        known |= _OF_TRL
-    for key in recipe.training:
-        if key in _OURS:
-            raise ExitServeError(f"recipe key 'training.{key}': set {_OURS[key]!r} instead.")
-        if key in unused - _OF_TRL:
-            raise ExitServeError(
-                f"recipe key 'training.{key}' has no effect: chats are cut, padded and packed as "
-                f"data says, and the loss is that of objectives; leave it out."
-            )
-        if key not in known:
-            raise ExitServeError(
-                f"recipe key 'training.{key}' is unknown.{nearest(key, sorted(known))} "
-                f"Allowed: the fields of transformers.TrainingArguments."
-            )
-        if key in _SETTLED and recipe.training[key] != _SETTLED[key]:
-            raise ExitServeError(
-                f"recipe key 'training.{key}' is always {_SETTLED[key]!r} here; leave it out."
-            )
-        if key == "deepspeed" and recipe.training[key]:
-            raise ExitServeError(NO_DEEPSPEED)
-        if key == "label_smoothing_factor" and recipe.training[key]:
-            raise ExitServeError(
-                f"recipe key 'training.{key}': no objective smooths its labels; leave it out."
-            )
+    unused = {field.name for field in dataclasses.fields(kind)} - known - _OF_TRL
+    problems = [_problem(*item, unused) for item in recipe.training.items()]
+    model, values = training_model(kind), dict[str, Any]()
+    try:
+        values = model.model_validate(recipe.training).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        problems.append(explain(error, model, "training."))
+    if found := list(filter(None, problems)):
+        raise ExitServeError(" ".join(found))
+    return values
 
 
-def _checkpointing(given: dict[str, Any]) -> dict[str, Any]:
-    """Gradient checkpointing that works with the hooks of `forward`."""
-    options = dict(given.get("gradient_checkpointing_kwargs") or {})
-    if options.get("use_reentrant"):
-        raise ExitServeError(
-            "recipe key 'training.gradient_checkpointing_kwargs': use_reentrant=true would cut "
-            "the inner layers' losses off; leave it out."
+def training_model(kind: type[TrainingArguments]) -> type[BaseModel]:
+    """A pydantic class with the arguments' fields; types that are not simple are left to them."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        hint = get_type_hints(kind)[field.name]
+        if not {*get_args(hint)} <= {bool, int, float, NoneType} or hint is str:
+            hint = Any
+        least, text = 1 if field.name in _AT_LEAST_1 else None, field.metadata.get("help")
+        fields[field.name] = (Annotated[hint, Field(ge=least, description=text)], None)
+    config = ConfigDict(extra="forbid", protected_namespaces=())
+    model: type[BaseModel] = create_model("training", __config__=config, **fields)
+    return model
+
+
+def _problem(key: str, value: Any, unused: set[str]) -> str | None:
+    """Why a key may not stand in `training`, or not with this value."""
+    name = f"recipe key 'training.{key}'"
+    if key in _OURS:
+        return f"{name}: set {_OURS[key]!r} instead."
+    if key in unused:
+        return (
+            f"{name} has no effect: chats are cut, padded and packed as data says, and the loss "
+            f"is that of objectives; leave it out."
         )
-    return {**options, "use_reentrant": False}
+    if key in _SETTLED and value != _SETTLED[key]:
+        return f"{name} is always {_SETTLED[key]!r} here; leave it out."
+    if key == "deepspeed" and value:
+        return NO_DEEPSPEED
+    if key == "gradient_checkpointing_kwargs" and dict(value or {}).get("use_reentrant"):
+        return f"{name}: use_reentrant=true would cut the inner layers' losses off; leave it out."
+    if key == "label_smoothing_factor" and value:
+        return f"{name}: no objective smooths its labels; leave it out."
+    return None
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipe files, for editors."""
+    schema = Recipe.model_json_schema()
+    training = training_model(TrainingArguments).model_json_schema()
+    for key in _OURS.keys() & training["properties"].keys():
+        del training["properties"][key]
+    schema["properties"]["training"] = training
+    schema["properties"]["base"] = {"type": "string", "description": "A recipe to lie over."}
+    # Keys may come from the base, or from the command line.
+    del schema["required"]
+    return schema

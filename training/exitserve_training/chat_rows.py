@@ -7,13 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl.data_utils import maybe_convert_to_chatml
 from trl.trainer.utils import remove_none_values
 
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, shown
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.sources import read_tables
 
 _ROLES = ("system", "user", "assistant", "tool")
+_OF_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 Message = dict[str, Any]
 """`role` and `content`, and what else the chat template reads: `tool_calls`, `reasoning_content`.
@@ -39,25 +41,39 @@ class Chat:
 
 
 def read_chats(recipe: DataRecipe, patterns: Sequence[str], split: str | None) -> list[Chat]:
-    """The chats of some files and of a split of the data set, equal ones once."""
-    tables = read_tables(recipe, patterns, split)
-    chats = [_chat(row, name, recipe.loss_on) for name, row in tables]
+    """The chats of some files and of a split of the data set, equal ones once.
+
+    Names the columns that no chat uses on the terminal.
+    """
+    chats, unused = [], set[str]()
+    for name, given in read_tables(recipe, patterns, split):
+        # Some tables have every key in every row, with None for missing values.
+        row = dict(remove_none_values(given))
+        chats.append(_chat(row, name, recipe.loss_on))
+        unused |= row.keys()
+    if unused:
+        print(f"Columns that chats do not use: {', '.join(sorted(unused))}")
     return list({chat.key: chat for chat in chats}.values())
 
 
 def _chat(row: dict[str, Any], name: str, loss_on: str) -> Chat:
-    """One row, checked."""
-    if row.get("messages") is not None:
-        messages = _messages(row["messages"], f"{name}: messages")
+    """One row, checked; takes what it uses out of it. Also rows of ShareGPT and of Alpaca."""
+    maybe_convert_to_chatml(row)
+    system = row.pop("system", None)
+    opening = [{"role": "system", "content": system}] if isinstance(system, str) else []
+    if {"instruction", "output"} <= row.keys():
+        asked = filter(None, (row.pop("instruction"), row.pop("input", None)))
+        row.update(prompt="\n\n".join(asked), completion=row.pop("output"))
+    if "messages" in row:
+        messages = [*opening, *_messages(row.pop("messages"), f"{name}: messages")]
         given, learnt = messages[:-1], messages[-1:]
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        given = _messages(row["prompt"], f"{name}: prompt", "user")
-        learnt = _messages(row["completion"], f"{name}: completion", "assistant")
+    elif {"prompt", "completion"} <= row.keys():
+        given = [*opening, *_messages(row.pop("prompt"), f"{name}: prompt", "user")]
+        learnt = _messages(row.pop("completion"), f"{name}: completion", "assistant")
     else:
-        columns = ", ".join(sorted(key for key, value in row.items() if value is not None))
         raise ExitServeError(
-            f"{name} is not a chat: it has {columns or 'nothing'}; expected `messages`, or "
-            f"`prompt` and `completion`."
+            f"{name} is not a chat: it has {', '.join(sorted(row)) or 'nothing'}; expected "
+            f"`messages`, or `prompt` and `completion`, or those of ShareGPT or Alpaca."
         )
     if loss_on == "assistant" and not any(m["role"] == "assistant" for m in given + learnt):
         raise ExitServeError(
@@ -85,24 +101,35 @@ def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list
     if isinstance(messages, str) and role_of_text is not None:
         return [{"role": role_of_text, "content": messages}]
     given = messages if isinstance(messages, list) else []
-    if not given or not all(_is_message(message) for message in given):
+    problems = ((n, _problem(message)) for n, message in enumerate(given, start=1))
+    bad = next((f"; message {n} has {what}" for n, what in problems if what), "")
+    if bad or not given:
         text = "" if role_of_text is None else "text or "
         raise ExitServeError(
             f"{name} must be {text}a list of {{role, content}} with a role of "
-            f"{', '.join(_ROLES)}, and text or parts of text as content (none beside tool_calls)."
+            f"{', '.join(_ROLES)}, and text or parts of text as content (none beside tool_calls)"
+            f"{bad}."
         )
     return [_message(message) for message in given]
 
 
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        return False
+def _problem(message: Any) -> str | None:
+    """What is wrong with a message."""
+    if not isinstance(message, dict):
+        return "no keys"
+    role: Any = message.get("role")
+    message["role"] = role = _OF_SHAREGPT.get(str(role), role)
     content, calls = message.get("content"), message.get("tool_calls")
+    if role not in _ROLES:
+        return f"the role {shown(role)}"
     if calls and not _are_mappings(calls):
-        return False
+        return f"the tool_calls {shown(calls)}"
     if isinstance(content, list):
-        return all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content)
-    return isinstance(content, str) or bool(content is None and calls)
+        bad = (p for p in content if not isinstance(p, dict) or not isinstance(p.get("text"), str))
+        return next((f"the part {shown(part)}" for part in bad), None)
+    if isinstance(content, str) or (content is None and calls):
+        return None
+    return f"the content {shown(content)}"
 
 
 def _are_mappings(values: Any) -> bool:
@@ -111,12 +138,10 @@ def _are_mappings(values: Any) -> bool:
 
 def _message(given: dict[str, Any]) -> Message:
     """The message as vLLM hands it to templates when it serves."""
-    # Some tables have every key in every row, with None for missing values.
-    message = dict(remove_none_values(given))
-    content = message.get("content", "")
+    content = given.get("content", "")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    message["content"] = content
+    message = {**given, "content": content}
     for call in message.get("tool_calls", []):
         function = call.get("function", {})
         if isinstance(function.get("arguments"), str):
@@ -126,15 +151,13 @@ def _message(given: dict[str, Any]) -> Message:
 
 
 def _options(row: dict[str, Any], name: str) -> dict[str, Any]:
-    tools = row.get("tools")
+    tools = row.pop("tools", None)
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ExitServeError(f"{name}: tools is not valid JSON: {error}.") from error
-    else:
-        tools = tools and remove_none_values(tools)
-    options = dict(row.get("chat_template_kwargs") or {})
+    options = dict(row.pop("chat_template_kwargs", None) or {})
     if not tools:  # some templates would introduce an empty list
         return options
     if not _are_mappings(tools):

@@ -19,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
@@ -200,6 +200,22 @@ def _tokens(
     if tokenizer.eos_token_id is not None and special.isdisjoint(whole[-2:]):
         whole.append(tokenizer.eos_token_id)
     return whole, start
+
+
+def end_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Lets the model, once it is served, stop where its chat template ends an answer."""
+    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    except (TemplateError, TypeError, ValueError):
+        return  # it wants what the rows have
+    behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
+    ends = [token for token in behind if token in special_ids(tokenizer)][:1]
+    generation: Any = model.generation_config
+    known = generation.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if not {*ends} <= {*known}:
+        generation.eos_token_id = known + ends
 
 
 def _labels_of_turns(

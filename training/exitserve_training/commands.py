@@ -6,6 +6,7 @@ What is heavy is imported when a command runs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -51,15 +52,10 @@ examples:
   exitserve train training/recipes/tiny/aligned.yaml output_dir=runs/tiny
   exitserve train my.yaml model=Qwen/Qwen3-0.6B exit_layers=[7,14,21] bf16=true
   exitserve train my.yaml resume=true             goes on from the newest checkpoint
-  exitserve train training/recipes/tiny/chat.yaml     chats, with LoRA, on the bundled model
   exitserve train training/recipes/smollm2-135m.yaml  exits for a chat model, which needs no data
   accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 -m exitserve train my.yaml
 
-while it runs:
-
-  tensorboard --logdir OUTPUT_DIR/logs
-
-all keys: docs/recipes.md; what objectives do: docs/training.md
+all keys: docs/recipes.md, and --schema for editors; what objectives do: docs/training.md
 """
 
 
@@ -73,7 +69,9 @@ def add_commands(subparsers: Subparsers) -> None:
         epilog=RECIPE_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="what to train, on what, and how")
+    parser.add_argument(
+        "recipe", nargs="?", default="", metavar="RECIPE.yaml", help="what to train, on what, how"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -84,6 +82,11 @@ def add_commands(subparsers: Subparsers) -> None:
         "--estimate",
         action="store_true",
         help="print the memory and time that the run will take, and end",
+    )
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print the JSON schema of recipes, for editors, and end",
     )
     parser.set_defaults(run=_train)
 
@@ -106,6 +109,11 @@ def _train_recipe(args: argparse.Namespace) -> int:
 
         from exitserve_training.recipe import load_recipe
 
+        if args.schema:
+            from exitserve_training.arguments import recipe_schema
+
+            print(json.dumps(recipe_schema(), indent=2))
+            return 0
         recipe = load_recipe(args.recipe, args.overrides)
         if args.estimate:
             return _print_estimate(recipe)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError
-from exitserve_training.strict import Strict
+from exitserve_training.mistakes import explain
+from exitserve_training.strict import Listed, Strict
 
 DocumentEnd = Literal["eos", "none"]
 """What stands between packed documents."""
@@ -75,15 +76,15 @@ class DataRecipe(Strict):
     """Of a chat: train on the last answer alone, on all of the assistant's, or on all of it."""
     packing: bool = False
     """Of chats: several share a sequence, each with positions and attention of its own."""
-    files: list[str] = Field(default_factory=list)
+    files: Annotated[list[str], Listed] = Field(default_factory=list)
     """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
     dataset: str | None = None
     """A `datasets` id."""
     dataset_config: str | None = None
     dataset_split: str = Field(
-        default="train", validation_alias=AliasChoices("dataset_split", "split")
+        default="train", validation_alias=AliasChoices("split", "dataset_split")
     )
-    """Also `split`. As `datasets` has it: `train`, `train[:10%]`."""
+    """As `datasets` has it: `train`, `train[:10%]`."""
     validation_split: str | None = None
     """A split of `dataset` to hold out, instead of a share of the documents."""
     order: Literal["shuffled", "source"] = "shuffled"
@@ -118,7 +119,7 @@ class DataRecipe(Strict):
     max_repeated_lines: float | None = Field(default=None, gt=0.0, le=1.0)
     """Leave out what nearly copies: at most this share of a document's lines may have stood in
     earlier documents, of which those held out are the first."""
-    validation_files: list[str] = Field(default_factory=list)
+    validation_files: Annotated[list[str], Listed] = Field(default_factory=list)
     """Held-out files; without them a share of the documents is held out."""
     validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)
     validation_blocks: int = Field(default=128, ge=1)
@@ -184,11 +185,8 @@ class DataRecipe(Strict):
 
 
 def data_from(fields: Mapping[str, Any]) -> DataRecipe:
-    """A recipe's `data` from its keys; raises `ExitServeError` for a bad one."""
+    """A recipe's `data` from its keys; raises `ExitServeError` for bad ones."""
     try:
         return DataRecipe.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise ExitServeError(f"{where}: {message}." if where else f"{message}.") from error
+        raise ExitServeError(explain(error, DataRecipe)) from error

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.adapters import with_adapters
 from exitserve_training.arguments import training_arguments
 from exitserve_training.losses.head_losses import chunk_size
@@ -32,7 +33,6 @@ from exitserve_training.throughput import (
     teacher_parameters,
     teachers,
 )
-from exitserve_training.tokenization import load_tokenizer
 
 GIB = 2**30
 _ADAMW_TRAFFIC = 28

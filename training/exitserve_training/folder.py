@@ -1,9 +1,12 @@
 """The folder of a run: checks before it starts, and the checkpoints to resume from."""
 
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, shown
 from exitserve_training.provenance import FILE as TRAINING_RUN
 from exitserve_training.provenance import read_training_run
 from exitserve_training.recipe import Recipe
@@ -19,18 +22,14 @@ _KEPT = (
     "lora",
     "adagc",
     "optimizer",
+    "weights",
+    "head_from_embeddings",
     "seed",
+    *(f"training.{key}" for key in ("optim", "optim_args", "weight_decay")),
+    *(f"training.adam_{key}" for key in ("beta1", "beta2", "epsilon")),
 )
-_KEPT_BY_OPTIMIZERS = (
-    "optim",
-    "optim_args",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
-"""Keys of `training` that a resumed optimizer takes from the checkpoint: a change of the recipe
-would have no effect."""
+"""Keys that a resumed run has from its checkpoint: a change of the recipe would have no effect."""
+_OF_SESSION = ("output_dir", "resume", "overwrite")
 
 OWN_CHATS = Path("data") / "own-chats.jsonl"
 """What the model wrote for its training, in the folder of a run."""
@@ -41,8 +40,15 @@ HELD_OUT = "held-out.jsonl"
 def check_output_dir(recipe: Recipe) -> None:
     """Raises `ExitServeError` unless the run may write to its `output_dir`."""
     folder = Path(recipe.output_dir)
-    if folder.is_file():
-        raise ExitServeError(f"output_dir '{folder}' is a file; give a folder.")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+    except OSError as error:
+        raise ExitServeError(
+            f"output_dir '{folder}' cannot be written, for '{existing}' refuses a folder in it: "
+            f"{error.strerror}; give another."
+        ) from error
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if recipe.resume:
@@ -116,15 +122,26 @@ def empty_folder(recipe: Recipe) -> Path:
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
-    """A resumed run keeps its model, data and optimizer; its length and objectives may change."""
+    """A resumed run keeps its model, data and optimizer; of what else changed it tells."""
     earlier = read_training_run(folder).get("recipe", {})
     given = recipe.model_dump(mode="json")
-    pairs = {key: (earlier.get(key), given[key]) for key in _KEPT if earlier}
-    was, now = earlier.get("training", {}), given["training"]
-    pairs |= {f"training.{key}": (was.get(key), now.get(key)) for key in _KEPT_BY_OPTIMIZERS}
-    for key, (old, new) in pairs.items():
-        if old != new:
-            raise ExitServeError(
-                f"resume: recipe key {key!r} differs from the run in '{folder}' "
-                f"({new!r} instead of {old!r}); keep it, or start a new run."
-            )
+    changes = dict(_changes(earlier, given)) if earlier else {}
+    kept = [key for key in changes if any(f"{key}.".startswith(f"{of}.") for of in _KEPT)]
+    if kept:
+        listed = ", ".join(f"{key!r} ({changes[key]})" for key in kept)
+        raise ExitServeError(
+            f"resume: recipe key {listed} differs from the run in '{folder}'; keep what it was, or "
+            f"start a new run."
+        )
+    taken = [f"{key} ({how})" for key, how in changes.items() if key not in _OF_SESSION]
+    if taken:
+        print(f"resume: from here on the run goes by the recipe's {', '.join(taken)}")
+
+
+def _changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The keys whose values differ, dotted where nested, and how."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, f"{shown(new)} instead of {shown(old)}"

@@ -241,12 +241,39 @@ def _auto(config: PreTrainedConfig, task: Task | None) -> Any:
     return AutoModelForMaskedLM if family in ENCODERS else AutoModelForCausalLM
 
 
+def check_saving(model: PreTrainedModel, folder: Path) -> None:
+    """Saves the model's configs for once: raises `ExitServeError` before a run is lost by them."""
+    generation: Any = getattr(model, "generation_config", None)
+    try:
+        model.config.save_pretrained(folder)
+        if generation is not None:
+            _make_savable(generation)
+            generation.save_pretrained(folder)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ExitServeError(
+            f"the trained model could not be saved, because of its config.json or "
+            f"generation_config.json; mend them: {reason}"
+        ) from error
+
+
+def _make_savable(generation: Any) -> None:
+    """What says how to sample without `do_sample` is loaded, but not saved."""
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        print("generation_config.json says how to sample: do_sample is set to true in it.")
+
+
 def check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
     """Raises `ExitServeError` unless sequences of this tokenizer and length fit the model."""
     if len(tokenizer) > config.vocab_size:
         raise ExitServeError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only "
-            f"{config.vocab_size}; use the model's own tokenizer or raise config.vocab_size."
+            f"{config.vocab_size}; use the model's own tokenizer, or from scratch raise "
+            f"config.vocab_size. To give a model more tokens, save it once after transformers' "
+            f"model.resize_token_embeddings({len(tokenizer)}), and train that."
         )
     if length > config.max_position_embeddings:
         raise ExitServeError(

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.data_recipe import DocumentEnd
 from exitserve_training.sources import Document, Split
-from exitserve_training.tokenization import load_tokenizer
 
 _BATCH = 256
 """Documents per tokenizer call: the library works through a batch with all cores."""

@@ -64,6 +64,8 @@ def train(recipe: Recipe) -> TrainingReport | None:
     _check_sharding(recipe, trainer)
     before = {} if checkpoint else _quality(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint and is_first and checkpoint.endswith(f"-{trainer.state.global_step}"):
+        print("resume: the run is finished, so it made no step; raise training.max_steps for more.")
     _check_ended(trainer)
     after = _quality(trainer)
     _check_learned(after, output_dir, trainer.state.global_step, is_first)

@@ -25,6 +25,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
+from exitserve_training.adapters import with_adapters
 from exitserve_training.callbacks import stopped_by_term
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
@@ -35,6 +37,7 @@ from exitserve_training.models import (
     build_model,
     check_fits,
     check_model,
+    check_saving,
     choose_attention,
     load_model,
     model_config,
@@ -50,7 +53,7 @@ from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
 from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
-from exitserve_training.tokenization import load_tokenizer, with_padding
+from exitserve_training.tokenization import with_padding
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     layers = counted_layers(num_layers, chosen)[:-1]
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
     check_layers(recipe.objectives, layers, num_layers)
+    if recipe.lora is not None:
+        with torch.device("meta"):
+            with_adapters(build_model(config, task), recipe.lora)
     _check_teacher(recipe, config, task)
     if task == "hidden token":
         if recipe.exit_aware is not None:
@@ -153,6 +159,7 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
             processor = _known_processor(recipe, str(folder))
         set_seed(recipe.seed)
         model = _model(recipe, setup, processor, data)
+        check_saving(model, Path(scratch))
         if is_first:
             if not has_begun:
                 _begin(recipe)
@@ -219,6 +226,10 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
     else:
         assert recipe.config is not None
         model = build_model(build_config(recipe.config, tokenizer, names), setup.task, dtype)
+    if recipe.data.format == "chat":
+        from exitserve_training.chats import end_at_turns
+
+        end_at_turns(model, processor)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
     if recipe.head_from_embeddings:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.classification.inputs import channel_statistics, image_side
 from exitserve_training.classification.labelled import (
     class_names,
@@ -27,7 +28,7 @@ from exitserve_training.parts import Task
 from exitserve_training.recipe import Recipe
 from exitserve_training.sources import load_split
 from exitserve_training.streamed import ordered_texts, pack_in_order
-from exitserve_training.tokenization import load_tokenizer, train_bpe
+from exitserve_training.tokenization import train_bpe
 
 if TYPE_CHECKING:
     from exitserve_training.preparation import TrainingSetup
@@ -71,7 +72,7 @@ def chat_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
     if path is None:
         raise ExitServeError("data.format=chat needs tokenizer.path, or a model with its own.")
-    tokenizer = load_tokenizer(path)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
     if tokenizer.chat_template is None:
         raise ExitServeError(
             "data.format=chat needs a tokenizer with a chat template, and this one has none; put "

@@ -6,23 +6,19 @@ This module imports neither torch nor transformers, so that a recipe can be chec
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from exitserve.errors import ExitServeError, nearest
+from exitserve.errors import ExitServeError
 from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
+from exitserve_training.mistakes import explain
 from exitserve_training.objectives.aligned.options import AlignedOptions
-from exitserve_training.objectives.registry import (
-    OBJECTIVES,
-    AnyObjective,
-    check_objectives,
-)
-from exitserve_training.strict import Strict
+from exitserve_training.objectives.registry import AnyObjective, check_objectives
+from exitserve_training.strict import Listed, Strict
 
 
 class ExitAware(Strict):
@@ -81,9 +77,11 @@ class Recipe(Strict):
     """From scratch instead: `architecture` (llama, qwen2, ...) and that family's sizes."""
     tokenizer: TokenizerRecipe | None = None
     """Default: the one of `model`."""
-    objectives: list[AnyObjective] = Field(default_factory=_aligned, min_length=1)
+    objectives: Annotated[list[AnyObjective], Listed] = Field(
+        default_factory=_aligned, min_length=1
+    )
     """What to minimise: names, or names with options; see `docs/training.md`."""
-    exit_layers: Literal["all"] | list[int] = "all"
+    exit_layers: Literal["all"] | Annotated[list[int], Listed] = "all"
     """Where the model may stop: written into the checkpoint, and evaluated."""
     exit_aware: ExitAware | None = None
     lora: Lora | None = None
@@ -201,8 +199,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     `base: other.yaml`, beside the recipe, gives the keys that it does not set itself.
 
     Raises:
-        ExitServeError: no such file, invalid YAML, an unknown key (with the nearest valid one),
-            or a bad value.
+        ExitServeError: no such file, invalid YAML, unknown keys (with the nearest valid ones), or
+            bad values.
     """
     tree = _read(Path(path), ())
     for override in overrides:
@@ -220,7 +218,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in above:
         raise ExitServeError(f"recipe '{file}' is its own base, by way of '{above[-1]}'.")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ExitServeError(f"recipe '{file}' is not valid YAML: {reason}") from error
@@ -244,11 +242,11 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_recipe(tree: dict[str, Any]) -> Recipe:
-    """Checks a recipe given as a dictionary; raises `ExitServeError` with one line."""
+    """Checks a recipe given as a dictionary; raises `ExitServeError` with all mistakes."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise ExitServeError(_explain(error)) from error
+        raise ExitServeError(explain(error, Recipe)) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -271,54 +269,3 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             child = node[part] = {}
         node = child
     node[parts[-1]] = value
-
-
-def _explain(error: ValidationError) -> str:
-    """The first problem of a pydantic error as one line a user can act on."""
-    first = error.errors()[0]
-    where = [part for part in first["loc"] if _is_key(part)]
-    if first["type"] == "extra_forbidden" and not _is_key(first["loc"][-1]):
-        # As it was written: YAML reads {rank:8} as one key.
-        where.append(first["loc"][-1])
-    # A discriminated union adds the objective's name behind its number.
-    path = [part for i, part in enumerate(where) if not (i > 1 and isinstance(where[i - 1], int))]
-    name = ".".join(map(str, path))
-    if first["type"] == "extra_forbidden":
-        allowed = sorted(_model_at(where[:-1]).model_fields)
-        hint = nearest(str(path[-1]), allowed)
-        if ":" in str(path[-1]):
-            hint = " YAML wants a space after a colon."
-        elif not hint and len(path) == 1:
-            hint = " Fields of transformers.TrainingArguments belong under 'training'."
-        return f"recipe key {name!r} is unknown.{hint} Allowed here: {', '.join(allowed)}."
-    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        given = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
-        return (
-            f"recipe key {name!r}: objective {given!r} is unknown."
-            f"{nearest(str(given), sorted(OBJECTIVES))} Allowed: {', '.join(OBJECTIVES)}."
-        )
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if not name:
-        return f"recipe: {message}."
-    given = "" if first["type"] in ("missing", "value_error") else f" (given: {first['input']!r})"
-    return f"recipe key {name!r}: {message}{given}."
-
-
-def _is_key(part: int | str) -> bool:
-    """Whether a part of pydantic's location is a key of the recipe, not the name of a type."""
-    return isinstance(part, int) or (part.isidentifier() and part not in ("int", "float", "str"))
-
-
-def _model_at(path: Sequence[int | str]) -> type[BaseModel]:
-    """The pydantic class that describes the recipe's subtree at `path`."""
-    if path and path[0] == "objectives" and len(path) > 2:
-        return OBJECTIVES[str(path[2])]
-    model: type[BaseModel] = Recipe
-    for part in map(str, path):
-        annotation = model.model_fields[part].annotation
-        if get_origin(annotation) in (Union, types.UnionType):
-            annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
-    return model

@@ -220,7 +220,7 @@ def _read_text(path: Path, in_pieces: bool) -> Iterator[Document]:
     """A text file, or parts of it of about `PIECE` characters; only the last of them ends it."""
     left = ""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             while more := file.read(PIECE if in_pieces else -1):
                 left += more
                 if in_pieces:
@@ -334,6 +334,6 @@ def python_documents(place: str, exclude: Sequence[str]) -> Iterator[Document]:
             continue
         # The standard library's own tests hold files that are broken on purpose.
         with suppress(UnicodeDecodeError, OSError):
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             if text.strip():
                 yield Document(name, text)

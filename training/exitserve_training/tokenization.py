@@ -1,12 +1,11 @@
-"""Tokenizers: load one, or train a byte-level BPE on the run's training documents."""
+"""Tokenizers: train a byte-level BPE on the run's documents; what others leave open."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from exitserve.errors import ExitServeError
 from exitserve_training.parts import Task
 
 END_OF_TEXT = "<|endoftext|>"
@@ -69,22 +68,6 @@ def train_bpe(
         chat_template=_CHAT_TEMPLATE,
     )
     return wrapped
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a directory or hub id.
-
-    Raises:
-        ExitServeError: there is none.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExitServeError(
-            f"no tokenizer could be loaded from '{path}'; set tokenizer.path to a directory or "
-            f"hub id that has one."
-        ) from error
-    return tokenizer
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -161,6 +161,14 @@ class MultiExitTraining(MultiExitCheckpoints):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Makes no step where a resumed run has made all; the Trainer would make one more."""
+        over = self.time_limit is not None and self.time_limit.is_over
+        if over or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     @property
     def _total_steps(self) -> int:
         """Of the run; one that ends by the clock will make as many as its pace so far allows."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import ImageProcessingMixin, PreTrainedConfig
 
+from exitserve.windows import load_tokenizer
 from exitserve_training.classification.labelled import Examples, read_pixels, tokenized
 from exitserve_training.parts import VISION
 from exitserve_training.tasks import ClassOfImage
-from exitserve_training.tokenization import load_tokenizer
 
 HALF = (0.5, 0.5, 0.5)
 """Default mean and deviation of image channels (ViT's)."""

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
@@ -22,7 +23,6 @@ from exitserve_training.packing import pack
 from exitserve_training.parts import Task, task_of
 from exitserve_training.sources import Document, read_documents
 from exitserve_training.tasks import MaskedToken, NextToken, TaskBatch, TaskInputs
-from exitserve_training.tokenization import load_tokenizer
 
 MASKED_SHARE = 0.15
 """Of the tokens of a masked model's text, as in its training (BERT's share)."""

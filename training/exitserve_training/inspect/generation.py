@@ -14,9 +14,9 @@ from tqdm import tqdm
 from transformers import AutoModel, PreTrainedModel
 
 from exitserve.errors import ExitServeError
+from exitserve.windows import load_tokenizer
 from exitserve_training.inspect.similarity import cosines
 from exitserve_training.parts import model_parts
-from exitserve_training.tokenization import load_tokenizer
 
 TOP_P = 0.95
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from exitserve.errors import ExitServeError
 from exitserve_training.layer_weights import counted_layers
-from exitserve_training.strict import Strict
+from exitserve_training.strict import Listed, Strict
 
 if TYPE_CHECKING:
     from exitserve_training.losses import OutputHead
     from exitserve_training.objectives.objective import Objective
 
-Layers = Literal["exits", "all", "last"] | list[int]
+Layers = Literal["exits", "all", "last"] | Annotated[list[int], Listed]
 """Depths: the recipe's exit layers (and the last), every layer, the last alone, or a list."""
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter
 
@@ -56,8 +56,11 @@ OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
 
 @functools.cache
 def _union(options: tuple[type[ObjectiveOptions], ...]) -> TypeAdapter[ObjectiveOptions]:
-    union: Any = Annotated[Union[options], Field(discriminator="name")]  # noqa: UP007
-    return TypeAdapter(union)
+    return TypeAdapter(_one_of(options))
+
+
+def _one_of(options: tuple[type[ObjectiveOptions], ...]) -> Any:
+    return Annotated[Union[options], Field(discriminator="name")]  # noqa: UP007
 
 
 def _parse(value: Any) -> ObjectiveOptions:
@@ -66,7 +69,11 @@ def _parse(value: Any) -> ObjectiveOptions:
     return _union(tuple(OBJECTIVES.values())).validate_python(tree)
 
 
-AnyObjective = Annotated[SerializeAsAny[ObjectiveOptions], PlainValidator(_parse)]
+_AS_WRITTEN = Literal[tuple(OBJECTIVES)] | _one_of(tuple(OBJECTIVES.values()))
+
+AnyObjective = Annotated[
+    SerializeAsAny[ObjectiveOptions], PlainValidator(_parse, json_schema_input_type=_AS_WRITTEN)
+]
 """One of `OBJECTIVES`, chosen by its name."""
 
 

@@ -1,0 +1,33 @@
+"""What a chat run saves: what transformers accepts, and what serving needs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from exitserve.errors import ExitServeError
+
+
+def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
+    chat_recipe: Callable[..., Path],
+    marked_chat_model: Path,
+    tmp_path: Path,
+    train: Callable[..., int],
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(marked_chat_model, model)
+    file = model / "generation_config.json"
+    keys = json.loads(file.read_text(encoding="utf-8")) | {"temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps({**keys, "length_penalty": 2.0}), encoding="utf-8")
+    with pytest.raises(ExitServeError, match=r"could not be saved.*length_penalty"):
+        train(chat_recipe(model=str(model)))
+    assert not out.exists()
+    file.write_text(json.dumps(keys), encoding="utf-8")
+    assert train(chat_recipe(model=str(model)), "training.max_steps=1") == 0
+    saved, tokenizer = GenerationConfig.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert saved.eos_token_id == [tokenizer.eos_token_id, end]
