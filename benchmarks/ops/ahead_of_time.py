@@ -95,7 +95,7 @@ def compile_for(variant: Variant, arch: int) -> Needs:
 
 def _tiles_variant(block_b: int, kind: str) -> Variant:
     """All options on: the most registers."""
-    pointers = dict.fromkeys(("rows", "gain", "weight", "bias", "kept"), f"*{kind}")
+    pointers = dict.fromkeys(("rows", "weight", "bias", "kept"), f"*{kind}")
     numbers = dict.fromkeys(("num_rows", "columns", "first_token"), "i32")
     strides = dict.fromkeys(("width", "row_stride", "weight_stride", "kept_stride"), "i32:16")
     return Variant(
@@ -107,10 +107,10 @@ def _tiles_variant(block_b: int, kind: str) -> Variant:
             "out": "*fp32",
             **numbers,
             **strides,
-            **dict.fromkeys(("epsilon", "soft_cap", "scale"), "fp32"),
+            **dict.fromkeys(("soft_cap", "scale"), "fp32"),
         },
         {
-            **dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_CAP", "HAS_ENDS"), True),
+            **dict.fromkeys(("HAS_BIAS", "HAS_CAP", "HAS_ENDS"), True),
             **dict.fromkeys(("ROUNDED", "KEEP"), True),
             # Triton turns a stride of 1 into a constant.
             "row_step": 1,

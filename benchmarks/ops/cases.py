@@ -15,7 +15,6 @@ from exitserve_kernels.dispatch import Asked, can_run_triton
 from exitserve_kernels.exit_check import (
     Criterion,
     ExitCheck,
-    FinalNorm,
     Head,
     finish,
     summarise_slice,
@@ -52,13 +51,12 @@ def _rows(count: int) -> str:
 def exit_check(
     rows: Tensor,
     weight: Tensor,
-    norm: FinalNorm | None,
     criterion: Criterion = "max_prob",
     implementation: Asked = "auto",
 ) -> ExitCheck:
     """Both steps of a check, of rows [B, D] with a head [V, D], at a threshold of 0.5."""
     return finish(
-        summarise_slice(rows, Head(weight), norm=norm, implementation=implementation)[:, None],
+        summarise_slice(rows, Head(weight), implementation=implementation)[:, None],
         torch.full((len(rows),), 0.5, device=rows.device),
         criterion=criterion,
         vocab_size=len(weight),
@@ -67,18 +65,17 @@ def exit_check(
 
 
 def _exit_checks(device: torch.device, small: bool) -> Iterator[TimedCase]:
-    """Llama 3 8B's head with the norm in front."""
+    """Llama 3 8B's head."""
     vocabulary, width = (4096, 256) if small else (128_256, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     weight = torch.randn(vocabulary, width, device=device, dtype=dtype)
-    norm = FinalNorm(torch.ones(width, device=device, dtype=dtype), 1e-6)
     for rows in BATCHES[: 2 if small else None]:
         states = torch.randn(rows, width, device=device, dtype=dtype)
-        check = partial(exit_check, states, weight, norm)
+        check = partial(exit_check, states, weight)
         forms = _forms(check, device)
         if _has_liger(device):
             tokens = check().token
-            forms["Liger"] = partial(liger.top_and_log_probability, states, weight, tokens, norm)
+            forms["Liger"] = partial(liger.top_and_log_probability, states, weight, tokens)
         yield TimedCase("exit_check", _rows(rows), forms, weight.numel() * weight.element_size())
 
 

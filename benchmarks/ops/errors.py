@@ -11,8 +11,8 @@ times as much as PyTorch's: where rounding to 8 bits reaches the next power of t
 carry (Triton 3.9), and 1.999 becomes 1. All other elements err as PyTorch's.
 
 In 16 bits PyTorch's exit check errs far more than the kernel: its product rounds the logits to
-16 bits, the kernel keeps them in float32 (with the norm, it rounds the row times the gain). Where
-both err by 1e-3 (bfloat16) or 1e-4 (float16), that is the rounding of what is written.
+16 bits, the kernel keeps them in float32. Where both err by 1e-3 (bfloat16) or 1e-4 (float16),
+that is the rounding of what is written.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from exitserve_kernels.exit_check import FinalNorm
     from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary
 
 PACKAGE, TESTED = "liger-kernel", "0.8.5"
@@ -36,9 +35,7 @@ def remark() -> str:
 
 
 @torch.no_grad()
-def top_and_log_probability(
-    rows: Tensor, weight: Tensor, tokens: Tensor, norm: FinalNorm | None = None
-) -> tuple[Tensor, Tensor]:
+def top_and_log_probability(rows: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest token [B] of each row, and log p [B] of a token that the caller names.
 
     Liger's linear cross-entropy: a library's product writes the logits in the rows' type, a
@@ -50,15 +47,9 @@ def top_and_log_probability(
         rows: [B, D].
         weight: [V, D].
         tokens: [B] int64.
-        norm: the final norm, Liger's.
     """
-    from liger_kernel.transformers.functional import (
-        liger_fused_linear_cross_entropy,
-        liger_rms_norm,
-    )
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    if norm is not None:
-        rows = liger_rms_norm(rows, norm.gain, norm.epsilon, casting_mode="gemma")
     vocabulary, width = weight.shape
     found = liger_fused_linear_cross_entropy(
         rows,

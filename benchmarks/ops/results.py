@@ -14,7 +14,7 @@ import torch
 from cases import exit_check
 from torch import Tensor
 
-from exitserve_kernels.exit_check import CRITERIA, FinalNorm
+from exitserve_kernels.exit_check import CRITERIA
 from exitserve_kernels.logit_losses import logit_losses
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
@@ -39,7 +39,6 @@ def runs(interpreted: bool) -> Iterator[OperationRun]:
     """Every operation with every type. Triton's interpreter cannot run Liger-Kernel's norm."""
     operations: list[tuple[str, Results, bool]] = [
         ("exit_check", _exit_check, True),
-        ("exit_check, norm", partial(_exit_check, normed=True), not interpreted),
         ("propagate_kv", _propagate_kv, not interpreted),
         ("logit_losses", _logit_losses, False),
     ]
@@ -55,14 +54,13 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _exit_check(form: Any, cast: Cast, *, normed: bool = False) -> dict[str, Tensor]:
+def _exit_check(form: Any, cast: Cast) -> dict[str, Tensor]:
     """33 rows of 256; a head [1000, 256] that gives logits of standard deviation 3."""
     rows, weight = cast(_random(33, 256)), cast(_random(1000, 256, seed=1) * 3 / 16)
-    norm = FinalNorm(cast(_random(256, seed=2).abs() + 0.5), 1e-6) if normed else None
-    check: Any = partial(exit_check, rows, weight, norm)
+    check: Any = partial(exit_check, rows, weight)
     if form == "liger":
         tokens = check(implementation="torch").token
-        _, logarithms = liger.top_and_log_probability(rows, weight, tokens, norm)
+        _, logarithms = liger.top_and_log_probability(rows, weight, tokens)
         return {"confidence, max_prob": logarithms.exp()}
     checks = {name: check(criterion=name, implementation=form) for name in CRITERIA}
     found = {f"confidence, {name}": own.confidence for name, own in checks.items()}

@@ -7,8 +7,8 @@ in turn with its rivals, round after round, and its time is divided by the rival
 round; the memory is the peak of one call beyond what was there before. Of the losses forward and
 gradient.
 
-- `exit_check`: PyTorch is a library's product with the head, softmax and max, all with the norm
-  in front. The share of the bandwidth, that of a copy in the same run, is for the head's weights.
+- `exit_check`: PyTorch is a library's product with the head, softmax and max. The share of the
+  bandwidth, that of a copy in the same run, is for the head's weights.
 - `propagate_kv`: the same steps in PyTorch, written layer by layer.
 - `logit_losses`: with and without a teacher. The share of the bandwidth is for reading the logits
   (and the teacher's) and writing the gradient once; two passes read twice.

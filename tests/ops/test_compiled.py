@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exitserve_kernels.dispatch import Form
-from exitserve_kernels.exit_check import FinalNorm, Head, finish, summarise_slice
+from exitserve_kernels.exit_check import Head, finish, summarise_slice
 from exitserve_kernels.propagate_kv import Caches, KeyNorm, Rotary, fill
 
 
@@ -16,10 +16,9 @@ def form(device: torch.device) -> Form:
 
 def test_exit_check(device: torch.device, form: Form) -> None:
     weight, thresholds = torch.randn(300, 32, device=device), torch.rand(4, device=device)
-    norm = FinalNorm(torch.ones(32, device=device), 1e-6)
 
     def check(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        summary = summarise_slice(states * 2.0, Head(weight), norm=norm, implementation=form)
+        summary = summarise_slice(states * 2.0, Head(weight), implementation=form)
         return finish(summary[:, None], thresholds, vocab_size=300, implementation=form)
 
     states = torch.randn(4, 32, device=device)

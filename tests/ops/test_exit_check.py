@@ -14,7 +14,6 @@ from exitserve_kernels.exit_check import (
     CRITERIA,
     Criterion,
     ExitCheck,
-    FinalNorm,
     Head,
     finish,
     summarise_slice,
@@ -31,7 +30,6 @@ def exit_check(
     weight: torch.Tensor,
     thresholds: torch.Tensor,
     *,
-    norm: FinalNorm | None = None,
     criterion: Criterion = "max_prob",
     end_thresholds: torch.Tensor | None = None,
     implementation: Asked = "auto",
@@ -40,7 +38,7 @@ def exit_check(
     """Both steps of a check, as the engine runs them on one rank; `head` is fields of `Head`."""
     whole = Head(weight, **head)
     return finish(
-        summarise_slice(states, whole, norm=norm, implementation=implementation)[:, None],
+        summarise_slice(states, whole, implementation=implementation)[:, None],
         thresholds,
         criterion=criterion,
         vocab_size=whole.columns,
@@ -62,8 +60,6 @@ def inputs(
 
 def truth(states: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> ExitCheck:
     """The reference with float32's products (its sums are exact enough beside bfloat16's)."""
-    if options.get("norm") is not None:
-        options["norm"] = FinalNorm(options["norm"].gain.double(), options["norm"].epsilon)
     return exit_check(
         states.double(), weight.double(), *args, **{**options, "implementation": "torch"}
     )
@@ -100,7 +96,6 @@ def test_every_option_at_once(criterion: str, dtype: torch.dtype, device: torch.
     ends[::3] = True
     options: dict[str, Any] = {
         "criterion": criterion,
-        "norm": FinalNorm(torch.rand(72, device=device).to(dtype) + 0.5, 1e-5),
         "bias": torch.randn(333, device=device).to(dtype),
         "soft_cap": 5.0,
         "scale": 1.5,

@@ -27,7 +27,6 @@ __all__ = [
     "Criterion",
     "Decision",
     "ExitCheck",
-    "FinalNorm",
     "Head",
     "Reading",
     "check_logits",
@@ -47,14 +46,6 @@ def criterion_of(name: str) -> Criterion:
         if one == name:
             return one
     raise ValueError(f"criterion {name!r} is unknown; allowed: {', '.join(CRITERIA)}.")
-
-
-class FinalNorm(NamedTuple):
-    """The final root-mean-square norm, for rows that have not been through it."""
-
-    gain: Tensor
-    """[D], multiplies the scaled row (for Gemma: 1 + the weight)."""
-    epsilon: float
 
 
 class Decision(NamedTuple):
@@ -100,7 +91,6 @@ def summarise_slice(
     rows: Tensor,
     head: Head,
     *,
-    norm: FinalNorm | None = None,
     first_token: int = 0,
     logits: Tensor | None = None,
     implementation: Asked = "auto",
@@ -108,23 +98,22 @@ def summarise_slice(
     """Summarises one slice of the vocabulary: [B, 6] float32, the fields of `reference.Fields`.
 
     Args:
-        rows: [B, D] states, after the final norm unless `norm` is given.
+        rows: [B, D] states, after the final norm.
         head: this rank's slice; its weight has the rows' type.
-        norm: the final norm, if the rows have not been through it.
         first_token: id of the slice's first token.
         logits: [B, columns of the head], of any floating type and with contiguous rows: receives
             the logits, so that sampling needs no second pass over the head.
         implementation: `auto`, `triton` or `torch`.
     """
-    reference.check_shapes(rows, head, None if norm is None else norm.gain)
+    reference.check_shapes(rows, head)
     if logits is not None:
         assert logits.shape == (len(rows), head.columns), "logits are [B, columns of the head]"
         assert logits.stride(1) == 1, "rows of logits are contiguous"
     if choose("exit_check", rows.device, implementation) == "torch" or not rows.shape[0]:
-        return reference.summarise(rows, head, norm, first_token, logits)
+        return reference.summarise(rows, head, first_token, logits)
     from exitserve_kernels.exit_check import fused
 
-    return fused.summarise(rows, head, norm, first_token, logits)
+    return fused.summarise(rows, head, first_token, logits)
 
 
 def summarise_logits(

@@ -29,7 +29,6 @@ CRITERIA = {"max_prob": 0, "margin": 1, "entropy": 2}
 @triton.jit
 def _tiles(
     rows,
-    gain,
     weight,
     bias,
     ends,
@@ -44,10 +43,8 @@ def _tiles(
     weight_stride,
     weight_step,
     kept_stride,
-    epsilon,
     soft_cap,
     scale,
-    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ENDS: tl.constexpr,
@@ -66,7 +63,6 @@ def _tiles(
     row_at = rows + row.to(tl.int64)[:, None] * row_stride
     weight_at = weight + token.to(tl.int64)[:, None] * weight_stride
     logits = tl.zeros([BLOCK_B, BLOCK_V], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_B], dtype=tl.float32)
     for start in range(0, width, BLOCK_D):
         place = start + tl.arange(0, BLOCK_D)
         place_in = place < width
@@ -78,15 +74,7 @@ def _tiles(
             mask=token_in[:, None] & place_in[None, :],
             other=0.0,
         )
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            scaled = wide * tl.load(gain + place, mask=place_in, other=0.0).to(tl.float32)[None, :]
-            x = narrowed(scaled, x.dtype)
         logits = dot(x, tl.trans(w), logits)
-    if HAS_NORM:
-        # The row's scale comes after the product, so one pass over the row is enough.
-        logits = logits * (1.0 / tl.sqrt(squares / width + epsilon))[:, None]
     if HAS_BIAS:
         logits += tl.load(bias + token, mask=token_in, other=0.0).to(tl.float32)[None, :]
     if HAS_CAP:
@@ -215,7 +203,6 @@ def _join(
 def summarise(
     rows: Tensor,
     head: Head,
-    norm: tuple[Tensor, float] | None,
     first_token: int,
     kept: Tensor | None,
 ) -> Tensor:
@@ -225,10 +212,8 @@ def summarise(
     block_b = block_of_rows(num_rows)
     tiles = triton.cdiv(columns, TILE_V)
     out = rows.new_empty((num_rows, tiles, WIDTH), dtype=torch.float32)
-    gain, epsilon = norm if norm is not None else (rows, 0.0)
     _tiles[(triton.cdiv(num_rows, block_b), tiles)](
         rows,
-        gain,
         head.weight,
         rows if head.bias is None else head.bias,
         rows if head.ends is None else head.ends,
@@ -243,10 +228,8 @@ def summarise(
         head.weight.stride(0),
         head.weight.stride(1),
         0 if kept is None else kept.stride(0),
-        epsilon,
         1.0 if head.soft_cap is None else head.soft_cap,
         head.scale,
-        HAS_NORM=norm is not None,
         HAS_BIAS=head.bias is not None,
         HAS_CAP=head.soft_cap is not None,
         HAS_ENDS=head.ends is not None,

@@ -55,21 +55,20 @@ class Head(NamedTuple):
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
 
-def check_shapes(rows: Tensor, head: Head, gain: Tensor | None) -> None:
+def check_shapes(rows: Tensor, head: Head) -> None:
     """Asserts that a head fits the rows [B, D]."""
     tokens, width = head.weight.shape
     assert rows.dim() == 2 and rows.shape[1] == width, "rows are [B, D], the weight is [V, D]"
     assert rows.dtype == head.weight.dtype, "rows and weight are of one type"
     assert 0 < head.columns <= tokens, "vocab_size is one of the weight's rows at most"
     assert head.soft_cap is None or head.soft_cap > 0, "a cap is above 0, or None"
-    for vector, length in ((head.bias, tokens), (head.ends, tokens), (gain, width)):
-        assert vector is None or vector.shape == (length,), "bias and ends are [V], a gain is [D]"
+    for vector in (head.bias, head.ends):
+        assert vector is None or vector.shape == (tokens,), "bias and ends are [V]"
 
 
 def summarise(
     rows: Tensor,
     head: Head,
-    norm: tuple[Tensor, float] | None = None,
     first_token: int = 0,
     kept: Tensor | None = None,
 ) -> Tensor:
@@ -77,11 +76,6 @@ def summarise(
 
     `kept` [B, columns] receives the logits.
     """
-    if norm is not None:
-        gain, epsilon = norm
-        wide = rows.float()
-        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-        rows = (wide * gain.float()).to(rows.dtype)
     scores = functional.linear(rows, head.weight[: head.columns]).float()
     if head.bias is not None:
         scores = scores + head.bias[: head.columns].float()
