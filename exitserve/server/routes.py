@@ -4,6 +4,7 @@ The two completion routes wrap vLLM's handlers, which do everything else.
 """
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -46,8 +47,9 @@ from exitserve.trace_keys import NOT_A_TRACE
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""
-FAULT = f'data: {{"error": {{"message": "{GenerationError()}"'
-"""How the event begins by which vLLM ends a stream whose tokens it could not generate."""
+FAULT = re.compile(rf'data: {{"error": ?{{"message": ?"{re.escape(str(GenerationError()))}"')
+"""How the event begins by which vLLM ends a stream whose tokens it could not generate; that of a
+chat has no spaces since vLLM 0.33."""
 MOST_PENALTY = 50
 """Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
 
@@ -122,7 +124,7 @@ def _contradiction(request: Any) -> JSONResponse | None:
 async def _explained(events: Any, contradiction: JSONResponse) -> AsyncIterator[str]:
     """The events of a stream, with `contradiction` in the place of a fault of the server."""
     async for event in events:
-        is_fault = event.startswith(FAULT)
+        is_fault = FAULT.match(event)
         yield f"data: {bytes(contradiction.body).decode()}\n\n" if is_fault else event
 
 
