@@ -144,6 +144,12 @@ def _check_keys(recipe: Recipe, kind: type[TrainingArguments]) -> None:
             )
         if key == "deepspeed" and recipe.training[key]:
             raise ExitServeError(NO_DEEPSPEED)
+        if key == "push_to_hub" and recipe.training[key]:
+            raise ExitServeError(
+                f"recipe key 'training.{key}' would upload the data too; leave it out, and upload "
+                f"the result: `hf upload USER/NAME {recipe.output_dir} . --exclude 'data/*' "
+                f"'logs/*' 'checkpoint-*'`."
+            )
         if key == "label_smoothing_factor" and recipe.training[key]:
             raise ExitServeError(
                 f"recipe key 'training.{key}': no objective smooths its labels; leave it out."
