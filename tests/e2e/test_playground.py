@@ -54,7 +54,7 @@ def test_both_answers_come_coloured_and_compared(page, expect, complete) -> None
     assert len(shown) == len(answer["exit_layers"]) == 32
     assert page.locator("#early .text").inner_text() == PROMPT + answer["text"]
     classes = [one.get_attribute("class") for one in page.locator("#early .token").all()]
-    colour = {6: "depth-0", 12: "depth-2", 18: "depth-5", 24: "depth-7"}
+    colour = {6: "depth-0 lined", 12: "depth-2", 18: "depth-5 lined", 24: "depth-7"}
     assert classes[:20] == [f"token {colour[depth]}" for depth in answer["exit_layers"][:20]]
     assert page.locator("#full .token.depth-7").count() == 32
     for pane in ("#early", "#full"):

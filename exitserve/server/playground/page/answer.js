@@ -1,6 +1,6 @@
 // One answer: text that streams in, then each token in the colour of its depth.
 
-import { depthStep, draftsOf, element, nameOf, visible } from "./depths.js";
+import { depthClass, draftsOf, element, nameOf, visible } from "./depths.js";
 import { hideTip, showTip } from "./tip.js";
 
 const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
@@ -40,9 +40,12 @@ export class Answer extends EventTarget {
     this.figures.textContent = "";
   }
 
-  start(prompt) {
-    this.prompt.textContent =
-      prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
+  /** Shows the end of a prompt, or all turns of a chat. */
+  start(prompt, messages) {
+    const cut = prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
+    const turns = messages?.map(({ role, content }) =>
+      role === "user" ? `› ${content}\n` : `${content}\n\n`);
+    this.prompt.textContent = turns?.join("") ?? cut;
     this.tail.classList.add("waiting");
   }
 
@@ -83,7 +86,7 @@ export class Answer extends EventTarget {
   addTokens(tokens) {
     for (const token of tokens) {
       const place = this.tokens.push(token) - 1;
-      const shown = element("span", `token depth-${depthStep(token.depth, this.depths)}`, token.text);
+      const shown = element("span", `token ${depthClass(token.depth, this.depths)}`, token.text);
       shown.id = `${this.text.parentElement.id}-${place}`;
       shown.setAttribute("role", "option");
       shown.setAttribute("aria-selected", "false");
