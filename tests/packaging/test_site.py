@@ -26,12 +26,13 @@ generate, lay_out = script("generate"), script("lay_out")
 
 
 def configuration() -> dict[str, Any]:
-    """`mkdocs.yml`, whose tags for Python objects become None."""
+    """`mkdocs.yml`, whose tags for Python objects and the environment become None."""
 
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    Loader.add_constructor("!ENV", lambda *_: None)
     loaded: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     return loaded
 

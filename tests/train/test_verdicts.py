@@ -6,7 +6,7 @@ import torch
 from exitserve.arguments import show_verdict
 from exitserve.checkpoint.block import MultiExit, parse_multi_exit
 from exitserve_training.losses.aligned import Predictions
-from exitserve_training.verdicts import THRESHOLDS, above, verdict
+from exitserve_training.verdicts import above, verdict
 
 FULL_DEPTH = torch.arange(20)
 
@@ -44,7 +44,3 @@ def test_one_that_is_not_is_told_how_long_to_train(
     assert said.startswith("exitserve: Exits: 2 agrees with full depth on 15% of held-out tokens")
     assert "not usable: train longer" in said
     assert ("3,500,000 tokens or more" in said) == (more is not None)
-
-
-def test_thresholds_begin_at_none() -> None:
-    assert THRESHOLDS[0] == 0.0

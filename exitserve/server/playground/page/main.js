@@ -86,7 +86,7 @@ async function run() {
 /** Makes the left answer a turn of the chat, and asks for the next. */
 function goOn(messages) {
   turns = [...messages, { role: "assistant", content: early.received }];
-  $("prompt").value = "";
+  if ($("prompt").value === messages.at(-1).content) $("prompt").value = "";
   $("new-chat").hidden = false;
 }
 
