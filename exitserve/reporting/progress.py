@@ -86,15 +86,7 @@ def step_bars() -> Iterator[StepProgress]:
 def counted(
     items: Iterable[Item], doing: str, total: int | None = None, done: int = 0, *, lines: int = 0
 ) -> Iterator[Item]:
-    """Counts the items by a bar as they are worked on; in a log file by so many lines.
-
-    Args:
-        items: what is left to do.
-        doing: what is done with them.
-        total: of all of them (default: their number, where they have one).
-        done: how many were done before.
-        lines: in a log file.
-    """
+    """Counts the items by a bar, behind the `done` of earlier; in a log file by so many lines."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     with _bars(MofNCompleteColumn(), TimeElapsedColumn(), transient=not lines) as bars:

@@ -28,10 +28,7 @@ _TEMPLATE = """\
 
 ## Use
 
-```bash
-vllm serve {{ title }}                # plain vLLM, at full depth
-exitserve serve {{ title }}           # with exits
-```
+`exitserve serve {{ title }}` serves it with exits, `vllm serve {{ title }}` at full depth.
 
 ```python
 from transformers import AutoModelForCausalLM

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-import torch
 from accelerate.utils import gather_object
 from torch import Tensor, distributed
 from transformers import (
@@ -85,7 +84,9 @@ def train(recipe: Recipe) -> TrainingReport | None:
         after = _quality(trainer)
     _check_learned(after, output_dir, trainer.state.global_step, is_first)
     trainer.exits = _with_verdicts(trainer, counts_before)
-    trainer.save_result(recipe.output_dir, _saved_dtype(recipe, setup))
+    # In the dtype that the model was given in, unless the recipe says how weights are kept.
+    given: Any = None if recipe.model is None else setup.config.dtype
+    trainer.save_result(recipe.output_dir, None if "weights" in recipe.model_fields_set else given)
     if not is_first:
         return None
     # A pickle of the arguments, which training_run.json holds readably.
@@ -95,14 +96,6 @@ def train(recipe: Recipe) -> TrainingReport | None:
     if trainer.exits.exit_layers:
         model_card(recipe, report, trainer.exits).save(output_dir / CARD)
     return report
-
-
-def _saved_dtype(recipe: Recipe, setup: TrainingSetup) -> torch.dtype | None:
-    """The dtype of the model that was given, where training has not changed it."""
-    if recipe.model is None or "weights" in recipe.model_fields_set:
-        return None
-    dtype: Any = setup.config.dtype
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _leave_group() -> None:

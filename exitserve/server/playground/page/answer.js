@@ -31,6 +31,7 @@ export class Answer extends EventTarget {
     this.coloured = 0; // characters of it that belong to `tokens`
     this.times = []; // [milliseconds, tokens that had come by then]
     this.ids = [];
+    this.layers = []; // the depth of each, where the server tells
     this.pieces = []; // [text, token ids] of each chunk
     this.chosen = -1;
     this.prompt = element("span", "prompt");
@@ -73,6 +74,7 @@ export class Answer extends EventTarget {
 
   /** Servers tell depths at the end: then the pieces of text get them. */
   #addDepths(exitLayers) {
+    this.layers.push(...exitLayers);
     let at = 0;
     const tokens = this.pieces.map(([text, ids]) => {
       const index = at;
@@ -123,8 +125,9 @@ export class Answer extends EventTarget {
   }
 
   meanDepth() {
-    const sum = this.tokens.reduce((total, token) => total + token.depth, 0);
-    return this.tokens.length ? sum / this.tokens.length : undefined;
+    // A piece of a stream may hold tokens of several depths; it is shown as its deepest.
+    const all = this.layers.length ? this.layers : this.tokens.map((token) => token.depth);
+    return all.length ? all.reduce((total, depth) => total + depth, 0) / all.length : undefined;
   }
 
   showFigures() {
