@@ -85,12 +85,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     states: list[dict[str, Tensor]] = []
     save = MultiExitTraining.save_result
 
-    def spy(trainer: MultiExitTraining, output_dir: str) -> None:
+    def spy(trainer: MultiExitTraining, *given: Any) -> None:
         model: Any = trainer.model
         trained = [name for name, tensor in model.named_parameters() if tensor.requires_grad]
         assert all("lora_" in name or "exit_objectives" in name for name in trained)
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        save(trainer, output_dir)
+        save(trainer, *given)
 
     monkeypatch.setattr(MultiExitTraining, "save_result", spy)
     return states
