@@ -103,9 +103,10 @@ coverage: setup
 # In an environment of its own: the site needs nothing of what serving needs. Warnings, such as a
 # link that leads nowhere, are errors. To look at it: python3 -m http.server --directory build/site
 DOCS := .venv-docs
+REPOSITORY := $(shell git remote get-url origin 2>/dev/null | sed 's|^git@\(.*\):|https://\1/|; s|\.git$$||')
 docs: $(DOCS)/.ready
 	$(PYTHON) docs/lay_out.py build/pages
-	$(DOCS)/bin/zensical build --clean --strict
+	REPOSITORY=$(REPOSITORY) $(DOCS)/bin/zensical build --clean --strict
 
 $(DOCS)/.ready: requirements/docs.txt
 	$(PYTHON) -m venv $(DOCS)

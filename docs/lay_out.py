@@ -4,7 +4,10 @@
 
 A site's links cannot leave its folder, and ours do: pages link to measurements, recipes and code.
 So the folder has README.md, everything in `docs`, and every file that these link to, each at its
-place in the repository. Links then work on the site as in a checkout, and none is rewritten.
+place in the repository. Links then lead on the site where they do in a checkout. What is written
+as the name of a page, as in "see serving.md", reads there as the page's title.
+
+KaTeX, which draws the formulas, comes from the environment of `make docs`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^()\s#]+)")
+NAMED = re.compile(r"\[[\w./-]+\.md\]\(([\w./-]+\.md)\)")
+KATEX = ".venv-docs/lib/python*/site-packages/sphinxcontrib/*.min.js"
 SCHEME = re.compile(r"[a-z]+:")
 
 
@@ -50,13 +55,30 @@ def site_files(tracked: Iterable[str]) -> set[str]:
     return found
 
 
+def titled(page: str) -> str:
+    """The text of a page, in which links to pages have their titles instead of their names."""
+    path = ROOT / page
+
+    def link(found: re.Match[str]) -> str:
+        target = path.parent / found[1]
+        first = target.read_text("utf-8").partition("\n")[0] if target.is_file() else ""
+        return f"[{first.removeprefix('# ')}]({found[1]})" if first.startswith("# ") else found[0]
+
+    return NAMED.sub(link, path.read_text("utf-8"))
+
+
 def lay_out(folder: Path) -> None:
-    """Fills `folder`, which may exist and is emptied, with links to the files of the site."""
+    """Fills `folder`, which may exist and is emptied, with the files of the site."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in site_files(tracked_files()):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(ROOT / name)
+        if place.suffix == ".md":
+            place.write_text(titled(name), "utf-8")
+        else:
+            place.symlink_to(ROOT / name)
+    for script in ROOT.glob(KATEX):
+        (folder / script.name).symlink_to(script)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """Takes the picture of the playground in the documentation.
 
-    .venv/bin/exitserve serve models/exit-py-19m --port 8000 --playground
+    .venv/bin/exitserve serve models/exit-py-19m --port 8000 --playground --mode confidence
     .venv/bin/python docs/picture.py http://localhost:8000
 
 It is what a browser shows of a server that runs, after one prompt and a click on a token. Wants a
-headless Chromium of the system.
+headless Chromium of the system. In mode confidence, pieces of a stream are single tokens.
 """
 
 from __future__ import annotations

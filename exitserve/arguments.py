@@ -249,6 +249,13 @@ def calibrated_rows(config: Mapping[str, Any]) -> str:
     return FREQUENT if block is None or not block.calibration else block.calibration.exit_rows
 
 
+def show_verdict(config: Mapping[str, Any]) -> None:
+    """Says on one line what training found of a checkpoint's exits, if that is known."""
+    block = parse_multi_exit(config)
+    if block is not None and block.verdict is not None:
+        print(f"exitserve: {block.verdict}", file=sys.stderr)
+
+
 def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:
     """Returns `tokens`; raises `ExitServeError` if the model's context is shorter."""
     longest = context_length_of(config)

@@ -30,6 +30,11 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
+def install(extra: str) -> str:
+    """How an extra is installed, also before there is a release."""
+    return f"pip install 'exitserve[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
+
+
 def shown(value: object) -> str:
     """A bad value as an error shows it: its `repr`, shortened if it is long or nested."""
     return _cut(_SHORT.repr(value), LONGEST_VALUE)

@@ -21,6 +21,7 @@ from exitserve.arguments import (
     drafting_options,
     modes_of,
     numbers,
+    show_verdict,
     thresholds_of,
     with_adapter,
 )
@@ -150,7 +151,9 @@ def job_of(args: argparse.Namespace) -> BenchJob:
     served_architecture(args.model, args.revision)
     model_dir = local_checkpoint(args.model, args.revision)
     modes = modes_of(args.modes)
-    exit_rows = calibrated_rows(read_config(model_dir))
+    config = read_config(model_dir)
+    show_verdict(config)
+    exit_rows = calibrated_rows(config)
     options: dict[str, Any] = {"exit_rows": exit_rows, "mode": "off"}
     if args.exit_layers:
         options["exit_layers"] = numbers(args.exit_layers, int, "--exit-layers")

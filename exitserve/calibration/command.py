@@ -12,6 +12,7 @@ from exitserve.arguments import (
     at_least,
     check_context,
     numbers,
+    show_verdict,
     with_adapter,
     words,
 )
@@ -179,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
 
     base, args = args.model, with_adapter(args)
     block, config = _block(args)
+    show_verdict(config)
     targets = targets_of(args)
     _check_text(args)
     directory = local_checkpoint(args.model, args.revision)

@@ -187,11 +187,12 @@ def warnings(data: Mapping[str, Any]) -> list[str]:
         instead = "full depth"
         if chosen != first["target"]:
             instead = f"{chosen}, the strictest that could"
+        other = "" if data["calibration"]["mode"] == "defer" else "--mode defer or "
         lines.append(
             f"no thresholds that cost less than full depth could be shown to keep "
             f"{first['target']} on this text, so `auto` means {instead}. {_too_little(data)}"
-            f"pareto.png shows what this model gives; --mode defer or an easier target allows "
-            f"more, on text that no calibration has used yet."
+            f"pareto.png shows what this model gives; {other}an easier target allows more, on text "
+            f"that no calibration has used yet."
         )
     missing = [one["target"] for one in data["promised"][1:] if not one["kept"]]
     if missing:

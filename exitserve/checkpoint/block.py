@@ -20,6 +20,7 @@ from exitserve.checkpoint.calibration import (
     Calibration,
     Criterion,
     Layer,
+    Number,
     json_of,
 )
 from exitserve.checkpoint.files import replace_file
@@ -35,6 +36,27 @@ _IN_JSON = {"tuple_type": "it should be a list"} | dict.fromkeys(
     ("dict_type", "dataclass_type"), "it should be an object"
 )
 """What pydantic words as Python has it, by the type of its error."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class TrainedExit:
+    """What training found of an exit, on the text that the run held out."""
+
+    agreement: Annotated[Number, Field(ge=0, le=1)]
+    """The share of tokens whose most likely token here is full depth's."""
+    usable_from: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    """The least confidence above which nine of ten tokens are full depth's; None: there is none."""
+    share: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Of all tokens, those above it."""
+    more_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Not usable: what half of the agreement would take at the run's pace, where that is known."""
+
+    def __str__(self) -> str:
+        agrees = f"agrees with full depth on {self.agreement:.0%} of held-out tokens"
+        if self.usable_from is not None and self.share is not None:
+            return f"{agrees}, usable above {self.usable_from:g} ({self.share:.0%} of tokens)"
+        pace = "" if self.more_tokens is None else f", {self.more_tokens:,} tokens or more"
+        return f"{agrees}, not usable: train longer{pace}"
 
 
 # Keys that this release does not know are ignored, here and in all that the block holds: a later
@@ -54,6 +76,8 @@ class MultiExit:
     """The name of the exit rows, see `rows_file`; None where checks read the whole head."""
     calibration: Calibration | None = None
     """Calibrated thresholds; None where the checkpoint was not calibrated."""
+    trained: Mapping[Annotated[int, Field(ge=1)], TrainedExit] | None = None
+    """By exit layer, what training found of it; None where nothing is known."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> MultiExit:
@@ -93,7 +117,14 @@ class MultiExit:
         if not layers:
             return None
         cut = None if self.calibration is None else self.calibration.first(num_layers)
-        return replace(self, exit_layers=layers, calibration=cut)
+        # What is known of an exit is about another full depth.
+        return replace(self, exit_layers=layers, calibration=cut, trained=None)
+
+    @property
+    def verdict(self) -> str | None:
+        """What training found of the exits, on one line; None where nothing is known."""
+        found = [f"{layer} {one}" for layer, one in (self.trained or {}).items()]
+        return f"Exits: {'; '.join(found)}." if found else None
 
     def to_json(self) -> dict[str, Any]:
         """The block for `config.json`."""

@@ -13,7 +13,7 @@ from typing import Any
 from exitserve.checkpoint.block import read_config
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, drafts_of, make_rules, rules_from
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, install
 from exitserve.policy import ExitRules
 
 DEFAULT_CPU_CACHE_GIB = "1"
@@ -132,8 +132,8 @@ def prepare_environment() -> None:
     """
     if find_spec("vllm") is None:
         raise ExitServeError(
-            "this command needs vLLM, which is not installed: pip install 'exitserve[gpu]', "
-            "or on a CPU the environment of requirements/cpu.txt (make setup)."
+            f"this command needs vLLM, which is not installed: {install('gpu')}, or on a CPU the "
+            f"environment of requirements/cpu.txt (make setup)."
         )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", DEFAULT_CPU_CACHE_GIB)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -6,12 +6,14 @@ Light to import: rich is loaded when a bar is shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+
+Item = TypeVar("Item")
 
 ShareProgress = Callable[[str, float], None]
 """Called with what is being done, and the share of all work that is done, 0..1."""
@@ -79,6 +81,20 @@ def step_bars() -> Iterator[StepProgress]:
 
     with bars:
         yield progress
+
+
+def counted(
+    items: Iterable[Item], doing: str, total: int | None = None, done: int = 0, *, lines: int = 0
+) -> Iterator[Item]:
+    """Counts the items by a bar, behind the `done` of earlier; in a log file by so many lines."""
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+    with _bars(MofNCompleteColumn(), TimeElapsedColumn(), transient=not lines) as bars:
+        shown = bars.track(items, total, done, description=doing)
+        for number, item in enumerate(shown, done + 1):
+            if lines and total and (number % max(1, total // lines) == 0 or number == total):
+                _line(bars, f"{doing}: {number:,} of {total:,}")
+            yield item
 
 
 @contextmanager

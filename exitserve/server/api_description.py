@@ -117,7 +117,7 @@ class Offers(_Exact):
 
     modes: list[str] = Field(description="of exit_mode")
     criterion: str = Field(description="how confidence is computed")
-    chat: bool = Field(description="whether the model has a chat template")
+    chat: bool = Field(description="whether the model has a chat template that tells who speaks")
     calibrated_mode: str | None = Field(
         description="of requests for a promise that name none; null without a calibration"
     )

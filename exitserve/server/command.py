@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from exitserve.arguments import (
     add_model_command,
     exit_layers_of,
+    show_verdict,
     threshold_or_auto,
     with_adapter,
 )
@@ -163,6 +164,7 @@ def serve(args: argparse.Namespace) -> int:
         args.revision,
     )
     config = read_config(args.model, args.revision)
+    show_verdict(config)
     rules = check_rules(args.model, ours["additional_config"][KEY], args.revision)
     prepare_environment()
     ours = suit_runner(ours, args.model, args.revision)

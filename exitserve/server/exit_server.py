@@ -33,7 +33,7 @@ class ExitServer:
     ) -> None:
         self.engine = engine_client
         self.chats = chats
-        """Whether the model has a chat template."""
+        """Whether the model has a chat template that tells who speaks."""
         self.worker = WorkerClient(engine_client)
         self._model_name = model_name
         self._shadow_rate = shadow_rate

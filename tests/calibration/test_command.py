@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from exitserve.agreement import FullDepthPass
-from exitserve.calibration import proposals
+from exitserve.calibration import page, proposals
 from exitserve.calibration import run as calibration_run
 from exitserve.calibration.outcomes import Piece, measure_outcome, run_at_full_depth
 from exitserve.checkpoint.block import read_config, read_multi_exit
@@ -227,3 +227,13 @@ def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -
     (model / "config.json").write_text(json.dumps(config))
     assert calibrate(model, corpora[0]) == 2
     assert "exitserve plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mode", "advised"), [("confidence", True), ("defer", False)])
+def test_no_mode_is_advised_that_is_calibrated(mode: str, advised: bool) -> None:
+    first = {"target": "agreement>=0.99", "kept": False, "pieces_needed": 1}
+    windows = {"windows": {"test": {"text": 5}}}
+    calibration = {"target": "full depth", "mode": mode, "provenance": windows}
+    (line,) = page.warnings({"promised": [first], "calibration": calibration})
+    assert "easier target allows more" in line
+    assert ("--mode defer" in line) == advised

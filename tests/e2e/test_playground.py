@@ -54,7 +54,7 @@ def test_both_answers_come_coloured_and_compared(page, expect, complete) -> None
     assert len(shown) == len(answer["exit_layers"]) == 32
     assert page.locator("#early .text").inner_text() == PROMPT + answer["text"]
     classes = [one.get_attribute("class") for one in page.locator("#early .token").all()]
-    colour = {6: "depth-0", 12: "depth-2", 18: "depth-5", 24: "depth-7"}
+    colour = {6: "depth-0 lined", 12: "depth-2", 18: "depth-5 lined", 24: "depth-7"}
     assert classes[:20] == [f"token {colour[depth]}" for depth in answer["exit_layers"][:20]]
     assert page.locator("#full .token.depth-7").count() == 32
     for pane in ("#early", "#full"):
@@ -126,6 +126,43 @@ def test_the_slider_is_a_promise_behind_an_api_key(open_page, judging, expect) -
     assert fields == [{"exit_target": 0.75}, full_depth, full_depth, full_depth]
     page.reload()
     expect(page.locator("#model")).not_to_be_empty()  # the tab has kept the key
+
+
+def say_of(page: Any, change: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """Changes what the server says of itself; returns what it will be asked."""
+
+    def answer(route: Any) -> None:
+        stats = route.fetch().json()
+        change(stats)
+        route.fulfill(json=stats)
+
+    asked: list[dict[str, Any]] = []
+    page.route("**/exitserve/stats", answer)
+    page.on("request", lambda one: asked.append(one.post_data_json) if one.post_data else None)
+    page.reload()
+    return asked
+
+
+def test_a_chat_goes_on(page, expect) -> None:
+    asked = say_of(page, lambda stats: stats["offers"].update(chat=True))
+    expect(page.locator("#prompt-label")).to_have_text("Message")
+    page.locator("#max-tokens").fill("4")
+    for message in ("x = 1", "y = 2"):
+        run(page, expect, message)
+        expect(page.locator("#prompt")).to_be_empty()
+    roles = [[turn["role"] for turn in one["messages"]] for one in asked]
+    assert roles == [["user"]] * 2 + [["user", "assistant", "user"]] * 2
+    page.locator("#new-chat").click()
+    expect(page.locator("#prompt")).to_have_value("x = 1")
+
+
+def test_a_checkpoint_without_exits_says_so(page, expect) -> None:
+    asked = say_of(page, lambda stats: stats.update(exit_layers=[]))
+    expect(page.locator("#meaning")).to_contain_text("has no exits")
+    page.locator("#run").click()
+    expect(page.locator("#early .figures")).to_contain_text("tokens", timeout=SOON)
+    expect(page.locator("#full")).to_be_hidden()
+    assert len(asked) == 1
 
 
 def test_an_error_of_the_server_is_shown(page, expect) -> None:

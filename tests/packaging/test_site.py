@@ -26,12 +26,13 @@ generate, lay_out = script("generate"), script("lay_out")
 
 
 def configuration() -> dict[str, Any]:
-    """`mkdocs.yml`, whose tags for Python objects become None."""
+    """`mkdocs.yml`, whose tags for Python objects and the environment become None."""
 
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    Loader.add_constructor("!ENV", lambda *_: None)
     loaded: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     return loaded
 
@@ -75,7 +76,9 @@ def test_the_index_has_the_sections_of_the_menu() -> None:
 
 def test_the_site_has_what_its_pages_link_to(tmp_path: Path) -> None:
     lay_out.lay_out(tmp_path)
-    assert (tmp_path / "README.md").is_file()
+    index = (tmp_path / "docs" / "README.md").read_text("utf-8")
+    assert "[Truncate: the first layers as a model](truncate.md)" in index
+    assert ".md](" not in index
     assert (tmp_path / "benchmarks" / "results" / "plan-against-bench.json").is_file()
     assert not (tmp_path / "docs" / "lay_out.py").exists()
     assert not (tmp_path / "exitserve").exists()

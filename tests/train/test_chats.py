@@ -14,6 +14,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from exitserve.checkpoint.block import MultiExit
+from exitserve.checkpoint.hub import CARD
 from exitserve.errors import ExitServeError
 from exitserve_training.arguments import training_arguments
 from exitserve_training.chats import ChatTrainer, chat_collator, load_chats
@@ -172,8 +173,7 @@ def test_a_run_leaves_an_ordinary_checkpoint(
     )
     # 6 steps of 8: both passes over the 24 chats, without the padding.
     assert report["tokens_seen"] == 2 * sum(len(row) for row in trainer.train_dataset["input_ids"])
-    unwanted = [*out.rglob("README.md"), *out.rglob("cache-*"), *out.rglob("tmp*")]
-    assert not unwanted
+    assert [*out.rglob("README.md"), *out.rglob("cache-*"), *out.rglob("tmp*")] == [out / CARD]
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(bundled).chat_template
     # Evaluation is that of plain transformers on the labelled tokens.

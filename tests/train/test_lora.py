@@ -85,12 +85,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     states: list[dict[str, Tensor]] = []
     save = MultiExitTraining.save_result
 
-    def spy(trainer: MultiExitTraining, output_dir: str) -> None:
+    def spy(trainer: MultiExitTraining, *given: Any) -> None:
         model: Any = trainer.model
         trained = [name for name, tensor in model.named_parameters() if tensor.requires_grad]
         assert all("lora_" in name or "exit_objectives" in name for name in trained)
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        save(trainer, output_dir)
+        save(trainer, *given)
 
     monkeypatch.setattr(MultiExitTraining, "save_result", spy)
     return states
@@ -158,7 +158,7 @@ def test_the_result_is_an_ordinary_checkpoint(
     # The files are a base model's: the same tensors, and nothing of PEFT's.
     stored, theirs = (load_file(folder / "model.safetensors") for folder in (out, bases[base]))
     assert {name: t.shape for name, t in stored.items()} == {n: t.shape for n, t in theirs.items()}
-    assert not [*out.glob("adapter_*"), *out.rglob("README.md")]
+    assert [*out.glob("adapter_*"), *out.rglob("README.md")] == [out / "README.md"]
     block = read_multi_exit(out)
     assert block is not None and block.exit_layers == (1, 2)
     model = AutoModelForCausalLM.from_pretrained(out)

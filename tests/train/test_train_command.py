@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -47,8 +48,14 @@ def test_tiny_recipe_learns_at_every_depth(trained: Path) -> None:
         assert quality["perplexity"] == pytest.approx(math.exp(quality["loss"]))
         # From ~1000 (uniform over the vocabulary) to a fifth of that or less.
         assert quality["perplexity"] < report["initial_layers"][depth]["perplexity"] / 5
-    page = (trained / "report.md").read_text(encoding="utf-8")
-    assert "| 1 of 4 " in page
+    card = ModelCard.load(trained / "README.md")
+    assert card.data.library_name == "transformers"
+    for page in ((trained / "report.md").read_text(encoding="utf-8"), card.text):
+        assert "| 1 of 4 " in page
+    block = read_multi_exit(trained)
+    assert block is not None and block.verdict is not None and block.verdict in card.text
+    for depth, found in (block.trained or {}).items():
+        assert report["exits"][str(depth)]["agreement"] == found.agreement > 0.2
 
 
 def test_checkpoint_is_an_ordinary_one(trained: Path) -> None:
@@ -61,8 +68,11 @@ def test_checkpoint_is_an_ordinary_one(trained: Path) -> None:
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.config.use_cache
     inputs = tokenizer("import os\n", return_tensors="pt")
-    text = tokenizer.decode(model.generate(inputs["input_ids"], max_new_tokens=8)[0])
-    assert text.startswith("import os\n")
+    ids = model.generate(inputs["input_ids"], max_new_tokens=8)
+    assert tokenizer.decode(ids[0]).startswith("import os\n")
+    # Transformers' own drafts by an exit, with no code of ours.
+    drafted = model.generate(inputs["input_ids"], max_new_tokens=8, assistant_early_exit=2)
+    assert torch.equal(drafted, ids)
     assert not [path for path in trained.glob("*") if path.suffix in {".bin", ".pt", ".pkl"}]
 
 
@@ -110,9 +120,11 @@ def test_fine_tuning_a_directory_of_each_family(
     sizes = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2}
     if family != "gpt2":
         sizes |= {"intermediate_size": 64, "num_key_value_heads": 1}
-    config = {"architecture": family, "max_position_embeddings": 32, **sizes, **FAMILIES[family]}
-    scratch = make_recipe(config=config, exit_layers=[1])
+    sizes_of = {"architecture": family, "max_position_embeddings": 32, **sizes, **FAMILIES[family]}
+    scratch = make_recipe(config=sizes_of, exit_layers=[1])
     assert train(scratch, "training.max_steps=1", "objectives=[ce]") == 0
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").to(torch.bfloat16)
+    whole.save_pretrained(tmp_path / "out")
     tuned = tmp_path / "tuned"
     recipe = make_recipe(
         config=None, tokenizer=None, model=str(tmp_path / "out"), output_dir=str(tuned)
@@ -120,11 +132,13 @@ def test_fine_tuning_a_directory_of_each_family(
     # 1e-2 for a model of this size: a few steps must show in the loss.
     assert train(recipe, "training.learning_rate=0.01", "training.max_steps=10") == 0
     report = read(tuned, "report.json")
-    assert AutoConfig.from_pretrained(tuned).model_type == family
+    config = AutoConfig.from_pretrained(tuned)
+    assert (config.model_type, config.dtype) == (family, torch.bfloat16)
     assert report["exit_layers"] == [1, 2]
     for depth in ("1", "2", "3"):
         assert report["layers"][depth]["loss"] < report["initial_layers"][depth]["loss"]
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     after = AutoModelForCausalLM.from_pretrained(tuned).state_dict()
     assert before.keys() == after.keys()
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -29,7 +29,7 @@ def test_a_line_tells_tokens_speed_losses_and_the_end(
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     # A resumed run: what came before this session counts as tokens, not as speed.
     state = TrainerState(global_step=20, max_steps=100, num_input_tokens_seen=2_000_000)
-    lines, control = ProgressLines(), TrainerControl()
+    lines, control = ProgressLines(lambda *_: None), TrainerControl()
     lines.on_train_begin(arguments, state, control)
     state.global_step, state.num_input_tokens_seen = 30, 3_000_000
     logs = {"loss": 2.5, "learning_rate": 1e-3, "loss_layer_3": 3.25, "loss_layer_6": 2.0}
@@ -39,7 +39,7 @@ def test_a_line_tells_tokens_speed_losses_and_the_end(
     lines.on_log(arguments, state, control, logs={"eval_loss": 2.0, "eval_loss_layer_6": 2.0})
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "step 30 of 100 | 3.00M tokens, 250,000 tokens/s | loss 2.5000 (at layer 3: 3.2500, "
+        "step 30 of 100 | 3,000,000 tokens, 250,000 tokens/s | loss 2.5000 (at layer 3: 3.2500, "
         "6: 2.0000) | lr 1.00e-03 | ends in 0:00:28, "
     )
     # 0.5 s a step over the session; 1M tokens in the 6 s since the line before.

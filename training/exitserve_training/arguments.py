@@ -182,6 +182,11 @@ def _problem(key: str, value: Any, unused: set[str]) -> str | None:
         return NO_DEEPSPEED
     if key == "gradient_checkpointing_kwargs" and dict(value or {}).get("use_reentrant"):
         return f"{name}: use_reentrant=true would cut the inner layers' losses off; leave it out."
+    if key == "push_to_hub" and value:
+        return (
+            f"{name} would upload the data too; leave it out, and upload the result: `hf upload "
+            f"USER/NAME OUTPUT_DIR . --exclude 'data/*' 'logs/*' 'checkpoint-*'`."
+        )
     if key == "label_smoothing_factor" and value:
         return f"{name}: no objective smooths its labels; leave it out."
     return None

@@ -7,30 +7,28 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import StepProgress
 from exitserve_training.adagc import AdaGC
 from exitserve_training.folder import after_failure, set_aside
 
 _LAYER = "loss_layer_"
-
-_Item = TypeVar("_Item")
 
 
 class Clock(TrainerCallback, ExportableState):
@@ -222,22 +220,12 @@ def stopped_by_term(message: str) -> AbstractContextManager[None]:
     return on_term(stop)
 
 
-def counted(items: Iterable[_Item], what: str, total: int, done: int = 0) -> Iterator[_Item]:
-    """Shows how many have come: a bar on a terminal, else a line for every twentieth part."""
-    # disable=None: no bar where the output is not a terminal.
-    bar = tqdm(items, what, total=total, initial=done, disable=None)
-    for number, item in enumerate(bar, done + 1):
-        if bar.disable and (number % max(1, total // 20) == 0 or number == total):
-            print(f"{what}: {number:,} of {total:,}", flush=True)
-        yield item
-
-
 class ProgressLines(TrainerCallback):
-    """One line each time the Trainer logs, for output that is kept in a file."""
+    """A bar of steps, and one line each time the Trainer logs."""
 
-    def __init__(self, limit: TimeLimit | None = None) -> None:
-        """Takes what may end the run before its last step."""
-        self._limit = limit
+    def __init__(self, progress: StepProgress, limit: TimeLimit | None = None) -> None:
+        """Takes the bar, and what may end the run before its last step."""
+        self._progress, self._limit = progress, limit
         self._begun = self._last = (0.0, 0, 0)
         """Time, step and tokens when the session began, and when the last line was written."""
 
@@ -246,6 +234,11 @@ class ProgressLines(TrainerCallback):
     ) -> None:
         """Starts the clock of this session."""
         self._begun = self._last = _now(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Moves the bar."""
+        if state.is_world_process_zero:
+            self._progress("training", state.global_step, state.max_steps)
 
     def on_log(
         self,
@@ -276,7 +269,7 @@ class ProgressLines(TrainerCallback):
         reached = f", {logs['mfu']:.0%} MFU" if "mfu" in logs else ""
         self._last = now
         return (
-            f"step {now[1]:,} of {state.max_steps:,} | {now[2] / 1e6:,.2f}M tokens, "
+            f"step {now[1]:,} of {state.max_steps:,} | {now[2]:,} tokens, "
             f"{tokens / max(seconds, 1e-9):,.0f} tokens/s{reached} | "
             f"{_losses(logs)} | lr {logs.get('learning_rate', 0.0):.2e} | "
             f"ends in {left}, {end:%Y-%m-%d %H:%M %Z}"

@@ -18,12 +18,12 @@ import datasets
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import counted
 from exitserve_training.chat_rows import Chat, Message, read_chats
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.losses.tokens import IGNORED
@@ -67,6 +67,7 @@ def load_chats(
     else:
         count = max(1, round(len(rows) * recipe.validation_fraction))
         held_out, rows = rows[:count], rows[count:]
+    print(f"Held out: {len(held_out):,} of {len(held_out) + len(rows):,} chats.")
     if not rows:
         raise ExitServeError(
             "no chat is left to train on; lower data.validation_fraction or give more chats."
@@ -160,8 +161,7 @@ def _encoded(
     special = special_ids(tokenizer)
     rows = []
     num_cut = 0
-    # disable=None: no bar where the output is not a terminal.
-    for chat in tqdm(chats, desc="tokenising", disable=None):
+    for chat in counted(chats, "tokenising"):
         tokens, start = _tokens(chat, tokenizer, special)
         labels = [IGNORED] * start + tokens[start:]
         if recipe.loss_on == "assistant":

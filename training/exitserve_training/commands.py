@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, install
 
 if TYPE_CHECKING:
     from exitserve_training.recipe import Recipe
@@ -128,13 +128,14 @@ def _train_recipe(args: argparse.Namespace) -> int:
             return _STOPPED
     except ModuleNotFoundError as error:
         raise ExitServeError(
-            f"training needs the package {error.name!r}; install the extra: "
-            f"pip install 'exitserve[train]'."
+            f"training needs the package {error.name!r}: {install('train')}."
         ) from error
     if report is None:
         return 0
     console = Console()
     console.print(report.table())
+    for layer, found in report.exits.items():
+        console.print(f"Exit {layer} {found}.", soft_wrap=True)
     console.print(
         f"{report.steps:,} steps, {report.tokens_seen:,} tokens, {report.seconds:,.0f} s. "
         f"Checkpoint and report: {recipe.output_dir}",

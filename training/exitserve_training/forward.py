@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import OutputHead, layer_quality
+from exitserve_training.losses import OutputHead
+from exitserve_training.losses.aligned import Predictions, predictions
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
 from exitserve_training.routers import RouterBalance
 from exitserve_training.skipping import SkippedPositions, SkipSampler
 from exitserve_training.tasks import NextToken, TaskBatch, TaskInputs
+from exitserve_training.verdicts import above
 
 AUXILIARY = "exit_objectives"
 """Attribute of the model under which the objectives' own parameters live while it is trained."""
@@ -48,6 +50,8 @@ class Quality:
     """How many tokens or inputs those means are over."""
     metrics: Metrics
     """Of the objectives."""
+    exits: Tensor
+    """What `verdicts.above` counted of each exit, [exits, 2, thresholds]."""
 
 
 class MultiExitForward:
@@ -190,12 +194,17 @@ class MultiExitForward:
 
     def _quality(self, batch: LossInputs) -> Quality:
         own = self.objectives.classifiers()
+        tokens = batch.labelled.sum()
         found: Metrics = {}
+        said: dict[int, Predictions] = {}
         for layer in self.eval_layers:
             head = own.get(layer, self.head)
-            loss, accuracy = layer_quality(batch.hidden[layer], head, batch.labels)
-            found |= {f"loss_layer_{layer}": loss, f"accuracy_layer_{layer}": accuracy}
-        return Quality(found, batch.labelled.sum(), self.objectives.measure(batch))
+            said[layer] = one = predictions(batch.hidden[layer], head, batch.labels)
+            found[f"loss_layer_{layer}"] = one.nats.sum() / tokens.clamp(min=1)
+            found[f"accuracy_layer_{layer}"] = one.right.sum() / tokens.clamp(min=1)
+        *exits, last = (said[layer] for layer in self.eval_layers)
+        counts = torch.stack([above(one, last.token) for one in (*exits, last)])
+        return Quality(found, tokens, self.objectives.measure(batch), counts)
 
     def _after_layer(
         self, depth: int, _layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
 
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, install
 
 
 class MuonWithAdamW(Optimizer):
@@ -101,8 +101,8 @@ def check_kahan() -> None:
     """Raises `ExitServeError` where torch-optimi is missing."""
     if find_spec("optimi") is None:
         raise ExitServeError(
-            "weights=bfloat16 needs the package 'torch-optimi', whose AdamW keeps small steps; "
-            "install the extra: pip install 'exitserve[bf16]'."
+            f"weights=bfloat16 needs the package 'torch-optimi', whose AdamW keeps small steps: "
+            f"{install('bf16')}."
         )
 
 

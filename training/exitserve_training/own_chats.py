@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from exitserve.engine.writing import Writer
 from exitserve.errors import ExitServeError
-from exitserve_training.callbacks import counted
+from exitserve.reporting.progress import counted
 from exitserve_training.data_recipe import OwnChats
 from exitserve_training.tokenization import special_ids
 
@@ -131,7 +131,7 @@ def write_own_chats(
     writer = Writer(model, length=length, count=missing, seed=seed + len(known))
     chats = _interview(writer, own, turns, known, missing)
     with writer, file.open("a", encoding="utf-8") as out:
-        for messages in counted(chats, "own chats", own.count, len(known)):
+        for messages in counted(chats, "own chats", own.count, len(known), lines=20):
             out.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             out.flush()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import datasets
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import counted
 from exitserve.windows import load_tokenizer
 from exitserve_training.data_recipe import DocumentEnd
 from exitserve_training.sources import Document, Split
@@ -40,8 +40,7 @@ def pack(
     The last incomplete sequence is dropped. Attention crosses document borders inside a
     sequence, as in most pretraining; the eos before a document marks the border.
     """
-    # disable=None: no bar where the output is not a terminal.
-    shown = tqdm(documents, desc="tokenising", disable=None)
+    shown = counted(documents, "tokenising")
     blocks = list(sequences(shown, tokenizer, length, document_end))
     rows = [row for block in blocks for row in block]
     return datasets.Dataset.from_dict({"input_ids": rows})
@@ -112,6 +111,8 @@ def pack_split(
         validation=pack(split.validation, tokenizer, length, document_end),
     )
     check_sides(packed, length)
+    held_out, every = len(split.validation), len(split.train) + len(split.validation)
+    print(f"Held out: {held_out:,} of {every:,} documents.")
     packed["validation"] = spread_over(packed["validation"], validation_blocks)
     return packed
 

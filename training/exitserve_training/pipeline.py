@@ -6,12 +6,13 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
 from accelerate.utils import gather_object
-from torch import distributed
+from torch import Tensor, distributed
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -19,8 +20,12 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.utils import logging
 
+from exitserve.checkpoint.block import MultiExit
+from exitserve.checkpoint.hub import CARD
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import step_bars
 from exitserve_training.arguments import NO_DEEPSPEED, TENSORBOARD, reporters, training_arguments
 from exitserve_training.callbacks import (
     Clock,
@@ -30,11 +35,16 @@ from exitserve_training.callbacks import (
     StopOnTerm,
     TimeLimit,
 )
+from exitserve_training.card import model_card
 from exitserve_training.folder import after_failure, newest_checkpoint, set_aside
 from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, TrainingReport
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
+from exitserve_training.verdicts import verdict
+
+FEW_TOKENS = 4096
+"""Of held-out text, below which what is measured is rough."""
 
 _AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
 
@@ -49,8 +59,9 @@ def train(recipe: Recipe) -> TrainingReport | None:
             loss or gradient that is not finite, which ends the run.
         RunStoppedError: SIGTERM came; says how to go on.
     """
-    # `datasets` shows bars for saving small tables; the long work has its own bars.
+    # Both show bars for what takes no time; the long work has its own bars.
     datasets.disable_progress_bars()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     arguments = _checked_arguments(recipe)
     if arguments.world_size > 1:
         atexit.register(_leave_group)
@@ -62,20 +73,30 @@ def train(recipe: Recipe) -> TrainingReport | None:
     prepared = _first_then_others(is_first, functools.partial(prepare, recipe, setup, is_first))
     trainer = _trainer(recipe, setup, prepared, arguments)
     _check_sharding(recipe, trainer)
-    before = {} if checkpoint else _quality(trainer)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if checkpoint and is_first and checkpoint.endswith(f"-{trainer.state.global_step}"):
-        print("resume: the run is finished, so it made no step; raise training.max_steps for more.")
-    _check_ended(trainer)
-    after = _quality(trainer)
+    if is_first:
+        _warn_of_few(trainer)
+    with step_bars() as progress:
+        trainer.add_callback(ProgressLines(progress, trainer.time_limit))
+        before = {} if checkpoint else _quality(trainer)
+        counts_before = None if checkpoint else trainer.exit_counts
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if checkpoint and is_first and checkpoint.endswith(f"-{trainer.state.global_step}"):
+            print("resume: the run is finished; raise training.max_steps for more steps.")
+        _check_ended(trainer)
+        after = _quality(trainer)
     _check_learned(after, output_dir, trainer.state.global_step, is_first)
-    trainer.save_result(recipe.output_dir)
+    trainer.exits = _with_verdicts(trainer, counts_before)
+    # In the dtype that the model was given in, unless the recipe says how weights are kept.
+    given: Any = None if recipe.model is None else setup.config.dtype
+    trainer.save_result(recipe.output_dir, None if "weights" in recipe.model_fields_set else given)
     if not is_first:
         return None
     # A pickle of the arguments, which training_run.json holds readably.
     (output_dir / "training_args.bin").unlink(missing_ok=True)
     report = _report(recipe, trainer, prepared, before, after)
     report.write(output_dir)
+    if trainer.exits.exit_layers:
+        model_card(recipe, report, trainer.exits).save(output_dir / CARD)
     return report
 
 
@@ -162,12 +183,19 @@ def _trainer(
             60 * recipe.max_minutes, lambda: _callback(trainer, Clock).elapsed
         )
         trainer.add_callback(trainer.time_limit)
-    if not sys.stdout.isatty():
-        # A file keeps every state of a bar, and none of it can be read.
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(ProgressLines(trainer.time_limit))
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _warn_of_few(trainer: MultiExitTraining) -> None:
+    held_out = trainer.labelled_tokens(trainer.eval_dataset)
+    if held_out < FEW_TOKENS and trainer.parts.task != "class":
+        print(
+            f"Warning: only {held_out:,} tokens are held out, so what is measured on them is "
+            f"rough; give more data, or raise data.validation_fraction or data.validation_blocks.",
+            file=sys.stderr,
+        )
 
 
 def _callback(trainer: MultiExitTraining, kind: type[_AnyCallback]) -> _AnyCallback:
@@ -208,6 +236,20 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
         )
         for layer in trainer.eval_layers
     }
+
+
+def _with_verdicts(trainer: MultiExitTraining, before: Tensor | None) -> MultiExit:
+    """The block for the checkpoint, with what the last evaluation found of each exit."""
+    tokens = int(trainer.state.num_input_tokens_seen)
+    return replace(
+        trainer.exits,
+        trained={
+            layer: verdict(
+                trainer.exit_counts[place], None if before is None else before[place], tokens
+            )
+            for place, layer in enumerate(trainer.exits.exit_layers)
+        },
+    )
 
 
 def _check_ended(trainer: MultiExitTraining) -> None:
@@ -254,6 +296,7 @@ def _report(
         exit_layers=list(trainer.exits.exit_layers),
         layers=after,
         last_layer=after[str(trainer.parts.num_layers)],
+        exits={str(layer): one for layer, one in (trainer.exits.trained or {}).items()},
         initial_layers=before,
         steps=trainer.state.global_step,
         tokens_seen=int(trainer.state.num_input_tokens_seen),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from exitserve.reporting.report import markdown_table
+from exitserve.checkpoint.block import TrainedExit
+from exitserve.reporting.report import markdown_table, terminal_table
 from exitserve_training.parts import Task
 
 SCHEMA_VERSION = 1
@@ -37,6 +38,8 @@ class TrainingReport:
     layers: dict[str, LayerQuality]
     """By depth: every exit layer, and the last layer."""
     last_layer: LayerQuality
+    exits: dict[str, TrainedExit]
+    """By exit layer, whether it can be used, as in the checkpoint's `multi_exit` block."""
     initial_layers: dict[str, LayerQuality]
     """The same before training; empty for a resumed run."""
     steps: int
@@ -69,19 +72,22 @@ class TrainingReport:
             f"{self.tokens_seen:,} tokens, {self.seconds:,.0f} s. "
             f"Held out: {self.validation_tokens:,} {self._unit}s.",
             "",
-            markdown_table(self._headers(), self._rows()),
+            self.quality_table(),
         ]
         if self.metrics:
             measured = [[name, f"{value:.4g}"] for name, value in self.metrics.items()]
             lines += ["", markdown_table(["measured on the held-out text", ""], measured)]
         return "\n".join(lines) + "\n"
 
+    def quality_table(self) -> str:
+        """The quality at each depth, in Markdown."""
+        headers = [header.replace("\n", " ") for header in self._headers()]
+        return markdown_table(headers, self._rows())
+
     def table(self) -> Table:
         """The report as a short table for the terminal."""
-        table = Table(*self._headers())
-        for row in self._rows():
-            table.add_row(*row)
-        return table
+        title = f"held out: {self.validation_tokens:,} {self._unit}s"
+        return terminal_table(title, self._headers(), self._rows())
 
     @property
     def _unit(self) -> str:
@@ -89,9 +95,10 @@ class TrainingReport:
         return "row" if self.says == "class" else "token"
 
     def _headers(self) -> list[str]:
-        perplexity = [] if self.says == "class" else ["perplexity", "before training"]
-        accuracy = ["accuracy", "before training"]
-        return ["depth", f"loss (nats/{self._unit})", *perplexity, *accuracy]
+        before = "before\ntraining"
+        perplexity = [] if self.says == "class" else ["perplexity", before]
+        loss = f"loss\n(nats/{self._unit})"
+        return ["depth", loss, *perplexity, "accuracy", before, "agreement\nwith full depth"]
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -99,9 +106,10 @@ class TrainingReport:
             before = self.initial_layers.get(depth)
             row = [f"{depth} of {self.num_layers}", f"{after.loss:.4f}"]
             if self.says != "class":
-                row += _both(after.perplexity, before.perplexity if before else None, ".2f")
+                row += _both(after.perplexity, before.perplexity if before else None, ",.2f")
             row += _both(after.accuracy, before.accuracy if before else None, ".1%")
-            rows.append(row)
+            found = self.exits.get(depth)
+            rows.append([*row, "" if found is None else f"{found.agreement:.1%}"])
         return rows
 
 

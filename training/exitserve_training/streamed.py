@@ -16,9 +16,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from exitserve.reporting.progress import counted
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.packing import TRAIN_FILE, check_sides, sequences, spread_over
 from exitserve_training.sources import Document, read_documents, read_held_out, within
@@ -85,8 +85,7 @@ def _packed(
 ) -> datasets.Dataset:
     """The sequences of documents, written to a file as they come."""
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    # disable=None: no bar where the output is not a terminal.
-    shown = tqdm(documents, desc="tokenising", unit=" documents", disable=None)
+    shown = counted(documents, "tokenising")
     with ArrowWriter(path=str(file), features=features) as writer:
         for blocks in sequences(shown, tokenizer, recipe.sequence_length, recipe.document_end):
             table: list[np.ndarray] = list(blocks)

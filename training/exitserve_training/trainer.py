@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import counted
 from exitserve_training.adapters import merged, save_adapter, with_adapters
 from exitserve_training.callbacks import TimeLimit
 from exitserve_training.checkpoints import MultiExitCheckpoints
@@ -96,6 +96,8 @@ class MultiExitTraining(MultiExitCheckpoints):
         )
         self.measured: dict[str, float] = {}
         """What the objectives found in the last evaluation."""
+        self.exit_counts = torch.zeros(0)
+        """`verdicts.above` of each exit and the last layer, in the last evaluation."""
         self.time_limit: TimeLimit | None = None
         self._sums: dict[str, Tensor] = {}
         self._shares: dict[str, Tensor] = {}
@@ -117,8 +119,9 @@ class MultiExitTraining(MultiExitCheckpoints):
         )
         return build_objectives(recipe.objectives, context)
 
-    def save_result(self, output_dir: str) -> None:
-        """Saves the trained model as an ordinary checkpoint, adapters merged into it.
+    def save_result(self, output_dir: str, dtype: torch.dtype | None = None) -> None:
+        """Saves the trained model as an ordinary checkpoint, adapters merged into it, in `dtype`
+        (None: as it is; so are the shards of FSDP).
 
         The model is then as it was before training touched it: no hooks, no objectives, no
         compiled layers (generation, whose lengths all differ, would compile forever).
@@ -131,6 +134,8 @@ class MultiExitTraining(MultiExitCheckpoints):
             if self.args.should_save:
                 save_adapter(self.model, self._recipe, self.exits, self.processing_class)
             self.model = merged(self.model)
+        if dtype is not None and not self.is_fsdp_enabled:
+            nn.Module.to(self.language_model, dtype=dtype)
         self.save_model(output_dir)
         for layer in self.parts.layers:
             layer.__dict__.pop("forward", None)
@@ -285,11 +290,10 @@ class MultiExitTraining(MultiExitCheckpoints):
         names = {f"{kind}_layer_{n}" for kind in ("loss", "accuracy") for n in self.eval_layers}
         totals: dict[str, Tensor] = {}
         tokens = torch.zeros((), device=self.args.device)
+        counts = torch.zeros((), device=self.args.device)
         batches = self.get_eval_dataloader(eval_dataset)
-        # disable=None: no bar where the output is not a terminal.
-        hidden_bar = self.args.disable_tqdm or not self.is_local_process_zero() or None
         request = ExitPass(self.state.global_step, job="evaluate")
-        for batch in tqdm(batches, desc="evaluating", leave=False, disable=hidden_bar):
+        for batch in counted(batches, "evaluating") if self.args.should_log else batches:
             inputs = self._forward_inputs(self._prepare_inputs(batch))
             rows = self._own_rows(len(next(iter(inputs.values()))))
             # A process without any makes the pass all the same: a sharded model needs all.
@@ -300,8 +304,10 @@ class MultiExitTraining(MultiExitCheckpoints):
             for name, value in {**found.of_layers, **found.metrics}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value * weight
             tokens += weight
+            counts = counts + found.exits * min(rows, 1)
         model.train(was_training)
         whole = self._means(totals, tokens)
+        self.exit_counts = self.accelerator.reduce(counts, reduction="sum").cpu()
         self.measured = {name: mean for name, mean in whole.items() if name not in names}
         metrics = self._layer_metrics(whole, metric_key_prefix)
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 3)

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from sklearn import metrics
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from exitserve.reporting.progress import counted
 from exitserve.reporting.report import machine, versions
 from exitserve_training.checkpoints import OBJECTIVES_FILE
 from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
@@ -80,7 +80,7 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     runner = EarlyExitClassifier(model, layers, own)
     order = batch_rows(examples, settings.batch_size)
     encode = encoder(settings.model, config)
-    inputs = [encode(examples.at(rows)) for rows in tqdm(order, desc="reading", disable=None)]
+    inputs = [encode(examples.at(rows)) for rows in counted(order, "reading")]
     rounds = _rounds(runner, model, inputs, settings)
     names = known_classes(config)
     # Of batches, put into the order of the inputs.
@@ -145,8 +145,7 @@ def _rounds(
     """
     thresholds = list(dict.fromkeys([*settings.thresholds, 1.0]))
     rounds = _Rounds({one: [] for one in thresholds}, [], {one: [] for one in thresholds})
-    # disable=None: no bar where the output is not a terminal.
-    for number in tqdm(range(settings.repeats + 1), desc="classifying", disable=None):
+    for number in counted(range(settings.repeats + 1), "classifying"):
         full, early = 0.0, dict.fromkeys(thresholds, 0.0)
         for given in inputs:
             batch = {name: tensor.to(model.device) for name, tensor in given.items()}

@@ -16,10 +16,10 @@ from typing import Any
 import datasets
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
+from exitserve.reporting.progress import counted
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.sources import load_dataset, matching_files, names_invalid, read_table
 
@@ -175,9 +175,8 @@ def read_pixels(
         ExitServeError: a file is not a readable image.
     """
     pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
-    # None: no bar where the output is not a terminal.
-    hidden = None if shows_progress else True
-    for row, path in enumerate(tqdm(examples.inputs, desc="reading images", disable=hidden)):
+    shown = counted(examples.inputs, "reading images") if shows_progress else examples.inputs
+    for row, path in enumerate(shown):
         pixels[row] = _pixels(Path(str(path)), side, channels)
     return pixels
 

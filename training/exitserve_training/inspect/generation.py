@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModel, PreTrainedModel
 
 from exitserve.errors import ExitServeError
+from exitserve.reporting.progress import counted
 from exitserve.windows import load_tokenizer
 from exitserve_training.inspect.similarity import cosines
 from exitserve_training.parts import model_parts
@@ -48,8 +48,7 @@ def generate_texts(
     diversities: dict[str, float] = {}
     coherences: dict[str, float] = {}
     samples: dict[str, str] = {}
-    # disable=None: no bar where the output is not a terminal.
-    for depth in tqdm(depths, desc="writing", disable=None):
+    for depth in counted(depths, "writing"):
         written = []
         with cut_to(model, depth):
             for prompt in prompts:

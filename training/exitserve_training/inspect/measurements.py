@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from exitserve.checkpoint.decoder import capture_hidden
+from exitserve.reporting.progress import counted
 from exitserve_training.inspect.condensation import Condensation
 from exitserve_training.inspect.data import InspectionData
 from exitserve_training.losses import effective_rank, layer_quality
@@ -66,8 +66,7 @@ def measure_layers(
     per_batch = max(1, -(-samples // len(data.batches)))
     device = next(model.parameters()).device
     pairs = list(zip(data.batches, data.masks, strict=True))
-    # disable=None: no bar where the output is not a terminal.
-    for batch, mask in tqdm(pairs, desc="inspecting", disable=None):
+    for batch, mask in counted(pairs, "inspecting"):
         labels = batch.labels.to(device)
         chosen = _drawn(labels, per_batch, generator)
         with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:

@@ -10,6 +10,7 @@ layers are so drawn towards the features of the deep ones, and no head is added 
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,18 +72,39 @@ def layer_quality(hidden: Tensor, classifier: Classifier, labels: Tensor) -> tup
         classifier: maps [N, D] to [N, V].
         labels: targets [B, T], already shifted; -100 is ignored.
     """
+    said = predictions(hidden, classifier, labels)
+    tokens = max(len(said.nats), 1)
+    return said.nats.sum() / tokens, said.right.sum() / tokens
+
+
+class Predictions(NamedTuple):
+    """What a depth says of each counted token, all [M]."""
+
+    nats: Tensor
+    """The label's cross-entropy."""
+    right: Tensor
+    """Bool: whether the most likely token is the label."""
+    token: Tensor
+    """The most likely token."""
+    confidence: Tensor
+    """Its probability."""
+
+
+@torch.no_grad()
+def predictions(hidden: Tensor, classifier: Classifier, labels: Tensor) -> Predictions:
+    """What a depth says of each counted token; arguments as `layer_quality`, no gradient."""
     rows, targets = _tokens_at((labels != IGNORED).reshape(-1), labels)
     flat = hidden.flatten(0, 1)
     flat = flat if rows is None else flat[rows]
-    nats = torch.zeros((), device=hidden.device)
-    right = torch.zeros((), device=hidden.device)
-    for start in range(0, len(targets), CHUNK_TOKENS):
+    found = []
+    # One chunk at least, which may be empty.
+    for start in range(0, max(len(targets), 1), CHUNK_TOKENS):
         target = targets[start : start + CHUNK_TOKENS]
         logits = classifier(flat[start : start + CHUNK_TOKENS]).float()
-        nats += functional.cross_entropy(logits, target, reduction="sum")
-        right += (logits.argmax(-1) == target).sum()
-    tokens = max(len(targets), 1)
-    return nats / tokens, right / tokens
+        most, token = logits.max(-1)
+        nats = functional.cross_entropy(logits, target, reduction="none")
+        found.append((nats, token == target, token, (most - logits.logsumexp(-1)).exp()))
+    return Predictions(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _tokens_at(counted: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -1,6 +1,6 @@
 // One answer: text that streams in, then each token in the colour of its depth.
 
-import { depthStep, draftsOf, element, nameOf, visible } from "./depths.js";
+import { depthClass, draftsOf, element, nameOf, visible } from "./depths.js";
 import { hideTip, showTip } from "./tip.js";
 
 const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
@@ -31,6 +31,7 @@ export class Answer extends EventTarget {
     this.coloured = 0; // characters of it that belong to `tokens`
     this.times = []; // [milliseconds, tokens that had come by then]
     this.ids = [];
+    this.layers = []; // the depth of each, where the server tells
     this.pieces = []; // [text, token ids] of each chunk
     this.chosen = -1;
     this.prompt = element("span", "prompt");
@@ -40,9 +41,12 @@ export class Answer extends EventTarget {
     this.figures.textContent = "";
   }
 
-  start(prompt) {
-    this.prompt.textContent =
-      prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
+  /** Shows the end of a prompt, or all turns of a chat. */
+  start(prompt, messages) {
+    const cut = prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
+    const turns = messages?.map(({ role, content }) =>
+      role === "user" ? `› ${content}\n` : `${content}\n\n`);
+    this.prompt.textContent = turns?.join("") ?? cut;
     this.tail.classList.add("waiting");
   }
 
@@ -70,6 +74,7 @@ export class Answer extends EventTarget {
 
   /** Servers tell depths at the end: then the pieces of text get them. */
   #addDepths(exitLayers) {
+    this.layers.push(...exitLayers);
     let at = 0;
     const tokens = this.pieces.map(([text, ids]) => {
       const index = at;
@@ -83,7 +88,7 @@ export class Answer extends EventTarget {
   addTokens(tokens) {
     for (const token of tokens) {
       const place = this.tokens.push(token) - 1;
-      const shown = element("span", `token depth-${depthStep(token.depth, this.depths)}`, token.text);
+      const shown = element("span", `token ${depthClass(token.depth, this.depths)}`, token.text);
       shown.id = `${this.text.parentElement.id}-${place}`;
       shown.setAttribute("role", "option");
       shown.setAttribute("aria-selected", "false");
@@ -120,8 +125,9 @@ export class Answer extends EventTarget {
   }
 
   meanDepth() {
-    const sum = this.tokens.reduce((total, token) => total + token.depth, 0);
-    return this.tokens.length ? sum / this.tokens.length : undefined;
+    // A piece of a stream may hold tokens of several depths; it is shown as its deepest.
+    const all = this.layers.length ? this.layers : this.tokens.map((token) => token.depth);
+    return all.length ? all.reduce((total, depth) => total + depth, 0) / all.length : undefined;
   }
 
   showFigures() {

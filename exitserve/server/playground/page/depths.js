@@ -3,10 +3,16 @@
 const STEPS = 8;
 
 /** Which of the eight colours a depth has: the shallowest exit the first, full depth the last. */
-export function depthStep(depth, depths) {
+function depthStep(depth, depths) {
   const rank = depths.indexOf(depth);
   const last = depths.length - 1;
   return rank < 0 || last < 1 ? STEPS - 1 : Math.round((rank / last) * (STEPS - 1));
+}
+
+/** The classes of a depth: its colour, and a line under every other, so that neighbours differ. */
+export function depthClass(depth, depths) {
+  const below = depths.length - 1 - depths.indexOf(depth);
+  return `depth-${depthStep(depth, depths)}${below % 2 && below < depths.length ? " lined" : ""}`;
 }
 
 /** Which of the eight colours a confidence from 0 to 1 has. */
@@ -47,11 +53,10 @@ export function drawLegend(place, depths, hasDrafts = false) {
     item.append(mark, ` ${text}`);
     return item;
   };
-  const last = `depth-${depthStep(depths.at(-1), depths)}`;
-  const drafted = element("span", `${last} drafted`, "ab");
+  const drafted = element("span", `${depthClass(depths.at(-1), depths)} drafted`, "ab");
   place.replaceChildren(
     ...depths.map((depth) =>
-      entry(element("span", `swatch depth-${depthStep(depth, depths)}`), nameOf(depth, depths))),
+      entry(element("span", `swatch ${depthClass(depth, depths)}`), nameOf(depth, depths))),
     ...(hasDrafts ? [entry(drafted, "drafted, and full depth agreed")] : []),
   );
 }

@@ -1,7 +1,7 @@
 // The server's own counts, asked for while somebody looks, and seldom while nothing happens.
 
 import { read } from "./api.js";
-import { depthStep, element, nameOf } from "./depths.js";
+import { depthClass, element, nameOf } from "./depths.js";
 
 const SOONEST = 2000;
 const LATEST = 16000; // an engine that is asked stays awake for a second
@@ -47,7 +47,7 @@ export class Live {
     bar.setAttribute("aria-label", `tokens of this server by depth: ${told.join(", ") || "none yet"}`);
     bar.replaceChildren(
       ...this.depths.map((depth) => {
-        const part = element("span", `depth-${depthStep(depth, this.depths)}`);
+        const part = element("span", depthClass(depth, this.depths));
         part.style.flexGrow = by[depth] ?? 0;
         part.title = `${by[depth] ?? 0} at ${nameOf(depth, this.depths)}`;
         return part;

@@ -9,19 +9,21 @@ import { openTrace } from "./trace-file.js";
 import { hideWhy, showWhy } from "./why.js";
 
 const EXAMPLE = "def read_lines(path):\n    with open(path";
+const QUESTION = "Why is the sky blue?";
 const $ = (id) => document.getElementById(id);
 
 const early = new Answer($("early"));
 const full = new Answer($("full"));
 let model, settings, live, running;
+let turns = []; // of the chat: what was asked, and the left answers
 
 async function start() {
-  if (!$("prompt").value) $("prompt").value = EXAMPLE;
   const models = await withKey(() => read("v1/models"));
   model = models.data[0].id;
   $("model").textContent = model;
   settings = new Settings(await read("exitserve/stats"));
-  drawLegend($("legend"), settings.depths);
+  $("prompt").value ||= settings.chats ? QUESTION : EXAMPLE;
+  reset(settings.depths);
   live = new Live(settings.depths);
 }
 
@@ -63,14 +65,16 @@ async function run() {
   const own = (running = new AbortController());
   reset(settings.depths);
   $("stop").hidden = false;
-  const request = settings.request(model);
+  const request = settings.request(model, turns);
   const fields = settings.fields();
   const runEarly = () => answer(early, fields, request, own.signal);
   const runFull = () => answer(full, { exit_mode: "off" }, request, own.signal);
   try {
-    if (settings.together) await Promise.all([runEarly(), runFull()]);
+    if (!settings.hasExits) await runEarly();
+    else if (settings.together) await Promise.all([runEarly(), runFull()]);
     else await runEarly().then(runFull);
-    showParting();
+    if (settings.hasExits) showParting();
+    if (request.body.messages) goOn(request.body.messages);
   } catch (error) {
     if (error.name !== "AbortError") problem(error.message);
     own.abort(); // of two that run together, the other
@@ -79,9 +83,25 @@ async function run() {
   }
 }
 
-async function answer(shown, fields, { path, prompt, chat, body }, signal) {
+/** Makes the left answer a turn of the chat, and asks for the next. */
+function goOn(messages) {
+  turns = [...messages, { role: "assistant", content: early.received }];
+  if ($("prompt").value === messages.at(-1).content) $("prompt").value = "";
+  $("new-chat").hidden = false;
+}
+
+function newChat() {
+  running?.abort();
+  $("prompt").value ||= turns[0]?.content ?? "";
+  turns = [];
+  $("new-chat").hidden = true;
+  reset(settings.depths);
+  $("prompt").focus();
+}
+
+async function answer(shown, fields, { path, prompt, body }, signal) {
   const asked = { ...body, vllm_xargs: { ...fields, exit_trace: true } };
-  shown.start(chat ? "" : prompt);
+  shown.start(prompt, body.messages);
   live.hurry();
   try {
     await withKey(async () => {
@@ -103,8 +123,8 @@ function reset(depths, hasDrafts = false) {
   full.clear(depths);
   drawLegend($("legend"), depths, hasDrafts);
   hideWhy();
-  document.body.classList.remove("from-file");
-  $("early-title").textContent = "This setting";
+  document.body.classList.toggle("single", !settings.hasExits);
+  $("early-title").textContent = settings.hasExits ? "This setting" : "Full depth";
 }
 
 function showParting() {
@@ -131,7 +151,7 @@ async function open(file) {
     const trace = await openTrace(file);
     running?.abort();
     reset([...trace.exit_layers, trace.num_layers], trace.tokens.some((token) => token.drafts));
-    document.body.classList.add("from-file");
+    document.body.classList.add("single");
     $("early-title").textContent = `${file.name} (${trace.model})`;
     early.start(trace.prompt);
     early.end();
@@ -153,6 +173,7 @@ function connect() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
   });
   $("stop").addEventListener("click", () => running?.abort());
+  $("new-chat").addEventListener("click", newChat);
   $("file").addEventListener("change", () => {
     open($("file").files[0]);
     $("file").value = "";

@@ -16,13 +16,14 @@ export class Settings {
   /** @param stats `GET /exitserve/stats` */
   constructor(stats) {
     this.depths = [...stats.exit_layers, stats.num_layers];
+    this.hasExits = stats.exit_layers.length > 0;
     this.offers = stats.offers;
     this.lossless = stats.offers.modes.includes("verify") ? "verify" : "off";
     const served = stats.offers.modes.includes(stats.offers.calibrated_mode);
     this.promises = served ? stats.offers.promises : [];
     this.judges = stats.default.mode === "verify"; // by default, full depth judges every token
     this.#fill();
-    for (const id of ["promise", "by", "threshold", "mode", "layer", "order"]) {
+    for (const id of ["promise", "by", "threshold", "mode", "layer", "order", "kind"]) {
       $(id).addEventListener("input", () => this.show());
     }
     this.show();
@@ -30,21 +31,21 @@ export class Settings {
 
   #fill() {
     const modes = this.offers.modes.filter((mode) => mode === "confidence" || mode === "defer");
-    const hasExits = this.depths.length > 1;
     const ways = [
       ["promise", this.promises.length > 0 || this.lossless === "verify"],
-      ["threshold", hasExits && modes.length > 0],
-      ["layer", hasExits && this.offers.modes.includes("fixed")],
+      ["threshold", this.hasExits && modes.length > 0],
+      ["layer", this.hasExits && this.offers.modes.includes("fixed")],
       ["server", true],
     ];
     options("by", ways.filter(([, offered]) => offered).map(([way]) => [way, WAYS[way]]));
     options("mode", modes.map((mode) => [mode, mode]));
     options("layer", this.depths.slice(0, -1).map((layer) => [layer, `layer ${layer}`]));
     $("as").hidden = !this.offers.chat;
+    $("kind").value = this.offers.chat ? "chat" : "completion";
     $("promise").max = this.promises.length;
     $("promise").value = this.judges ? this.promises.length : Math.max(0, this.promises.length - 1);
     options("promises", [...this.promises.keys(), this.promises.length].map((at) => [at, ""]));
-    $("advanced").open = $("by").value !== "promise";
+    $("advanced").open = this.hasExits && $("by").value !== "promise";
   }
 
   /** The promise that the slider is at; undefined at its end, where nothing is lost. */
@@ -60,7 +61,8 @@ export class Settings {
     $("by-mode").hidden = way !== "threshold";
     $("by-layer").hidden = way !== "layer";
     $("threshold-shown").textContent = Number($("threshold").value).toFixed(2);
-    $("order-says").textContent = this.together
+    $("prompt-label").textContent = this.chats ? "Message" : "Prompt";
+    $("order-says").textContent = !this.hasExits ? "" : this.together
       ? "Both at once, and each slows the other."
       : "This setting first, then full depth, so that neither slows the other.";
     const meaning = this.#meaning(way);
@@ -73,7 +75,16 @@ export class Settings {
     return $("order").value === "together";
   }
 
+  /** Whether a prompt is the next turn of a chat. */
+  get chats() {
+    return this.offers.chat && $("kind").value === "chat";
+  }
+
   #meaning(way) {
+    if (!this.hasExits) {
+      return `This checkpoint has no exits: every token runs all ${this.depths.at(-1)} layers. ` +
+        "exitserve plan says what exits could gain, exitserve train trains them.";
+    }
     if (way === "promise") {
       const point = this.#promise();
       if (point) {
@@ -109,10 +120,9 @@ export class Settings {
     return way === "layer" ? { exit_layer: Number($("layer").value) } : {};
   }
 
-  /** What else a request says: prompt, length, sampling. */
-  request(model) {
+  /** What else a request says: the prompt, or message behind a chat's turns; length, sampling. */
+  request(model, turns) {
     const prompt = $("prompt").value;
-    const chat = this.offers.chat && $("kind").value === "chat";
     const body = {
       model,
       max_tokens: Number($("max-tokens").value),
@@ -120,9 +130,9 @@ export class Settings {
       return_token_ids: true,
     };
     if ($("seed").value !== "") body.seed = Number($("seed").value);
-    if (chat) body.messages = [{ role: "user", content: prompt }];
+    if (this.chats) body.messages = [...turns, { role: "user", content: prompt }];
     else body.prompt = prompt;
-    return { path: chat ? "v1/chat/completions" : "v1/completions", prompt, chat, body };
+    return { path: this.chats ? "v1/chat/completions" : "v1/completions", prompt, body };
   }
 }
 
