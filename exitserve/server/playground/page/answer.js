@@ -29,7 +29,7 @@ export class Answer extends EventTarget {
     this.shown = []; // the element of each
     this.received = ""; // all text so far
     this.coloured = 0; // characters of it that belong to `tokens`
-    this.times = []; // [milliseconds, tokens that had come by then]
+    this.began = this.newest = undefined; // milliseconds: of the request, of the newest token
     this.ids = [];
     this.layers = []; // the depth of each, where the server tells
     this.pieces = []; // [text, token ids] of each chunk
@@ -43,6 +43,7 @@ export class Answer extends EventTarget {
 
   /** Shows the end of a prompt, or all turns of a chat. */
   start(prompt, messages) {
+    this.began = performance.now();
     const cut = prompt.length > LONGEST_PROMPT ? `…${prompt.slice(-LONGEST_PROMPT)}` : prompt;
     const turns = messages?.map(({ role, content }) =>
       role === "user" ? `› ${content}\n` : `${content}\n\n`);
@@ -66,7 +67,7 @@ export class Answer extends EventTarget {
     this.received += text;
     if (ids.length) {
       this.ids.push(...ids);
-      this.times.push([performance.now(), this.ids.length]);
+      this.newest = performance.now();
       this.pieces.push([text, ids]);
     }
     this.tail.textContent = this.received.slice(this.coloured);
@@ -117,11 +118,9 @@ export class Answer extends EventTarget {
     return `${visible(token.text)}: ${nameOf(token.depth, this.depths)}${sure}${drafted}${instead}`;
   }
 
-  /** Tokens per second after the first; undefined before there are any. */
+  /** Tokens per second from the request on; a busy browser may read many tokens at once. */
   speed() {
-    if (this.times.length < 2) return undefined;
-    const [[start, before], [end, all]] = [this.times[0], this.times.at(-1)];
-    return end > start ? (1000 * (all - before)) / (end - start) : undefined;
+    return this.newest && (1000 * this.ids.length) / (this.newest - this.began);
   }
 
   meanDepth() {
