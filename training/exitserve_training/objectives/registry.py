@@ -73,9 +73,14 @@ AnyObjective = Annotated[SerializeAsAny[ObjectiveOptions], PlainValidator(_parse
 def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: bool) -> None:
     """Raises `ValueError` if objectives contradict each other or the task."""
     names = [objective.name for objective in objectives]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"objective {name!r} is given twice; give each once")
+    for number, objective in enumerate(objectives):
+        if objective.name in names[:number] and (objective.is_main or objective.trains_head):
+            raise ValueError(f"objective {objective.name!r} is given twice; give it once")
+        if objective in objectives[:number]:
+            raise ValueError(
+                f"objective {objective.name!r} is given twice with the same options; give it once, "
+                f"or with other layers"
+            )
     trained = [objective for objective in objectives if objective.weight != 0.0]
     if not any(objective.is_enough for objective in trained):
         main = sorted(name for name, options in OBJECTIVES.items() if options.is_main)
