@@ -19,6 +19,7 @@ from tables import (
     Column,
     Measured,
     against,
+    along_table,
     along_training,
     at,
     at_depth,
@@ -49,6 +50,12 @@ OF_GPT2: list[Column] = [
     ("Spearman's rho", at("spearman"), ".2f"),
 ]
 GRID = ("simreg-grid", "plain")
+OF_EXITS: list[Column] = [
+    ("agreement, depth 1", at_depth("layers", "agreement", 1), ".3f"),
+    ("depth 3", at_depth("layers", "agreement", 3), ".3f"),
+    ("speedup at 0.95", at("speedup", "0.95"), ".2f"),
+    ("at 0.98", at("speedup", "0.98"), ".2f"),
+]
 
 
 def _last(run: Measured, step: str) -> dict[str, float]:
@@ -137,6 +144,8 @@ TABLES: dict[str, Callable[[], str]] = {
         ],
     ),
     "cost-vocabulary": _vocabularies,
+    "combined-steps": lambda: along_table("combined", DEEPEST, OF_EXITS, "steps"),
+    "combined-loss": lambda: along_table("combined", DEEPEST, OF_EXITS, "loss"),
 }
 
 LOSS = "held-out loss (nats)"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from exitserve.reporting.report import markdown_table
@@ -150,6 +151,44 @@ def against(study: str, baseline: tuple[str, str], columns: Sequence[Column]) ->
         )
     headers = ["", "held-out loss", f"less {baseline[1]}", f"steps to {baseline[1]}'s loss"]
     return markdown_table([*headers, *[header for header, _, _ in columns]], lines)
+
+
+def along_table(study: str, last_layer: int, columns: Sequence[Column], equal: str) -> str:
+    """The first variant's numbers, and how far others are from them, seed by seed.
+
+    Args:
+        study: of runs that were measured along training.
+        last_layer: whose loss is compared.
+        columns: what a line shows beside that loss, or beside the steps.
+        equal: `steps`: all at their end. `loss`: each where its loss is what the worst of its
+            seed ends with, between the measurements around it.
+    """
+    runs = runs_of(study)
+    names = variants(runs)
+    whole = [seed for seed in seeds(runs, names[0]) if all(f"{n}/{seed}" in runs for n in names)]
+    loss = at("layers", str(last_layer), "loss")
+    shown: Column = ("loss", loss, ".3f") if equal == "steps" else ("steps", at("step"), ".0f")
+
+    def found(variant: str, seed: str, of: Of) -> float:
+        along = {name: runs[f"{name}/{seed}"]["along"] for name in names}
+        own, end = along[variant], max(along[variant], key=int)
+        step = float(end)
+        if equal == "loss":
+            worst = max(loss(one[end]) for one in along.values())
+            step = steps_to({at_step: loss(one) for at_step, one in own.items()}, worst)
+        points = [of({"step": at_step, **one}) for at_step, one in own.items()]
+        return float(np.interp(step, [float(at_step) for at_step in own], points))
+
+    lines = []
+    for name in names:
+        cells = []
+        for _, of, form in (shown, *columns):
+            own = [found(name, seed, of) for seed in whole]
+            first = [found(names[0], seed, of) for seed in whole]
+            less = [one - other for one, other in zip(own, first, strict=True)]
+            cells.append(spread(own, form) if name == names[0] else spread(less, f"+{form}"))
+        lines.append([name, *cells])
+    return markdown_table(["", *[header for header, _, _ in (shown, *columns)]], lines)
 
 
 def curves(study: str, group: str, key: str, ylabel: str) -> Figure:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import OutputHead, layer_quality
+from exitserve_training.losses import layer_quality
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
@@ -115,11 +115,6 @@ class MultiExitForward:
         delattr(self.model, AUXILIARY)
 
     @property
-    def head(self) -> OutputHead:
-        """The shared norm and head."""
-        return self.parts.head
-
-    @property
     def _vocab_size(self) -> int:
         """V: tokens, or classes of a classifier."""
         config: Any = self.model.config
@@ -180,7 +175,7 @@ class MultiExitForward:
             hidden=hidden,
             labels=task_batch.labels,
             mask=task_batch.mask,
-            classifier=self.head,
+            classifier=self.parts.head,
             norm=self.parts.norm,
             embed=embedding,
             vocab_size=self._vocab_size,
@@ -192,7 +187,7 @@ class MultiExitForward:
         own = self.objectives.classifiers()
         found: Metrics = {}
         for layer in self.eval_layers:
-            head = own.get(layer, self.head)
+            head = own.get(layer, self.parts.head)
             loss, accuracy = layer_quality(batch.hidden[layer], head, batch.labels)
             found |= {f"loss_layer_{layer}": loss, f"accuracy_layer_{layer}": accuracy}
         return Quality(found, batch.labelled.sum(), self.objectives.measure(batch))
@@ -205,7 +200,7 @@ class MultiExitForward:
         if self._skipped is not None:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
             hidden = torch.where(self._skipped.skips(depth)[..., None], before, hidden)
-            self._skipped.freeze_confident(depth, hidden, self.head)
+            self._skipped.freeze_confident(depth, hidden, self.parts.head)
         if depth in self._wanted:
             self._captured[depth] = self.parts.predicting(hidden)
         if self._skipped is None:

@@ -18,7 +18,7 @@ from exitserve_training.objectives.objective import LossInputs, Metrics, Objecti
 from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 from exitserve_training.objectives.registry import OBJECTIVES
 from exitserve_training.objectives.simreg.options import SimRegOptions
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.recipe import load_recipe
 
 MakeRecipe = Callable[..., Path]
@@ -103,7 +103,7 @@ def example() -> tuple[BuildContext, LossInputs]:
 def test_every_name_builds_its_objective() -> None:
     context, _ = example()
     for name, options in OBJECTIVES.items():
-        built = build_objectives([options()], context)
+        built = Objectives([options()], context)
         (objective,) = built.members
         assert objective.name == name == options().name
         assert type(objective).__module__.startswith("exitserve_training.objectives.")
@@ -127,7 +127,7 @@ def test_several_layers_are_a_mean_and_an_objective_can_be_given_twice() -> None
     torch.testing.assert_close(found["exits"], torch.stack(each).mean())
     assert found["last"] == each[-1]
     chosen = [SimRegOptions(weight=0.5), SimRegOptions(weight=0.1, layers="exits")]
-    both = build_objectives([*chosen, NITPOptions(), NITPOptions(target_layer=2)], context)
+    both = Objectives([*chosen, NITPOptions(), NITPOptions(target_layer=2)], context)
     total, metrics = both(batch)
     losses = [metrics[f"{name}_loss{n}"] for name in ("simreg", "nitp") for n in ("", "_2")]
     assert losses[:2] == [found["last"], found["exits"]]

@@ -111,11 +111,3 @@ def _check_task(objective: ObjectiveOptions, is_classification: bool) -> None:
             raise ValueError(
                 f"objective {objective.name!r}: {field} is for classifiers; leave it out"
             )
-
-
-def check_layers(
-    objectives: Sequence[ObjectiveOptions], exit_layers: Sequence[int], num_layers: int
-) -> None:
-    """Raises `ExitServeError` if an objective names layers or weights that do not fit the model."""
-    for objective in objectives:
-        objective.layers_used(exit_layers, num_layers)

@@ -1,7 +1,7 @@
 """The weighted sum of a run's objectives, each logged by its name."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,12 +25,17 @@ class NonFiniteLossError(ExitServeError):
 class Objectives(nn.Module):
     """The weighted sum of objectives; what a run minimises."""
 
-    def __init__(self, parts: Iterable[Objective]) -> None:
-        """Takes the objectives in the order of the recipe."""
+    def __init__(self, chosen: Iterable[ObjectiveOptions], context: BuildContext) -> None:
+        """Builds the objectives in the order of the recipe.
+
+        Raises:
+            ExitServeError: a layer or a weight does not fit the model.
+        """
         super().__init__()
         # The attribute's name is part of the parameters' names in checkpoints.
         self.parts = nn.ModuleDict()
-        for part in parts:
+        for options in chosen:
+            part = options.build(context)
             earlier = sum(part.name == other.name for other in self.members)
             part.suffix = f"_{earlier + 1}" if earlier else ""
             self.parts[part.name + part.suffix] = part
@@ -101,15 +106,6 @@ class Objectives(nn.Module):
         for part in self.members:
             found |= part.classifiers()
         return found
-
-
-def build_objectives(chosen: Sequence[ObjectiveOptions], context: BuildContext) -> Objectives:
-    """Builds what a run minimises.
-
-    Raises:
-        ExitServeError: a layer or a weight does not fit the model.
-    """
-    return Objectives(options.build(context) for options in chosen)
 
 
 def _suffixed(found: Metrics, part: Objective) -> Metrics:
