@@ -48,16 +48,16 @@ def test_variants_are_compared_at_equal_steps_and_at_equal_loss(
 
     tables = script("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    runs = {"plain/0": along(5, 4), "other/0": along(4.5, 3.5), "plain/1": along(9, 9)}
+    runs = {"plain/0": along(5, 4), "other/0": along(4.5, 3.5), "worse/0": along(7, 6)}
     (tmp_path / "small.json").write_text(json.dumps({"runs": runs}), encoding="utf-8")
     columns = [("agreement", tables.at_depth("layers", "agreement", 1), ".2f")]
-    lines = {
-        equal: tables.along_table("small", 2, columns, equal).splitlines()[-1].split("|")[2:4]
-        for equal in ("steps", "loss")
-    }
-    # A seed that not all variants have is left out.
-    assert [one.strip() for one in lines["steps"]] == ["-0.500 ± 0.000", "-0.05 ± 0.00"]
-    assert [one.strip() for one in lines["loss"]] == ["-5 ± 0", "+0.00 ± 0.00"]
+    for equal, other, worse in (
+        ("steps", "-0.500 ± 0.000 -0.05 ± 0.00", "+2.000 ± 0.000 +0.20 ± 0.00"),
+        # Where plain ends; and where the worse one ends, which plain was before its first point.
+        ("loss", "-5 ± 0 +0.00 ± 0.00", "+10 ± 0 +0.10 ± 0.00"),
+    ):
+        lines = tables.along_table("small", 2, columns, equal).splitlines()[-2:]
+        assert [" ".join(line.replace("|", " ").split()[1:]) for line in lines] == [other, worse]
 
 
 def test_a_study_goes_on_where_it_stopped(

@@ -58,7 +58,7 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("objectives=[ce, {name: dispersion, layers: some}]", "'objectives.1.layers'"),
         ("objectives=[{name: aligned, weights: square}]", "'objectives.0.weights'"),
         ("objectives=[ce, ce]", "'ce' is given twice; give it once"),
-        ("objectives=[ce, simreg, simreg]", "twice with the same options; give it once, or with"),
+        ("objectives=[ce, simreg, simreg]", "twice; give it once, or with other layers"),
         ("objectives=[simreg]", "do not train the model for its task; add one of aligned, ce"),
         ("objectives=[{name: ce, weight: 0}]", "do not train the model"),
         ("objectives=[ce, aligned]", "both train the last layer"),

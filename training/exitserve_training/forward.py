@@ -114,12 +114,6 @@ class MultiExitForward:
             vars(self.model).pop("forward", None)
         delattr(self.model, AUXILIARY)
 
-    @property
-    def _vocab_size(self) -> int:
-        """V: tokens, or classes of a classifier."""
-        config: Any = self.model.config
-        return int(config.num_labels if self.parts.task == "class" else config.vocab_size)
-
     def _losses(self, request: ExitPass, **given: Any) -> tuple[Tensor, Metrics] | Quality:
         training = request.job == "train"
         self._captured, self._skipped = {}, None
@@ -168,6 +162,7 @@ class MultiExitForward:
     def _loss_inputs(
         self, step: int, hidden: dict[int, Tensor], task_batch: TaskBatch
     ) -> LossInputs:
+        config: Any = self.model.config
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
         return LossInputs(
@@ -178,7 +173,7 @@ class MultiExitForward:
             classifier=self.parts.head,
             norm=self.parts.norm,
             embed=embedding,
-            vocab_size=self._vocab_size,
+            vocab_size=config.num_labels if self.parts.task == "class" else config.vocab_size,
             depth=None if self._skipped is None else self._skipped.depth,
             inputs=task_batch.inputs,
         )

@@ -74,12 +74,11 @@ def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: 
     """Raises `ValueError` if objectives contradict each other or the task."""
     names = [objective.name for objective in objectives]
     for number, objective in enumerate(objectives):
-        if objective.name in names[:number] and (objective.is_main or objective.trains_head):
-            raise ValueError(f"objective {objective.name!r} is given twice; give it once")
-        if objective in objectives[:number]:
+        has_head = objective.is_main or objective.trains_head
+        if objective in objectives[:number] or (has_head and objective.name in names[:number]):
             raise ValueError(
-                f"objective {objective.name!r} is given twice with the same options; give it once, "
-                f"or with other layers"
+                f"objective {objective.name!r} is given twice; give it once"
+                f"{'' if has_head else ', or with other layers'}"
             )
     trained = [objective for objective in objectives if objective.weight != 0.0]
     if not any(objective.is_enough for objective in trained):
