@@ -117,7 +117,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-texts-loss": lambda: _by_depth("aligned-texts", "loss"),
     "aligned-images-accuracy": lambda: _by_depth("aligned-images", "accuracy"),
     "aligned-sentences-exits": lambda: exits_table("aligned-sentences", ("0.8",)),
-    "simreg-grid": lambda: against("simreg-grid", GRID, RANK),
+    "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
@@ -136,7 +136,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "headless-encoders",
         [
             ("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f"),
-            ("its loss", at("fine_tuned_loss"), ".3f"),
             ("seconds of pretraining", at("training_seconds"), ".0f"),
         ],
     ),
