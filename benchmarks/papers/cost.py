@@ -46,7 +46,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exitserve_training.forward import ExitPass, MultiExitForward
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
 from exitserve_training.skipping import SkipSampler
@@ -189,7 +189,7 @@ class Bench:
         parts = model_parts(self.model)
         if case.distilled and not any(Path(self.folder.name).iterdir()):
             self.model.save_pretrained(self.folder.name)
-        objectives = build_objectives(
+        objectives = Objectives(
             recipe.objectives,
             BuildContext(
                 exit_layers=case.exit_layers,

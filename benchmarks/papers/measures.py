@@ -12,7 +12,10 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from exitserve.calibration.outcomes import Piece
+from exitserve.calibration.scores import ExitScores, all_scores, read_exits
 from exitserve.checkpoint.decoder import capture_hidden
+from exitserve.reference import load_reference
 from exitserve_training.classification import evaluation as classification
 from exitserve_training.classification.inputs import batch_rows, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
@@ -69,6 +72,44 @@ def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Meas
         "spearman": round(rho, 4),
         "kendall": round(tau, 4),
     }
+
+
+def exits_of_texts(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
+    """By depth loss and agreement with the last layer; depth speedup at some agreements.
+
+    Keys and values are exact, and checks free.
+    """
+    data = load_inspection_data(InspectionSettings(str(folder), texts, rows=rows, length=256))
+    reference = load_reference(str(folder), criterion="max_prob")
+    windows = torch.cat([batch.inputs["input_ids"] for batch in data.batches]).tolist()
+    readings = [read_exits(reference, Piece(tuple(ids), 1, "text")) for ids in windows]
+    scores, last = all_scores(readings), reference.parts.num_layers
+    agreements = {layer: float(one.agrees.double().mean()) for layer, one in scores.items()}
+    return {
+        "layers": {
+            str(layer): {
+                "loss": round(float(torch.cat([one.nats[layer] for one in readings]).mean()), 5),
+                "agreement": round(agreements.get(layer, 1.0), 5),
+            }
+            for layer in sorted({*scores, last})
+        },
+        "speedup": {f"{least:g}": _speedup(scores, last, least) for least in (0.95, 0.98)},
+    }
+
+
+def _speedup(scores: Mapping[int, ExitScores], num_layers: int, least: float) -> float:
+    """The largest depth speedup that one threshold for all exits gives at an agreement."""
+    fastest = 1.0
+    for threshold in torch.linspace(0.0, 1.0, 201).tolist():
+        agrees = torch.ones_like(scores[min(scores)].agrees)
+        depth = torch.full(agrees.shape, num_layers)
+        for layer in sorted(scores, reverse=True):
+            leaves = scores[layer].confidence["max_prob"] > threshold
+            agrees = torch.where(leaves, scores[layer].agrees, agrees)
+            depth = torch.where(leaves, layer, depth)
+        if float(agrees.double().mean()) >= least:
+            fastest = max(fastest, num_layers / float(depth.double().mean()))
+    return round(fastest, 4)
 
 
 def look(

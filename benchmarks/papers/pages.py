@@ -19,6 +19,7 @@ from tables import (
     Column,
     Measured,
     against,
+    along_table,
     along_training,
     at,
     at_depth,
@@ -39,16 +40,20 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 DEEPEST = 5
 """Layers of the small decoder (decoders.py)."""
-STATES: list[Column] = [
-    ("mean cosine, last layer", at_depth("states", "mean_cosine", DEEPEST), ".2f"),
-    ("effective rank, last layer", at_depth("states", "effective_rank", DEEPEST), ".1f"),
+RANK: list[Column] = [
+    ("effective rank, last layer", at_depth("states", "effective_rank", DEEPEST), ".1f")
 ]
 OF_GPT2: list[Column] = [
     ("mean cosine, last layer", at_depth("states", "mean_cosine", 4), ".2f"),
     ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
-    ("Spearman's rho", at("spearman"), ".2f"),
 ]
 GRID = ("simreg-grid", "plain")
+OF_EXITS: list[Column] = [
+    ("agreement, depth 1", at_depth("layers", "agreement", 1), ".3f"),
+    ("depth 3", at_depth("layers", "agreement", 3), ".3f"),
+    ("speedup at 0.95", at("speedup", "0.95"), ".2f"),
+    ("at 0.98", at("speedup", "0.98"), ".2f"),
+]
 
 
 def _last(run: Measured, step: str) -> dict[str, float]:
@@ -104,18 +109,17 @@ def _heads_taught() -> str:
 
 
 def _by_depth(study: str, key: str) -> str:
-    """A measure of a study of aligned training, at each of its six depths."""
-    return by_depth_table(study, "layers", key, range(1, 7), ".3f")
+    """A measure of a study of aligned training, at most of its six depths."""
+    return by_depth_table(study, "layers", key, (1, 2, 3, 4, 6), ".3f")
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "aligned-texts-loss": lambda: _by_depth("aligned-texts", "loss"),
-    "aligned-sentences-accuracy": lambda: _by_depth("aligned-sentences", "accuracy"),
     "aligned-images-accuracy": lambda: _by_depth("aligned-images", "accuracy"),
-    "aligned-sentences-exits": lambda: exits_table("aligned-sentences", ("0.8", "0.9")),
-    "simreg-grid": lambda: against("simreg-grid", GRID, STATES),
-    "simreg-places": lambda: against("simreg-places", GRID, STATES),
-    "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), STATES),
+    "aligned-sentences-exits": lambda: exits_table("aligned-sentences", ("0.8",)),
+    "simreg-grid": lambda: against("simreg-grid", GRID, []),
+    "simreg-places": lambda: against("simreg-places", GRID, []),
+    "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
@@ -132,11 +136,12 @@ TABLES: dict[str, Callable[[], str]] = {
         "headless-encoders",
         [
             ("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f"),
-            ("its loss", at("fine_tuned_loss"), ".3f"),
             ("seconds of pretraining", at("training_seconds"), ".0f"),
         ],
     ),
     "cost-vocabulary": _vocabularies,
+    "combined-steps": lambda: along_table("combined", DEEPEST, OF_EXITS, "steps"),
+    "combined-loss": lambda: along_table("combined", DEEPEST, OF_EXITS, "loss"),
 }
 
 LOSS = "held-out loss (nats)"

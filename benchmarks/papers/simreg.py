@@ -41,7 +41,7 @@ def places(novels: list[str]) -> Study:
     """Where it acts, and on how many tokens at once."""
     variants: dict[str, list[Any]] = {"last layer": _with(**PLACED)}
     for layer in (1, 3):
-        variants[f"layer {layer}"] = _with(layer=layer, **PLACED)
+        variants[f"layer {layer}"] = _with(layers=[layer], **PLACED)
     variants["last layer, chunks of 64"] = _with(chunk_size=64, **PLACED)
     rates = {"plain, half the learning rate": 1.0e-3, "plain, twice the learning rate": 4.0e-3}
     variants |= {name: ["ce"] for name in rates}

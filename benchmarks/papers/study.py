@@ -27,7 +27,7 @@ from exitserve_training.recipe import parse_recipe
 
 RESULTS = Path(__file__).parents[2] / "docs" / "papers" / "results"
 PROBE_STEPS = 20
-SEEDS = (0, 1, 2)
+SEEDS = 3
 
 T = TypeVar("T")
 Measured = dict[str, Any]
@@ -118,9 +118,9 @@ def write_results(file: Path, runs: Mapping[str, Measured]) -> None:
     )
 
 
-def seeds_of(variants: Mapping[str, T]) -> Iterator[tuple[int, str, T]]:
+def seeds_of(variants: Mapping[str, T], seeds: int = SEEDS) -> Iterator[tuple[int, str, T]]:
     """Seed by seed, so that a study that was stopped has whole comparisons."""
-    for seed in SEEDS:
+    for seed in range(seeds):
         for variant, what in variants.items():
             yield seed, variant, what
 

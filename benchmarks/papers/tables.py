@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from exitserve.reporting.report import markdown_table
@@ -150,6 +151,54 @@ def against(study: str, baseline: tuple[str, str], columns: Sequence[Column]) ->
         )
     headers = ["", "held-out loss", f"less {baseline[1]}", f"steps to {baseline[1]}'s loss"]
     return markdown_table([*headers, *[header for header, _, _ in columns]], lines)
+
+
+def along_table(study: str, last_layer: int, columns: Sequence[Column], equal: str) -> str:
+    """The first variant's numbers at its end, and how far others are from it, seed by seed.
+
+    Args:
+        study: of runs that were measured along training.
+        last_layer: whose loss is compared.
+        columns: what a line shows beside that loss, or beside the steps.
+        equal: `steps`: at the end of both. `loss`: where both have the loss with which the worse
+            of the two ends, between the measurements around it.
+    """
+    runs = runs_of(study)
+    first, *others = variants(runs)
+    loss = at("layers", str(last_layer), "loss")
+    shown: Column = ("loss", loss, ".3f") if equal == "steps" else ("steps", at("step"), ".0f")
+
+    def less(variant: str, seed: str, of: Of) -> float:
+        pair = [runs[f"{one}/{seed}"]["along"] for one in (variant, first)]
+        worse = max(loss(_last(along)) for along in pair)
+        own, other = (_number_at(along, of, loss, worse, equal) for along in pair)
+        return own - other
+
+    firsts = [_last(run["along"]) for run in seeds(runs, first).values()]
+    every = [shown, *columns]
+    lines = [[first, *[spread([of(one) for one in firsts], form) for _, of, form in every]]]
+    for name in others:
+        shared = [seed for seed in seeds(runs, name) if f"{first}/{seed}" in runs]
+        cells = [
+            spread([less(name, one, of) for one in shared], f"+{form}") for _, of, form in every
+        ]
+        lines.append([name, *cells])
+    return markdown_table(["", *[header for header, _, _ in every]], lines)
+
+
+def _last(along: Mapping[str, Measured]) -> Measured:
+    """What was measured of a run at its end, with the step."""
+    step = max(along, key=int)
+    return {"step": step, **along[step]}
+
+
+def _number_at(along: Mapping[str, Measured], of: Of, loss: Of, value: float, equal: str) -> float:
+    """A number of a run at its end, or where its loss comes to a value."""
+    if equal == "steps":
+        return of(_last(along))
+    step = steps_to({one: loss(measured) for one, measured in along.items()}, value)
+    points = [of({"step": one, **measured}) for one, measured in along.items()]
+    return float(np.interp(step, [float(one) for one in along], points))
 
 
 def curves(study: str, group: str, key: str, ylabel: str) -> Figure:

@@ -20,7 +20,7 @@ from exitserve_training.objectives.aligned.options import AlignedOptions
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.registry import AnyObjective
-from exitserve_training.objectives.weighted_sum import Objectives, build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import ExitAware
 from exitserve_training.skipping import SkippedPositions, SkipSampler
@@ -265,16 +265,8 @@ def wrap() -> Callable[..., Any]:
         model: Any, *objectives: AnyObjective, skipping: Any = None, balance: Any = None
     ) -> MultiExitForward:
         parts = model_parts(model)
-        built = build_objectives(
-            objectives or [AlignedOptions(alternate=False)],
-            BuildContext(
-                exit_layers=EXITS,
-                num_layers=NUM_LAYERS,
-                hidden_size=model.config.hidden_size,
-                head=parts.head,
-                seed=0,
-            ),
-        )
+        context = BuildContext(EXITS, NUM_LAYERS, model.config.hidden_size, parts.head, seed=0)
+        built = Objectives(objectives or [AlignedOptions(alternate=False)], context)
         layers = (*EXITS, NUM_LAYERS)
         return MultiExitForward(model, parts, built, layers, skipping, balance=balance)
 

@@ -18,7 +18,7 @@ from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.objectives.aligned.options import AlignedOptions, CrossEntropyOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.registry import AnyObjective
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.tasks import MaskedToken
 
@@ -104,16 +104,7 @@ def bert(**changes: Any) -> Any:
 
 def wrap(model: Any, objective: AnyObjective, skipping: Any = None) -> MultiExitForward:
     parts = model_parts(model)
-    objectives = build_objectives(
-        [objective],
-        BuildContext(
-            exit_layers=EXITS,
-            num_layers=NUM_LAYERS,
-            hidden_size=32,
-            head=parts.head,
-            seed=0,
-        ),
-    )
+    objectives = Objectives([objective], BuildContext(EXITS, NUM_LAYERS, 32, parts.head, seed=0))
     return MultiExitForward(model, parts, objectives, DEPTHS, skipping, MaskedToken(masking()))
 
 

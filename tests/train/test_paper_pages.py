@@ -38,6 +38,28 @@ def test_tables_are_those_of_the_results(page: Path, pages: ModuleType) -> None:
             assert (page.parent / line.split("(")[1].rstrip(")")).is_file(), line
 
 
+def test_variants_are_compared_at_equal_steps_and_at_equal_loss(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def along(*losses: float) -> dict[str, Any]:
+        """Of the last of two layers, measured after 10, 20, ... steps."""
+        layers = [{"1": {"agreement": loss / 10}, "2": {"loss": loss}} for loss in losses]
+        return {"along": {str(10 * at): {"layers": one} for at, one in enumerate(layers, start=1)}}
+
+    tables = script("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    runs = {"plain/0": along(5, 4), "other/0": along(4.5, 3.5), "worse/0": along(7, 6)}
+    (tmp_path / "small.json").write_text(json.dumps({"runs": runs}), encoding="utf-8")
+    columns = [("agreement", tables.at_depth("layers", "agreement", 1), ".2f")]
+    for equal, other, worse in (
+        ("steps", "-0.500 ± 0.000 -0.05 ± 0.00", "+2.000 ± 0.000 +0.20 ± 0.00"),
+        # Where plain ends; and where the worse one ends, which plain was before its first point.
+        ("loss", "-5 ± 0 +0.00 ± 0.00", "+10 ± 0 +0.10 ± 0.00"),
+    ):
+        lines = tables.along_table("small", 2, columns, equal).splitlines()[-2:]
+        assert [" ".join(line.replace("|", " ").split()[1:]) for line in lines] == [other, worse]
+
+
 def test_a_study_goes_on_where_it_stopped(
     script: Callable[[str], ModuleType],
     text_file: Path,
@@ -56,6 +78,9 @@ def test_a_study_goes_on_where_it_stopped(
         states = measures.spread_of_states(folder, [str(text_file)], rows=2)["states"]
         assert list(states) == ["1", "2"]
         assert all(1.0 <= one["effective_rank"] <= 32.0 for one in states.values())
+        exits = measures.exits_of_texts(folder, [str(text_file)], rows=2)
+        assert 0.0 <= exits["layers"]["1"]["agreement"] <= exits["layers"]["2"]["agreement"] == 1.0
+        assert 2.0 >= exits["speedup"]["0.95"] >= exits["speedup"]["0.98"] >= 1.0
         return {"kept": len(measured)}
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

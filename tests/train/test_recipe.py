@@ -13,6 +13,7 @@ import yaml
 
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
+from exitserve_training.models import build_config
 from exitserve_training.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").rglob("*.yaml"))
@@ -21,8 +22,16 @@ Train = Callable[..., int]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_committed_recipes_are_valid(path: Path) -> None:
-    assert load_recipe(path).output_dir.startswith("runs/")
+def test_committed_recipes_can_start_and_bound_their_data(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.output_dir.startswith("runs/")
+    data = recipe.data
+    if data.dataset is not None and data.format == "text":
+        assert data.order == "source", "a corpus is read as a stream"
+    if path.parent.name == "papers":
+        assert data.max_bytes or data.max_rows
+    if recipe.config is not None:
+        build_config(recipe.config)
 
 
 def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
@@ -57,7 +66,8 @@ def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
         ("objectives=[ce, {name: simreg, weight: lots}]", "'objectives.1.weight'"),
         ("objectives=[ce, {name: dispersion, layers: some}]", "'objectives.1.layers'"),
         ("objectives=[{name: aligned, weights: square}]", "'objectives.0.weights'"),
-        ("objectives=[ce, ce]", "'ce' is given twice"),
+        ("objectives=[ce, ce]", "'ce' is given twice; give it once"),
+        ("objectives=[ce, simreg, simreg]", "twice; give it once, or with other layers"),
         ("objectives=[simreg]", "do not train the model for its task; add one of aligned, ce"),
         ("objectives=[{name: ce, weight: 0}]", "do not train the model"),
         ("objectives=[ce, aligned]", "both train the last layer"),
@@ -183,7 +193,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("config.architecture=lama", "not supported; allowed: .* Did you mean 'llama'"),
         ("exit_layers=[4, 9]", "exit layer 9 is out of range: the model has 4 layers"),
         ("objectives=[{name: aligned, layers: [9]}]", "'aligned': layer 9 is out of range"),
-        ("objectives=[ce, {name: simreg, layer: 5}]", "'simreg': layer 5 is out of range"),
+        ("objectives=[ce, {name: simreg, layers: [5]}]", "'simreg': layer 5 is out of range"),
         ("objectives=[ce, {name: nitp, target_layer: 0}]", "'nitp': layer 0 is out of range"),
         ("objectives=[ce, {name: dispersion, layers: []}]", "layers is empty"),
         ("objectives=[{name: aligned, weights: [1, 2]}]", r"weights has 2 numbers.*\[1, 2, 4\]"),

@@ -40,6 +40,7 @@ EVERYTHING: dict[str, Any] = {
         {"name": "simcse", "weight": 0.1},
         {"name": "dispersion", "weight": 0.05, "layers": [2, 4]},
         {"name": "nitp", "weight": 0.2},
+        {"name": "nitp", "weight": 0.1, "target_layer": 2},
     ],
     "exit_aware": {"share": 0.75, "thresholds": [0.01, 0.1]},
     "bf16": True,

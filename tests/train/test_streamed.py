@@ -1,9 +1,10 @@
 """Documents in their source's order: what is packed, what is held out, and how much memory."""
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_a_text_file_has_the_tokens_of_the_whole(
     tokens = [token for side in sides.values() for row in side["input_ids"] for token in row]
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokens[: len(whole)] == whole[: len(tokens)]
+
+
+def test_reading_ends_at_max_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        column_names = None
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            return itertools.repeat({"text": "a" * 90})
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Endless())
+    recipe = DataRecipe(dataset="crawl", order="source", max_bytes=1000)
+    assert sum(len(document.text) for document in ordered_documents(recipe)) == 990
 
 
 @pytest.mark.parametrize(

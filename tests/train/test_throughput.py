@@ -16,7 +16,7 @@ from exitserve_training import throughput
 from exitserve_training.arguments import training_arguments
 from exitserve_training.forward import ExitPass, MultiExitForward
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import Recipe, parse_recipe
 
@@ -91,9 +91,7 @@ def test_products_are_those_of_a_step(
         lambda self, _model: self.teacher and str(tmp_path),
     )
     parts = model_parts(model)
-    built = build_objectives(
-        recipe.objectives, BuildContext([2, 4], LAYERS, 128, parts.head, seed=0)
-    )
+    built = Objectives(recipe.objectives, BuildContext([2, 4], LAYERS, 128, parts.head, seed=0))
     forward = MultiExitForward(model, parts, built, (LAYERS,))
     ids = torch.randint(700, (2, 64))
     steps = 2

@@ -25,7 +25,7 @@ from exitserve_training import commands
 from exitserve_training.forward import ExitPass, MultiExitForward
 from exitserve_training.objectives import weighted_sum
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import parse_recipe
 from exitserve_training.skipping import SkipSampler
@@ -112,16 +112,7 @@ def tiny(tied: bool) -> tuple[Any, MultiExitForward]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parts = model_parts(model)
     exits = (1, 2, 3)
-    objectives = build_objectives(
-        recipe.objectives,
-        BuildContext(
-            exit_layers=exits,
-            num_layers=4,
-            hidden_size=32,
-            head=parts.head,
-            seed=0,
-        ),
-    )
+    objectives = Objectives(recipe.objectives, BuildContext(exits, 4, 32, parts.head, seed=0))
     assert recipe.exit_aware is not None
     skipping = SkipSampler(recipe.exit_aware, exits, 4, 0)
     forward = MultiExitForward(model, parts, objectives, (*exits, 4), skipping)

@@ -22,7 +22,7 @@ from exitserve_training.losses.head_losses import chunk_size
 from exitserve_training.models import build_config, build_model
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.preparation import TrainingSetup, training_setup
 from exitserve_training.recipe import Recipe
@@ -164,7 +164,7 @@ def _objective_parameters(
     )
     # A teacher would be loaded, and is counted by itself.
     chosen = [o for o in recipe.objectives if not isinstance(o, KLToLastOptions)]
-    return sum(p.numel() for p in build_objectives(chosen, context).parameters())
+    return sum(p.numel() for p in Objectives(chosen, context).parameters())
 
 
 def _kept_per_token(config: Any, parts: ModelParts, checkpointed: bool) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import OutputHead
 from exitserve_training.losses.aligned import Predictions, predictions
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
@@ -118,17 +117,6 @@ class MultiExitForward:
             vars(self.model).pop("forward", None)
         delattr(self.model, AUXILIARY)
 
-    @property
-    def head(self) -> OutputHead:
-        """The shared norm and head."""
-        return self.parts.head
-
-    @property
-    def _vocab_size(self) -> int:
-        """V: tokens, or classes of a classifier."""
-        config: Any = self.model.config
-        return int(config.num_labels if self.parts.task == "class" else config.vocab_size)
-
     def _losses(self, request: ExitPass, **given: Any) -> tuple[Tensor, Metrics] | Quality:
         training = request.job == "train"
         self._captured, self._skipped = {}, None
@@ -177,6 +165,7 @@ class MultiExitForward:
     def _loss_inputs(
         self, step: int, hidden: dict[int, Tensor], task_batch: TaskBatch
     ) -> LossInputs:
+        config: Any = self.model.config
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
         return LossInputs(
@@ -184,10 +173,10 @@ class MultiExitForward:
             hidden=hidden,
             labels=task_batch.labels,
             mask=task_batch.mask,
-            classifier=self.head,
+            classifier=self.parts.head,
             norm=self.parts.norm,
             embed=embedding,
-            vocab_size=self._vocab_size,
+            vocab_size=config.num_labels if self.parts.task == "class" else config.vocab_size,
             depth=None if self._skipped is None else self._skipped.depth,
             inputs=task_batch.inputs,
         )
@@ -198,7 +187,7 @@ class MultiExitForward:
         found: Metrics = {}
         said: dict[int, Predictions] = {}
         for layer in self.eval_layers:
-            head = own.get(layer, self.head)
+            head = own.get(layer, self.parts.head)
             said[layer] = one = predictions(batch.hidden[layer], head, batch.labels)
             found[f"loss_layer_{layer}"] = one.nats.sum() / tokens.clamp(min=1)
             found[f"accuracy_layer_{layer}"] = one.right.sum() / tokens.clamp(min=1)
@@ -214,7 +203,7 @@ class MultiExitForward:
         if self._skipped is not None:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
             hidden = torch.where(self._skipped.skips(depth)[..., None], before, hidden)
-            self._skipped.freeze_confident(depth, hidden, self.head)
+            self._skipped.freeze_confident(depth, hidden, self.parts.head)
         if depth in self._wanted:
             self._captured[depth] = self.parts.predicting(hidden)
         if self._skipped is None:

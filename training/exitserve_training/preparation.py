@@ -45,7 +45,6 @@ from exitserve_training.models import (
     task_for,
 )
 from exitserve_training.objectives.aligned.options import KLToLastOptions
-from exitserve_training.objectives.registry import check_layers
 from exitserve_training.optimizers import check_kahan
 from exitserve_training.packing import fingerprint, load_packed, save_packed
 from exitserve_training.parts import Task
@@ -102,7 +101,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
     layers = counted_layers(num_layers, chosen)[:-1]
     exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
-    check_layers(recipe.objectives, layers, num_layers)
+    for options in recipe.objectives:
+        options.layers_used(layers, num_layers)  # raises where it does not fit
     if recipe.lora is not None:
         with torch.device("meta"):
             with_adapters(build_model(config, task), recipe.lora)

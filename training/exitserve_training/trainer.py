@@ -24,11 +24,7 @@ from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.models import freeze_head
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.weighted_sum import (
-    NonFiniteLossError,
-    Objectives,
-    build_objectives,
-)
+from exitserve_training.objectives.weighted_sum import NonFiniteLossError, Objectives
 from exitserve_training.optimizers import kahan_adamw, muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
@@ -117,7 +113,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             bf16=recipe.bf16,
             compile_layers=recipe.compile_layers,
         )
-        return build_objectives(recipe.objectives, context)
+        return Objectives(recipe.objectives, context)
 
     def save_result(self, output_dir: str, dtype: torch.dtype | None = None) -> None:
         """Saves the trained model as an ordinary checkpoint, adapters merged into it, in `dtype`

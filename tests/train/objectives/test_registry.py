@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from exitserve.errors import ExitServeError
 from exitserve_training.losses import OutputHead
+from exitserve_training.objectives.nitp.options import NITPOptions
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext, ObjectiveOptions
 from exitserve_training.objectives.registry import OBJECTIVES
-from exitserve_training.objectives.weighted_sum import build_objectives
+from exitserve_training.objectives.simreg.options import SimRegOptions
+from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.recipe import load_recipe
 
 MakeRecipe = Callable[..., Path]
@@ -77,38 +79,59 @@ def test_a_new_objective_is_one_entry(
     assert report["metrics"]["toy_loss"] > 0.0
 
 
-def test_every_name_builds_its_objective() -> None:
+LAYERS, WIDTH, VOCAB = 4, 8, 16
+
+
+def example() -> tuple[BuildContext, LossInputs]:
+    """What objectives are built for, and a batch of random states."""
     torch.manual_seed(0)
-    head = OutputHead(nn.LayerNorm(8), nn.Linear(8, 16))
-    context = BuildContext((1, 2), num_layers=4, hidden_size=8, head=head, seed=0)
+    head = OutputHead(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+    states = {d: torch.randn(2, 6, WIDTH, requires_grad=True) for d in range(1, LAYERS + 1)}
+    batch = LossInputs(
+        step=0,
+        hidden=states,
+        labels=torch.randint(0, VOCAB, (2, 6)),
+        mask=torch.ones(2, 6, dtype=torch.bool),
+        classifier=head,
+        norm=head.norm,
+        embed=nn.Embedding(VOCAB, WIDTH),
+        vocab_size=VOCAB,
+    )
+    return BuildContext((1, 2), LAYERS, WIDTH, head, seed=0), batch
+
+
+def test_every_name_builds_its_objective() -> None:
+    context, _ = example()
     for name, options in OBJECTIVES.items():
-        built = build_objectives([options()], context)
+        built = Objectives([options()], context)
         (objective,) = built.members
         assert objective.name == name == options().name
         assert type(objective).__module__.startswith("exitserve_training.objectives.")
-        assert set(objective.layers(0)) == set(options().layers_used((1, 2), 4))
+        assert set(objective.layers(0)) == set(options().layers_used((1, 2), LAYERS))
 
 
 def test_the_head_is_trained_as_the_options_say() -> None:
     """`trains_head` holds for each objective: the trainer freezes the head where none does."""
-    vocab, width, layers = 16, 8, 4
-    labels = torch.randint(0, vocab, (2, 6), generator=torch.Generator().manual_seed(0))
-    embedding = nn.Embedding(vocab, width)
     for name, options in OBJECTIVES.items():
-        torch.manual_seed(0)
-        head = OutputHead(nn.LayerNorm(width), nn.Linear(width, vocab))
-        context = BuildContext((1, 2), layers, width, head, seed=0)
-        hidden = {d: torch.randn(2, 6, width, requires_grad=True) for d in range(1, layers + 1)}
-        batch = LossInputs(
-            step=0,
-            hidden=hidden,
-            labels=labels,
-            mask=torch.ones(2, 6, dtype=torch.bool),
-            classifier=head,
-            norm=head.norm,
-            embed=embedding,
-            vocab_size=vocab,
-        )
+        context, batch = example()
         options().build(context)(batch)[0].backward()
-        reached = head.linear.weight.grad is not None
+        reached = batch.classifier.linear.weight.grad is not None
         assert reached == options.trains_head, name
+
+
+def test_several_layers_are_a_mean_and_an_objective_can_be_given_twice() -> None:
+    context, batch = example()
+    at = {one: SimRegOptions(layers=one).build(context) for one in ("last", "exits")}
+    each = [SimRegOptions(layers=[layer]).build(context)(batch)[0] for layer in (1, 2, 4)]
+    found = {one: objective(batch)[0] for one, objective in at.items()}
+    torch.testing.assert_close(found["exits"], torch.stack(each).mean())
+    assert found["last"] == each[-1]
+    chosen = [SimRegOptions(weight=0.5), SimRegOptions(weight=0.1, layers="exits")]
+    both = Objectives([*chosen, NITPOptions(), NITPOptions(target_layer=2)], context)
+    total, metrics = both(batch)
+    losses = [metrics[f"{name}_loss{n}"] for name in ("simreg", "nitp") for n in ("", "_2")]
+    assert losses[:2] == [found["last"], found["exits"]]
+    torch.testing.assert_close(total, 0.5 * losses[0] + 0.1 * losses[1] + losses[2] + losses[3])
+    parameters = {name.rpartition(".projector.")[0] for name, _ in both.named_parameters()}
+    assert parameters == {"parts.nitp", "parts.nitp_2"}
+    assert {"simreg_loss_2", "effective_rank_2"} <= set(both.train(False).measure(batch))

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
+from exitserve_training import losses
 from exitserve_training.losses import OutputHead
 from exitserve_training.losses.head import Classifier
 from exitserve_training.losses.tokens import IGNORED
@@ -66,6 +68,8 @@ class Objective(nn.Module, ABC):
 
     in_evaluation = True
     """Whether evaluation reports it; the per-layer cross-entropies are reported anyway."""
+    suffix = ""
+    """Of its metrics' names: `_2` of the second objective of a name."""
 
     def __init__(self, options: ObjectiveOptions, context: BuildContext) -> None:
         """Takes what the recipe says of it, and what it is built for."""
@@ -85,3 +89,22 @@ class Objective(nn.Module, ABC):
     def classifiers(self) -> Mapping[int, Classifier]:
         """Heads by depth, where evaluation must not use the shared one."""
         return {}
+
+
+class MeanOfLayers(Objective):
+    """The mean over layers of the function of `losses` of the objective's name."""
+
+    def __init__(self, options: ObjectiveOptions, context: BuildContext) -> None:
+        """See `Objective`."""
+        super().__init__(options, context)
+        self.function: Callable[..., Tensor] = getattr(losses, self.name)
+        self.arguments = options.loss_arguments()
+
+    @abstractmethod
+    def of_layer(self, batch: LossInputs, layer: int) -> Tensor:
+        """The loss of one layer (scalar)."""
+
+    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
+        """See `Objective`."""
+        loss = torch.stack([self.of_layer(batch, layer) for layer in self.chosen]).mean()
+        return loss, {f"{self.name}_loss": loss.detach()}

@@ -84,7 +84,7 @@ class ObjectiveOptions(Strict):
 
     def loss_arguments(self) -> dict[str, Any]:
         """The loss's own options."""
-        return self.model_dump(exclude={"name", "weight", "layer", "layers"})
+        return self.model_dump(exclude={"name", "weight", "layers"})
 
     def build(self, context: BuildContext) -> Objective:
         """The objective itself; its module is imported here, because it imports torch."""
@@ -114,3 +114,14 @@ class ObjectiveOptions(Strict):
                 f"{num_layers} layers, so choose from 1..{num_layers}."
             )
         return layer
+
+
+class SeveralLayersOptions(ObjectiveOptions):
+    """Of a loss that is the mean over layers."""
+
+    layers: Layers
+    """The loss is the mean over these layers."""
+
+    def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+        """See `ObjectiveOptions`."""
+        return self._depths(self.layers, exit_layers, num_layers)

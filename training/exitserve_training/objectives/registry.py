@@ -80,9 +80,13 @@ AnyObjective = Annotated[
 def check_objectives(objectives: Sequence[ObjectiveOptions], is_classification: bool) -> None:
     """Raises `ValueError` if objectives contradict each other or the task."""
     names = [objective.name for objective in objectives]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"objective {name!r} is given twice; give each once")
+    for number, objective in enumerate(objectives):
+        has_head = objective.is_main or objective.trains_head
+        if objective in objectives[:number] or (has_head and objective.name in names[:number]):
+            raise ValueError(
+                f"objective {objective.name!r} is given twice; give it once"
+                f"{'' if has_head else ', or with other layers'}"
+            )
     trained = [objective for objective in objectives if objective.weight != 0.0]
     if not any(objective.is_enough for objective in trained):
         main = sorted(name for name, options in OBJECTIVES.items() if options.is_main)
@@ -113,11 +117,3 @@ def _check_task(objective: ObjectiveOptions, is_classification: bool) -> None:
             raise ValueError(
                 f"objective {objective.name!r}: {field} is for classifiers; leave it out"
             )
-
-
-def check_layers(
-    objectives: Sequence[ObjectiveOptions], exit_layers: Sequence[int], num_layers: int
-) -> None:
-    """Raises `ExitServeError` if an objective names layers or weights that do not fit the model."""
-    for objective in objectives:
-        objective.layers_used(exit_layers, num_layers)

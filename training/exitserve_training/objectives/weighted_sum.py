@@ -1,7 +1,7 @@
 """The weighted sum of a run's objectives, each logged by its name."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,11 +25,20 @@ class NonFiniteLossError(ExitServeError):
 class Objectives(nn.Module):
     """The weighted sum of objectives; what a run minimises."""
 
-    def __init__(self, parts: Iterable[Objective]) -> None:
-        """Takes the objectives in the order of the recipe."""
+    def __init__(self, chosen: Iterable[ObjectiveOptions], context: BuildContext) -> None:
+        """Builds the objectives in the order of the recipe.
+
+        Raises:
+            ExitServeError: a layer or a weight does not fit the model.
+        """
         super().__init__()
         # The attribute's name is part of the parameters' names in checkpoints.
-        self.parts = nn.ModuleDict({part.name: part for part in parts})
+        self.parts = nn.ModuleDict()
+        for options in chosen:
+            part = options.build(context)
+            earlier = sum(part.name == other.name for other in self.members)
+            part.suffix = f"_{earlier + 1}" if earlier else ""
+            self.parts[part.name + part.suffix] = part
         for part in self.members:
             if part.weight == 0.0:
                 # Measured only: data parallelism must not wait for its gradients.
@@ -46,6 +55,8 @@ class Objectives(nn.Module):
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """Returns the weighted sum and all parts' metrics, each loss as `<name>_loss`.
+
+        The second of a name adds `_2` to the names of its metrics.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite; names the objective.
@@ -67,8 +78,8 @@ class Objectives(nn.Module):
                 loss, found = part(batch)
             if part.weight != 0.0:
                 total = total + part.weight * loss
-            metrics |= found
-            losses[part.name] = loss.detach()
+            metrics |= _suffixed(found, part)
+            losses[part.name + part.suffix] = loss.detach()
         _check_finite(losses)
         return total, metrics
 
@@ -81,7 +92,7 @@ class Objectives(nn.Module):
                 continue
             # States that are not finite have no singular values; the cross-entropies show them.
             with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-                metrics |= part(batch)[1]
+                metrics |= _suffixed(part(batch)[1], part)
         return metrics
 
     def measured_layers(self, step: int) -> set[int]:
@@ -97,13 +108,8 @@ class Objectives(nn.Module):
         return found
 
 
-def build_objectives(chosen: Sequence[ObjectiveOptions], context: BuildContext) -> Objectives:
-    """Builds what a run minimises.
-
-    Raises:
-        ExitServeError: a layer or a weight does not fit the model.
-    """
-    return Objectives(options.build(context) for options in chosen)
+def _suffixed(found: Metrics, part: Objective) -> Metrics:
+    return {name + part.suffix: value for name, value in found.items()}
 
 
 def _check_finite(losses: Mapping[str, Tensor]) -> None:

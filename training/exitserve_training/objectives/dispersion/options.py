@@ -1,36 +1,30 @@
 """Options of the dispersion loss and of its alternatives. Imports no torch."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from exitserve_training.objectives.options import Layers, ObjectiveOptions
+from exitserve_training.objectives.options import Layers, SeveralLayersOptions
 
 
-class SeveralLayersOptions(ObjectiveOptions):
-    """Of a loss that is the mean over layers."""
+class SpreadOptions(SeveralLayersOptions):
+    """Of a loss that spreads the states of a sequence."""
 
-    implementation = "exitserve_training.objectives.dispersion.objective:SeveralLayers"
+    implementation = "exitserve_training.objectives.dispersion.objective:Spread"
 
     weight: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """The paper's lambda."""
     layers: Layers = "all"
-    """The loss is the mean over these layers."""
-
-    def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-        """See `ObjectiveOptions`."""
-        return self._depths(self.layers, exit_layers, num_layers)
 
 
-class DispersionOptions(SeveralLayersOptions):
+class DispersionOptions(SpreadOptions):
     """States of a sequence spread on the sphere (dispersion loss, table 1, row 1)."""
 
     name: Literal["dispersion"] = "dispersion"
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
 
 
-class DecorrelationOptions(SeveralLayersOptions):
+class DecorrelationOptions(SpreadOptions):
     """States of a sequence decorrelated (table 1, row 2)."""
 
     name: Literal["decorrelation"] = "decorrelation"
@@ -38,7 +32,7 @@ class DecorrelationOptions(SeveralLayersOptions):
     """`tokens` is what the table prints, `features` what the paper's text says."""
 
 
-class L2RepelOptions(SeveralLayersOptions):
+class L2RepelOptions(SpreadOptions):
     """States pushed apart in Euclidean distance (table 1, row 3)."""
 
     name: Literal["l2_repel"] = "l2_repel"
@@ -48,7 +42,7 @@ class L2RepelOptions(SeveralLayersOptions):
     """Each token is paired with itself too, which bounds the loss from below."""
 
 
-class OrthogonalizationOptions(SeveralLayersOptions):
+class OrthogonalizationOptions(SpreadOptions):
     """Cosines above a margin pushed down (table 1, row 4)."""
 
     name: Literal["orthogonalization"] = "orthogonalization"

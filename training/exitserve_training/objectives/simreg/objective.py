@@ -1,4 +1,4 @@
-"""SimReg (eq. 3) and its baselines on one layer, the last by default (section 5.3).
+"""SimReg (eq. 3) and its baselines, on the last layer by default (section 5.3).
 
 Added to a main loss.
 """
@@ -6,32 +6,27 @@ Added to a main loss.
 from torch import Tensor
 from torch.nn import functional
 
-from exitserve_training import losses
-from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
+from exitserve_training.objectives.objective import LossInputs, MeanOfLayers
 from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.simreg.options import OneLayerOptions
+from exitserve_training.objectives.simreg.options import ContrastOptions
 
 
-class OneLayer(Objective):
-    """The function of `losses` of the objective's name, of one layer's states and the next tokens.
+class Contrast(MeanOfLayers):
+    """Of each layer's states and the next tokens.
 
     States are taken behind the final norm, as the LM head reads them. A loss of two views has the
     states under dropout as the second; no second pass is made.
     """
 
-    def __init__(self, options: OneLayerOptions, context: BuildContext) -> None:
+    def __init__(self, options: ContrastOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        (self.layer,) = self.chosen
-        self.arguments = options.loss_arguments()
         self.dropout: float | None = self.arguments.pop("dropout", None)
 
-    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
-        """See `Objective`."""
-        states = batch.norm(batch.hidden[self.layer])
+    def of_layer(self, batch: LossInputs, layer: int) -> Tensor:
+        """See `MeanOfLayers`."""
+        states = batch.norm(batch.hidden[layer])
         views = {}
         if self.dropout is not None:
             views["views"] = functional.dropout(states, self.dropout, self.training)
-        loss: Tensor = getattr(losses, self.name)(
-            states, batch.labels, mask=batch.reached(self.layer), **views, **self.arguments
-        )
-        return loss, {f"{self.name}_loss": loss.detach()}
+        mask = batch.reached(layer)
+        return self.function(states, batch.labels, mask=mask, **views, **self.arguments)

@@ -1,27 +1,22 @@
 """Options of SimReg and of its baselines. Imports no torch."""
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from exitserve_training.objectives.options import ObjectiveOptions
+from exitserve_training.objectives.options import Layers, SeveralLayersOptions
 
 
-class OneLayerOptions(ObjectiveOptions):
-    """Of a loss of one layer's states."""
+class ContrastOptions(SeveralLayersOptions):
+    """Of a loss that compares the states of tokens by their next tokens."""
 
-    implementation = "exitserve_training.objectives.simreg.objective:OneLayer"
+    implementation = "exitserve_training.objectives.simreg.objective:Contrast"
 
-    layer: Literal["last"] | int = "last"
-
-    def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-        """See `ObjectiveOptions`."""
-        return (num_layers if self.layer == "last" else self._depth(self.layer, num_layers),)
+    layers: Layers = "last"
 
 
-class SimRegOptions(OneLayerOptions):
+class SimRegOptions(ContrastOptions):
     """Tokens with the same next token drawn together, others pushed apart (SimReg, eq. 3)."""
 
     name: Literal["simreg"] = "simreg"
@@ -36,7 +31,7 @@ class SimRegOptions(OneLayerOptions):
         return 10.0 * math.sqrt(hidden_size / 1024) if self.weight == "auto" else self.weight
 
 
-class SimCSEOptions(OneLayerOptions):
+class SimCSEOptions(ContrastOptions):
     """The baseline SimCSE, adapted to pretraining (table 1)."""
 
     name: Literal["simcse"] = "simcse"
@@ -45,21 +40,21 @@ class SimCSEOptions(OneLayerOptions):
     """Of the second view of a state."""
 
 
-class CPretrainOptions(OneLayerOptions):
+class CPretrainOptions(ContrastOptions):
     """The baseline CPretrain (table 1)."""
 
     name: Literal["cpretrain"] = "cpretrain"
     temperature: float = Field(default=0.07, ge=1e-6, allow_inf_nan=False)
 
 
-class CRegOptions(OneLayerOptions):
+class CRegOptions(ContrastOptions):
     """The baseline CReg (table 1)."""
 
     name: Literal["creg"] = "creg"
     temperature: float = Field(default=0.1, ge=1e-6, allow_inf_nan=False)
 
 
-class SCEOptions(OneLayerOptions):
+class SCEOptions(ContrastOptions):
     """The baseline SCE (table 1)."""
 
     name: Literal["sce"] = "sce"
