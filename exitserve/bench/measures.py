@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from exitserve.bench.settings import Setting
 from exitserve.costs.byte_costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 from exitserve.reporting.report import rounded
+from exitserve.settings import Setting, label_of
 
 NOISE = 0.02
 """A wall speedup of equal work may miss 1 by this share and still count as noise."""
@@ -261,13 +261,3 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
             f"quiet machine, with more --repeats."
         )
     return notes
-
-
-def label_of(case: Mapping[str, Any]) -> str:
-    """Names the setting of a case, as in tables and plots."""
-    return Setting(
-        mode=case["mode"],
-        exit_threshold=case["exit_threshold"],
-        exit_layer=case["exit_layer"],
-        rival=case.get("rival"),
-    ).label

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.bench.measures import label_of
 from exitserve.reporting.report import cell, machine_line, markdown_table
+from exitserve.settings import label_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

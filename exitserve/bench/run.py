@@ -35,13 +35,14 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.rivals import extra_memory
-from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
+from exitserve.bench.settings import BenchJob, rotated
 from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.reference import load_reference
 from exitserve.reporting.progress import ShareProgress
 from exitserve.reporting.report import machine, versions
+from exitserve.settings import PLAIN, Setting
 
 STARTED, MEASURED = 0.25, 0.9
 """Shares of the work, roughly, that are done when the engines run and when all passes are made."""
@@ -180,8 +181,7 @@ def _measure_batches_of(
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:
     """The requests in full batches: a last, smaller one would be another batch size."""
     count = job.requests_in_pass(batch_size)
-    pairs = zip(job.prompts[:count], setting.fields(count), strict=True)
-    requests = [BatchRequest(prompt, fields) for prompt, fields in pairs]
+    requests = [BatchRequest(prompt, setting.fields) for prompt in job.prompts[:count]]
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 

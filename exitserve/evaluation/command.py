@@ -25,7 +25,8 @@ from exitserve.arguments import (
 from exitserve.checkpoint.block import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import EvalJob, make_settings
+from exitserve.evaluation.settings import EvalJob
+from exitserve.settings import make_settings
 
 RESEARCH = {"prompt_tokens": 32}
 """Of each window, at full depth."""
@@ -145,6 +146,8 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     options = {"exit_rows": exit_rows, "mode": "off"}
     rules = any_mode(check_rules(args.model, options, args.revision))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
+    if len(settings) == 1:
+        raise ExitServeError("--thresholds names none; give numbers below 1, or auto.")
     # At least one token is decoded, and one more is there to be predicted.
     window = at_least(args.prompt_tokens + 2, args.window, "--window")
     check_context(window, config, "--window")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.evaluation.settings import label_of
 from exitserve.reporting.report import cell, machine_line, markdown_table
+from exitserve.settings import label_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +141,7 @@ def _conditions(data: Mapping[str, Any]) -> list[str]:
 
 
 def _label(case: Mapping[str, Any]) -> str:
-    return label_of(case["mode"], case["exit_threshold"])
+    return "full depth" if case["mode"] == "off" else label_of(case)
 
 
 def plot(data: Mapping[str, Any]) -> Figure:

@@ -16,9 +16,9 @@ from exitserve.bench.measures import (
     steps_of,
     timing_of,
 )
-from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.costs.byte_costs import DecoderShape, DecodeStep
 from exitserve.errors import ExitServeError
+from exitserve.settings import OFF, PLAIN, Setting
 
 SHAPE = DecoderShape(
     num_layers=4,
