@@ -25,8 +25,8 @@ from exitserve.bench.engines import (
 )
 from exitserve.bench.measures import (
     DRAFTS,
+    READS,
     Measurements,
-    Reads,
     Timing,
     case_of,
     joined_timing,
@@ -187,7 +187,7 @@ def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[Batc
 
 def _timed_pass(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
-) -> tuple[Timing, list[Reads]]:
+) -> tuple[Timing, list[dict[str, float]]]:
     """All batches, and all again until they have decoded for long enough; with what an engine that
     drafts read meanwhile, if it could be counted."""
     parts: list[Timing] = []
@@ -200,8 +200,7 @@ def _timed_pass(
     timing = joined_timing(parts)
     if not (steps := counts["tokens"] / len(batches[0])):
         return timing, []
-    reads = {kind: counts[kind] / steps for kind in ("layers", "checks", "heads")}
-    return timing, [Reads(**reads)]
+    return timing, [{kind: counts[kind] / steps for kind in READS}]
 
 
 def _load(

@@ -93,20 +93,14 @@ def _measured(
 ) -> tuple[StepCosts, dict[str, Any], list[str]]:
     from exitserve.costs.timing import UNSTEADY, time_step  # loads torch
 
-    found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
-    notes = []
-    if found.unsteadiness > UNSTEADY:
+    costs, details = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
+    notes, unsteady = [], details["unsteadiness"]
+    if unsteady > UNSTEADY:
         notes.append(
             f"the machine was busy or unsteady while this was measured (median over least time of "
-            f"a part up to {found.unsteadiness:.2f}): run again when it is quiet."
+            f"a part up to {unsteady:.2f}): run again when it is quiet."
         )
-    details = {
-        "bandwidth": found.bandwidth,
-        "threads": found.threads,
-        "rounds": found.rounds,
-        "unsteadiness": round(found.unsteadiness, 3),
-    }
-    return found.costs, details, notes
+    return costs, details, notes
 
 
 def _check(

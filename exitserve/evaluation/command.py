@@ -170,9 +170,8 @@ def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.reporting.report import publish, terminal_table
 
     rows = page.text_rows(data["cases"])
-    shown = [terminal_table(page.title_of(data), page.SHORT_HEADERS, rows)]
+    shown = [terminal_table(page.title_of(data), page.HEADERS, rows)]
     if data["drafting"]:
-        headers, rows = page.drafting_headers(data), page.drafting_rows(data)
-        shown.append(terminal_table(page.DRAFTING_TITLE, headers, rows))
+        shown.append(terminal_table(page.DRAFTING_TITLE, *page.drafting_table(data)))
     warning = f"Warning: {page.warning_of(data)}"
     publish(out, data, page.markdown(data), {"retention": page.plot(data)}, [*shown, warning])

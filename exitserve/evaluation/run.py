@@ -17,20 +17,6 @@ from exitserve.reporting.report import machine, rounded, versions
 from exitserve.settings import Setting
 from exitserve.windows import Window
 
-NOT_TIMED = (
-    "batch_size",
-    "tokens_per_second",
-    "tpot_ms",
-    "tokens_at_once",
-    "wall_speedup",
-    "load_wall_speedup",
-    "limit_speedup",
-    "efficiency",
-    "drafted",
-    "accepted",
-)
-"""Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
-
 
 def evaluate(
     job: EvalJob,
@@ -108,17 +94,14 @@ def case_of(
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
-    """One entry of the report's `cases`: the keys of `exitserve bench`, then further ones."""
+    """One entry of the report's `cases`: keys of `exitserve bench`, then further ones."""
     whole, full = quality.whole, max(quality.by_depth)
     policy = quality.policy
     verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
-        **dict.fromkeys(NOT_TIMED),
         "mode": policy.mode,
-        "rival": None,
         "exit_threshold": setting.exit_threshold,
-        "exit_layer": None,
         "mean_depth": rounded(quality.mean_depth),
         # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None

@@ -170,18 +170,8 @@ def _publish(data: dict[str, Any], out: Path | None) -> None:
     from exitserve.planning import page
     from exitserve.reporting.report import publish, terminal_table
 
-    headers, rows = page.layer_headers(data), page.layer_rows(data)
-    choices = page.choice_rows(data)
-    shown = [
-        *page.summary(data),
-        terminal_table(
-            "Several tokens a step", page.drafting_headers(data), page.drafting_rows(data)
-        ),
-        page.DRAFTING_LEGEND,
-        terminal_table("One exit layer (* recommended)", headers, rows),
-        page.LEGEND,
-        terminal_table("Exit layers together", page.choice_headers(data), choices),
-        *page.recommendation(data),
-        *(f"Note: {note}" for note in data["notes"]),
-    ]
+    shown: list[object] = [*page.summary(data)]
+    for title, table, legend in page.tables(data):
+        shown += [terminal_table(title, *table), *filter(None, [legend])]
+    shown += [*page.recommendation(data), *(f"Note: {note}" for note in data["notes"])]
     publish(out, data, page.markdown(data), {"plan": page.plot(data)}, shown)

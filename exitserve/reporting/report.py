@@ -169,10 +169,14 @@ def cell(value: float | None, form: str) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned also as plain text; the first one to the left."""
+    """A Markdown table, its columns aligned also as plain text; the first one to the left.
+
+    Headers may have several lines, as in `terminal_table`; here they get one.
+    """
     from tabulate import tabulate
 
     assert all(len(row) == len(headers) for row in rows), "a cell for each header"
+    headers = [header.replace("-\n", "").replace("\n", " ") for header in headers]
     names, *cells = [[cell.replace("|", "\\|") for cell in row] for row in (headers, *rows)]
     sides = ["left", *["right"] * (len(headers) - 1)]
     table: str = tabulate(cells, names, "pipe", colalign=sides, disable_numparse=True)
@@ -196,6 +200,14 @@ def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[s
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def markdown_page(*parts: str | Sequence[str]) -> str:
+    """A Markdown page of paragraphs and tables (texts) and of lists, without empty ones."""
+    texts = (
+        one if isinstance(one, str) else "\n".join(f"- {line}" for line in one) for one in parts
+    )
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
