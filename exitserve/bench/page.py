@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.reporting.report import cell, machine_line, markdown_page, markdown_table
+from exitserve.reporting.report import (
+    cell,
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
 from exitserve.settings import label_of
 
 if TYPE_CHECKING:
@@ -202,31 +209,17 @@ def plot(data: Mapping[str, Any]) -> Figure:
     One panel for each batch size. Rows, not points in a plane: thresholds often give nearly the
     same depth, and their labels would overlap.
     """
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
-
     sizes = list(dict.fromkeys(case["batch_size"] for case in data["cases"]))
     rows = len(data["cases"]) // len(sizes)
-    figure = Figure(
-        figsize=(2.0 + 4.8 * len(sizes), max(3.6, 1.9 + 0.42 * rows)), layout="constrained"
-    )
+    width, height = 2.0 + 4.8 * len(sizes), max(3.6, 1.9 + 0.42 * rows)
+    figure = new_figure(title_of(data), width, height)
     panels = figure.subplots(1, len(sizes), sharex=True, squeeze=False)[0]
-    figure.suptitle(title_of(data), fontsize=11)
     for panel, size in zip(panels, sizes, strict=True):
         cases = [case for case in data["cases"] if case["batch_size"] == size]
         _draw(panel, cases, labelled=panel is panels[0])
         panel.set_title(f"batch {size}", fontsize=10)
         panel.set_xlabel("ratio to plain vLLM at full depth (no unit)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-        markerscale=0.7,
-    )
+    legend_below(figure, panels[0])
     return figure
 
 

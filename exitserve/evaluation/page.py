@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.reporting.report import cell, machine_line, markdown_page, markdown_table
+from exitserve.reporting.report import (
+    cell,
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
 from exitserve.settings import label_of
 
 if TYPE_CHECKING:
@@ -142,20 +149,15 @@ def plot(data: Mapping[str, Any]) -> Figure:
 
     One panel for each mode; every line begins at full depth.
     """
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
-
     full, *others = data["cases"]
     modes = list(dict.fromkeys(case["mode"] for case in others))
-    figure = Figure(figsize=(1.6 + 4.8 * len(modes), 4.8), layout="constrained")
-    figure.suptitle(title_of(data), fontsize=11)
+    figure = new_figure(title_of(data), 1.6 + 4.8 * len(modes), 4.8)
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for panel, mode in zip(panels, modes, strict=True):
         _draw(panel, [full, *(case for case in others if case["mode"] == mode)])
         panel.set_title(mode, fontsize=10)
     panels[0].set_ylabel("retained of full depth, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    legend_below(figure, panels[0])
     return figure
 
 

@@ -7,7 +7,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from exitserve.planning.run import shown_layers
-from exitserve.reporting.report import machine_line, markdown_page, markdown_table
+from exitserve.reporting.report import (
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -221,13 +227,11 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 def plot(data: Mapping[str, Any]) -> Figure:
     """Wall speedup and break-even share against the exit layer, a line for each batch size."""
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    title = f"{data['model']}: what one exit layer can give ({data['way']})"
+    figure = new_figure(title, 10.5, 4.4)
     speeds, shares = figure.subplots(1, 2, sharex=True)
-    figure.suptitle(f"{data['model']}: what one exit layer can give ({data['way']})", fontsize=11)
     for index in range(len(data["costs"])):
         _draw(speeds, shares, data, index, f"C{index}")
     speeds.set_yscale("log")
@@ -244,8 +248,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
         panel.grid(alpha=0.25)
         for layer in data["recommended"]:
             panel.axvline(layer, color="darkgrey", linewidth=1, linestyle=":", zorder=0)
-    handles, labels = speeds.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    legend_below(figure, speeds)
     return figure
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -208,6 +209,21 @@ def markdown_page(*parts: str | Sequence[str]) -> str:
         one if isinstance(one, str) else "\n".join(f"- {line}" for line in one) for one in parts
     )
     return "\n\n".join(filter(None, texts)) + "\n"
+
+
+def new_figure(title: str, width: float, height: float) -> Figure:
+    """A figure of so many inches. Not pyplot's: no global state, and no window is ever opened."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def legend_below(figure: Figure, panel: Axes) -> None:
+    """One legend for all panels of a figure, which show what this one shows."""
+    labelled = panel.get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
