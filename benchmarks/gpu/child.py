@@ -170,7 +170,7 @@ def _serve(pipe: Connection, spec: EngineSpec, log: Path) -> None:
         if spec.exits is not None:
             engines = Engines(None, engine, engine)
         while (order := pipe.recv()) is not None:
-            pipe.send(_passed(engines, spec, *order))
+            pipe.send(_passed(engine, engines, spec, *order))
     except EOFError:  # the parent is gone
         pass
     except Exception as error:  # noqa: BLE001  # the parent decides what goes on
@@ -203,8 +203,14 @@ def _start(spec: EngineSpec) -> tuple[Any, dict[str, Any]]:
     return engine, facts
 
 
+def _preemptions(engine: Any) -> int:
+    """Of a `vllm.LLM` since its start, if it was told to count."""
+    counted = engine.get_metrics() if engine.llm_engine.log_stats else []
+    return sum(int(one.value) for one in counted if one.name == "vllm:num_preemptions")
+
+
 def _passed(
-    engines: Engines, spec: EngineSpec, setting: Setting, work: Work, traced: bool
+    engine: Any, engines: Engines, spec: EngineSpec, setting: Setting, work: Work, traced: bool
 ) -> Passed:
     prompts = random_prompts(spec.vocab_size, work.batch, work.prompt_tokens)
     kinds = setting.kinds if isinstance(setting, EachOther) else (setting.fields,)
@@ -219,5 +225,5 @@ def _passed(
         times=found.times,
         depths=engines.depths(setting, "gpu"),
         checks=engines.counts(setting)["checks"] - before["checks"],
-        preemptions=engines.preemptions(setting),
+        preemptions=_preemptions(engine),
     )

@@ -229,14 +229,6 @@ class Engines:
             accepted_from_text=stats["accepted_from_text"],
         )
 
-    def preemptions(self, setting: Setting) -> int:
-        """Of the engine of a setting since its start, if it was told to count."""
-        engine = self._engine(setting)
-        if not engine.llm_engine.log_stats:
-            return 0
-        counted = engine.get_metrics()
-        return sum(int(one.value) for one in counted if one.name == "vllm:num_preemptions")
-
     def depths(self, setting: Setting, trace_key: str) -> list[tuple[int, ...]]:
         """Depths of the generated tokens of one traced batch, in the order of its requests."""
         traces = take_traces(self._engine(setting), trace_key)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def time_step(
     rows: Sequence[int],
     context: int,
     progress: Callable[[float], None] = lambda done: None,
-) -> tuple[StepCosts, dict[str, float]]:
+) -> tuple[StepCosts, dict[str, Any]]:
     """Times the parts of a step.
 
     Args:

@@ -32,6 +32,8 @@ from exitserve.reporting.report import machine, rounded, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
+PARTS = ("layer", "attention", "fill", "check", "head", "rest", "exits")
+"""Of a step, whose times are told."""
 _GAIN = itemgetter("wall_speedup")
 DRAFT_DEPTHS = (1 / 8, 1 / 3)
 """Shares of the depth whose drafts are in tables, besides the best, where none are declared."""
@@ -191,19 +193,11 @@ def _shape_block(shape: DecoderShape) -> dict[str, Any]:
 
 
 def _costs_block(costs: StepCosts, batch: int, compacts: bool) -> dict[str, Any]:
-    def milliseconds(seconds: float) -> float:
-        return round(1e3 * seconds, 6)
-
+    seconds = {name: getattr(costs, name)(batch) for name in PARTS}
+    seconds["full_depth"] = costs.full(batch)
     return {
         "batch_size": batch,
-        "layer_ms": milliseconds(costs.layer(batch)),
-        "attention_ms": milliseconds(costs.attention(batch)),
-        "fill_ms": milliseconds(costs.fill(batch)),
-        "check_ms": milliseconds(costs.check(batch)),
-        "head_ms": milliseconds(costs.head(batch)),
-        "rest_ms": milliseconds(costs.rest(batch)),
-        "exits_ms": milliseconds(costs.exits(batch)),
-        "full_depth_ms": milliseconds(costs.full(batch)),
+        **{f"{name}_ms": round(1e3 * found, 6) for name, found in seconds.items()},
         "check_in_layers": round(costs.check_in_layers(batch), 4),
         "bound_by_launches": not compacts and bound_by_launches(costs, batch),
     }

@@ -117,28 +117,6 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_report(
-    directory: Path,
-    data: Mapping[str, Any],
-    page: str,
-    figures: Mapping[str, Figure] | None = None,
-) -> None:
-    """Writes `report.json`, `report.md` and one PNG for each figure.
-
-    Args:
-        directory: an existing folder.
-        data: the report; `schema_version` is put first.
-        page: the Markdown text.
-        figures: file name without suffix to matplotlib figure.
-    """
-    write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
-    _write(directory / "report.md", page)
-    for name, figure in (figures or {}).items():
-        path = directory / f"{name}.png"
-        path.unlink(missing_ok=True)
-        figure.savefig(path, dpi=PLOT_DPI)
-
-
 def publish(
     directory: Path | None,
     data: Mapping[str, Any],
@@ -146,12 +124,24 @@ def publish(
     figures: Mapping[str, Figure],
     shown: Iterable[object],
 ) -> None:
-    """Writes a report (`write_report`), prints its short form, and says where the whole of it is;
-    without a directory it prints only."""
+    """Writes a report, prints its short form, and says where the whole of it is.
+
+    Args:
+        directory: an existing folder; None to print only.
+        data: of `report.json`, where `schema_version` is put first.
+        page: the Markdown text of `report.md`.
+        figures: file name without suffix to figure, each a PNG.
+        shown: the short form, part by part.
+    """
     from rich.console import Console
 
     if directory is not None:
-        write_report(directory, data, page, figures)
+        write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
+        _write(directory / "report.md", page)
+        for name, figure in figures.items():
+            path = directory / f"{name}.png"
+            path.unlink(missing_ok=True)
+            figure.savefig(path, dpi=PLOT_DPI)
     console = Console()
     for part in shown:
         console.print(part, markup=False, highlight=False)
