@@ -22,9 +22,10 @@ from typing import Any
 
 from exitserve.arguments import any_mode, batch_sizes_of, modes_of, numbers
 from exitserve.bench.command import run_job
-from exitserve.bench.settings import BenchJob, make_settings
+from exitserve.bench.settings import BenchJob
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
+from exitserve.settings import PLAIN, Setting, make_settings
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,6 +81,7 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
     batch_sizes = batch_sizes_of(args.batch_sizes)
     by_lot = args.confidence is not None
     threshold = 0.5 if by_lot else NEVER_PASSED
+    fixed = [] if by_lot else [Setting(mode="fixed", exit_layer=layer) for layer in layers]
     count = max(args.requests, *batch_sizes)
     random_token = partial(Random(0).randrange, 3, _LLAMA["vocab_size"])
     prompts = [tuple(random_token() for _ in range(args.prompt_tokens)) for _ in range(count)]
@@ -88,7 +90,7 @@ def job_of(args: argparse.Namespace, model_dir: Path) -> BenchJob:
         model_name=f"synthetic {args.shape}",
         synthetic=True,
         rules=rules,
-        settings=make_settings(rules, [threshold], modes, [] if by_lot else layers),
+        settings=(PLAIN, *make_settings(rules, [threshold], modes), *fixed),
         batch_sizes=tuple(batch_sizes),
         prompts=tuple(prompts),
         requests=args.requests,

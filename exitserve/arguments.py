@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -154,7 +154,7 @@ def words(text: str) -> list[str]:
 
 
 def thresholds_of(text: str) -> list[float | str]:
-    """Reads `0.5,auto,auto:0.95`; words stay words, for `exit_fields`.
+    """Reads `0.5,auto,auto:0.95`; words stay words, for `exitserve.settings.exit_fields`.
 
     Raises:
         ExitServeError: a part is neither a number above 0 nor such a word.
@@ -171,38 +171,6 @@ def thresholds_of(text: str) -> list[float | str]:
         else:
             found.append(AUTO)
     return found
-
-
-def exit_fields(threshold: float | str) -> dict[str, float | str]:
-    """What a request sends for a number, `auto`, or `auto:0.95`: another promised agreement."""
-    _, _, target = str(threshold).partition(":")
-    return {"exit_target": float(target)} if target else {"exit_threshold": threshold}
-
-
-def in_modes(
-    rules: ExitRules, thresholds: Sequence[float | str], modes: Sequence[Mode]
-) -> list[tuple[Mode, float | str]]:
-    """Thresholds to compare, each with its modes: numbers first, then calibrated ones.
-
-    Args:
-        rules: of the model.
-        thresholds: see `thresholds_of`.
-        modes: for numbers all of them, or `confidence` if there are none; for calibrated
-            thresholds those that were calibrated, or else the one in which a server has them.
-    """
-    known = () if rules.calibration is None else rules.calibration.by_mode()
-    own: list[Any] = [] if rules.calibrated is None else [rules.calibrated.mode]
-    calibrated = [mode for mode in modes if mode in known] or own or modes[:1] or ["confidence"]
-    by_kind: list[tuple[Mode, float | str]] = []
-    for kind, chosen in ((float, modes or ["confidence"]), (str, calibrated)):
-        by_kind += [(mode, one) for mode in chosen for one in thresholds if isinstance(one, kind)]
-    return by_kind
-
-
-def threshold_label(mode: str, threshold: float | str | None) -> str:
-    """Names a threshold and its mode in tables and plots: `threshold 0.5`, `defer auto`."""
-    name = "threshold" if mode == "confidence" else mode
-    return f"{name} {threshold if isinstance(threshold, str) else format(threshold, 'g')}"
 
 
 def modes_of(text: str) -> list[Mode]:

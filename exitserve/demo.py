@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import exit_fields, threshold_label
 from exitserve.checkpoint.block import parse_multi_exit, read_config
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO
+from exitserve.settings import exit_fields, label_of
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "models" / "exit-py-19m"
 """In the repository, not in the wheel."""
@@ -162,7 +162,7 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
             if case["batch_size"] == size and case["mode"] not in ("plain", "off", "rival")
         ]
         best = max(exits, key=lambda case: float(case["wall_speedup"]["median"]))
-        wall, label = best["wall_speedup"], threshold_label(best["mode"], best["exit_threshold"])
+        wall, label = best["wall_speedup"], label_of(best)
         together = "one request at a time" if size == 1 else f"{size} requests together"
         full = [
             f" (Exits off: {case['wall_speedup']['median']:.2f}.)"

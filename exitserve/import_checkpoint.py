@@ -25,7 +25,7 @@ from exitserve.checkpoint.files import check_new_folder, copy_files, new_folder
 from exitserve.checkpoint.first_layers import layer_of
 from exitserve.checkpoint.hub import CARD, files_beside_weights, local_checkpoint
 from exitserve.checkpoint.weights import StoredTensor, index_of, read_weights, weight_files
-from exitserve.errors import ExitServeError, shown
+from exitserve.errors import ExitServeError
 
 DESCRIPTION = """\
 Write a copy of a checkpoint that names its exits, for one that was trained elsewhere.
@@ -103,18 +103,14 @@ def exit_layers_of(
         ExitServeError: the checkpoint has the block already, is of no supported family, or names
             no exits, or the layers do not fit it.
     """
-    from exitserve.checkpoint.decoder import FAMILIES  # loads torch
+    from exitserve.checkpoint.decoder import check_family  # loads torch
 
     if BLOCK in config:
         raise ExitServeError(
             f"'{model}' has a {BLOCK} block already; serve it as it is. Other exits for one "
             f"server: exitserve serve {model} --exit-layers N,N."
         )
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ExitServeError(
-            f"model type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}."
-        )
+    check_family(config.get("model_type"))
     num_layers = num_layers_of(config)
     named = config.get(ALIGNED_LAYERS)
     if given is None and isinstance(named, list):

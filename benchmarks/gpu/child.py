@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +27,8 @@ from stages import StageError, last_lines
 
 from exitserve.bench.engines import BatchRequest, Engines
 from exitserve.bench.forced import start_forced_engine
-from exitserve.bench.settings import Setting
 from exitserve.engine.launch import start_engine, start_plain_engine, stop_engine
+from exitserve.settings import Setting
 
 STOP_SECONDS = 20
 
@@ -62,6 +63,14 @@ class Passed:
     """Reads of the LM head for exits: a check, or the logits of tokens that exit unchecked."""
     preemptions: int = 0
     """Since the engine's start, where it counts (`disable_log_stats=False`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EachOther(Setting):
+    """Requests of several kinds beside each other."""
+
+    kinds: tuple[dict[str, Any], ...]
+    """The fields of one request after the other."""
 
 
 class Child:
@@ -161,7 +170,7 @@ def _serve(pipe: Connection, spec: EngineSpec, log: Path) -> None:
         if spec.exits is not None:
             engines = Engines(None, engine, engine)
         while (order := pipe.recv()) is not None:
-            pipe.send(_passed(engines, spec, *order))
+            pipe.send(_passed(engine, engines, spec, *order))
     except EOFError:  # the parent is gone
         pass
     except Exception as error:  # noqa: BLE001  # the parent decides what goes on
@@ -194,12 +203,18 @@ def _start(spec: EngineSpec) -> tuple[Any, dict[str, Any]]:
     return engine, facts
 
 
+def _preemptions(engine: Any) -> int:
+    """Of a `vllm.LLM` since its start, if it was told to count."""
+    counted = engine.get_metrics() if engine.llm_engine.log_stats else []
+    return sum(int(one.value) for one in counted if one.name == "vllm:num_preemptions")
+
+
 def _passed(
-    engines: Engines, spec: EngineSpec, setting: Setting, work: Work, traced: bool
+    engine: Any, engines: Engines, spec: EngineSpec, setting: Setting, work: Work, traced: bool
 ) -> Passed:
     prompts = random_prompts(spec.vocab_size, work.batch, work.prompt_tokens)
-    fields = setting.fields(work.batch)
-    batch = [BatchRequest(tuple(ids), own) for ids, own in zip(prompts, fields, strict=True)]
+    kinds = setting.kinds if isinstance(setting, EachOther) else (setting.fields,)
+    batch = [BatchRequest(tuple(ids), own) for ids, own in zip(prompts, cycle(kinds), strict=False)]
     if spec.exits is None or not traced:
         found = engines.run_batch(setting, batch, work.max_tokens, every=work.every)
         return Passed(tokens=found.tokens, times=found.times)
@@ -210,5 +225,5 @@ def _passed(
         times=found.times,
         depths=engines.depths(setting, "gpu"),
         checks=engines.counts(setting)["checks"] - before["checks"],
-        preemptions=engines.preemptions(setting),
+        preemptions=_preemptions(engine),
     )

@@ -19,7 +19,6 @@ from shapes import DRAFTERS, SHAPES, TINY, TINY_DRAFTS, EngineCase, Shape
 from stages import StageError, StageOutcome, StageRun, say
 
 from exitserve.bench.measures import spread, steps_of
-from exitserve.bench.settings import PLAIN
 from exitserve.costs.byte_costs import (
     DecoderShape,
     DecodeStep,
@@ -28,6 +27,7 @@ from exitserve.costs.byte_costs import (
     step_bytes,
 )
 from exitserve.reporting.report import markdown_table
+from exitserve.settings import PLAIN
 
 HEADERS = [
     "case",

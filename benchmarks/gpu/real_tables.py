@@ -7,8 +7,8 @@ from typing import Any
 
 from stages import StageOutcome
 
-from exitserve.bench.measures import label_of
 from exitserve.reporting.report import markdown_table
+from exitserve.settings import label_of
 
 Report = Mapping[str, Any]
 """A command's report.json."""

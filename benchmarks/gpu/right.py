@@ -17,19 +17,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from child import Child, EngineSpec, Passed
+from child import Child, EachOther, EngineSpec, Passed
 from sessions import PASS_SECONDS, START_SECONDS
 from shapes import Work, random_prompts
 from stages import StageError, StageOutcome, StageRun, command, last_lines, say
 
 from exitserve.arguments import drafting_options
-from exitserve.bench.settings import PLAIN, Fields, Setting, policy_of
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.engine.launch import check_rules
 from exitserve.reference import load_reference
+from exitserve.settings import PLAIN, Setting
 
 VOCABULARY = 512
 EXIT_LAYERS = (2, 4)
@@ -48,7 +49,8 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-KINDS: tuple[Fields, ...] = (
+KINDS: tuple[dict[str, Any], ...] = (
+    # By confidence, at a layer, or never.
     {"exit_threshold": 0.05},
     {"exit_layer": 2},
     {"exit_threshold": 0.1},
@@ -81,16 +83,7 @@ LLM: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EachOther(Setting):
-    """Requests that exit by confidence, at a layer, or never, beside each other."""
-
-    def fields(self, count: int) -> list[Fields]:
-        """See `Setting`."""
-        return [KINDS[index % len(KINDS)] for index in range(count)]
-
-
-EXITS = EachOther(mode="fixed")
+EXITS = EachOther(mode="fixed", kinds=KINDS)
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 DEFER = Setting(mode="defer", exit_threshold=0.1)
 
@@ -310,8 +303,8 @@ def oracles(model: Path) -> Answered:
         )
         prompts = random_prompts(VOCABULARY, most, prompt_tokens)
         found = [
-            oracle.decode(prompt, longest, policy_of(own, rules), ignore_eos=True)
-            for prompt, own in zip(prompts, EXITS.fields(most), strict=True)
+            oracle.decode(prompt, longest, rules.policy_for(own), ignore_eos=True)
+            for prompt, own in zip(prompts, cycle(KINDS), strict=False)
         ]
         for name, work in works.items():  # the first requests of a work are always the same
             own = found[: work.batch]

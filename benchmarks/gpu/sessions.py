@@ -21,9 +21,9 @@ from stages import StageError, StageRun, say
 from exitserve.bench.engines import SETTLE_SECONDS
 from exitserve.bench.measures import Timing, timing_of
 from exitserve.bench.rivals import speculation_of
-from exitserve.bench.settings import PLAIN, Setting
 from exitserve.costs.byte_costs import DecoderShape, shape_of
 from exitserve.errors import ExitServeError
+from exitserve.settings import PLAIN, Setting
 
 START_SECONDS = 240
 PASS_SECONDS = 120

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.arguments import drafting_options
-from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.exit_rows import save_exit_rows
+from exitserve.settings import OFF, PLAIN, Setting
 
 VERIFY = Setting(mode="verify", exit_threshold=0.5)
 NGRAM = Setting(mode="rival", rival="ngram")

@@ -27,12 +27,13 @@ from exitserve.arguments import (
 )
 from exitserve.bench.prompts import encode_prompts, first_prompts, load_prompts
 from exitserve.bench.rivals import KINDS, check_rivals
-from exitserve.bench.settings import GPU_SHARE, BenchJob, Setting, draft_layers, make_settings
+from exitserve.bench.settings import GPU_SHARE, BenchJob, draft_layers
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.hub import local_checkpoint
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
 from exitserve.policy import AUTO, ExitRules
+from exitserve.settings import PLAIN, Setting, make_settings
 
 UNCALIBRATED = "0.7"
 """The threshold of a checkpoint that was not calibrated, unless --thresholds names others."""
@@ -163,9 +164,9 @@ def job_of(args: argparse.Namespace) -> BenchJob:
     thresholds = thresholds_of(args.thresholds or _default_thresholds(rules))
     batch_sizes = batch_sizes_of(args.batch_sizes)
     rivals = check_rivals(args.rivals, model_dir)
-    settings = make_settings(rules, thresholds, modes)
+    others = [Setting(mode="rival", rival=name) for name in rivals]
+    settings = (PLAIN, *make_settings(rules, thresholds, modes), *others)
     draft_layers(rules, settings)
-    settings += tuple(Setting(mode="rival", rival=name) for name in rivals)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts = first_prompts(encode_prompts(load_prompts(args.prompts), model_dir), count)
     return BenchJob(

@@ -24,7 +24,7 @@ from exitserve.bench.forced import check_forced, start_forced_engine
 from exitserve.bench.measures import Timing
 from exitserve.bench.memory import cache_bytes, share_of_gpu
 from exitserve.bench.rivals import DraftCounts, speculation_of
-from exitserve.bench.settings import PLAIN, BenchJob, Fields, Setting
+from exitserve.bench.settings import BenchJob
 from exitserve.engine.hooks.plugin import register
 from exitserve.engine.launch import (
     check_requests_by,
@@ -38,6 +38,7 @@ from exitserve.engine.launch import (
 )
 from exitserve.engine.options import gpu
 from exitserve.policy import EXACT
+from exitserve.settings import PLAIN, Setting
 
 SETTLE_SECONDS = 1.2
 """On a CPU vLLM's worker polls its queue without sleeping for one second after its last message, so
@@ -55,7 +56,7 @@ class BatchRequest:
 
     prompt: tuple[int, ...]
     """Token ids."""
-    fields: Fields
+    fields: dict[str, Any]
     """Extra arguments, such as `exit_threshold`."""
 
 
@@ -227,14 +228,6 @@ class Engines:
             drafted_from_text=stats["drafted_from_text"],
             accepted_from_text=stats["accepted_from_text"],
         )
-
-    def preemptions(self, setting: Setting) -> int:
-        """Of the engine of a setting since its start, if it was told to count."""
-        engine = self._engine(setting)
-        if not engine.llm_engine.log_stats:
-            return 0
-        counted = engine.get_metrics()
-        return sum(int(one.value) for one in counted if one.name == "vllm:num_preemptions")
 
     def depths(self, setting: Setting, trace_key: str) -> list[tuple[int, ...]]:
         """Depths of the generated tokens of one traced batch, in the order of its requests."""

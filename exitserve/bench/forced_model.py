@@ -8,7 +8,7 @@ Shapes: V vocabulary, B rows.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,34 +26,10 @@ from exitserve.engine.recorder import Recorder
 from exitserve.engine.requests import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import upload
-from exitserve.errors import ExitServeError
 from exitserve.policy import ALWAYS
 
 Lot = tuple[int, ...]
 """What an outcome depends on: prompt, position and layer, so that repeats draw the same."""
-
-
-class ForcedOutcomes:
-    """Draws outcomes."""
-
-    def __init__(self, shares: Mapping[str, Any]) -> None:
-        """Takes `confidence`, between 0 and 1.
-
-        Raises:
-            ExitServeError: it is missing or out of range.
-        """
-        self.confidence = _share(shares, "confidence")
-
-    def passes(self, lots: Sequence[Lot]) -> list[bool]:
-        """Which checks pass."""
-        return [random.Random(str(lot)).random() < self.confidence for lot in lots]
-
-
-def _share(shares: Mapping[str, Any], name: str) -> float:
-    value = shares.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ExitServeError(f"forced {name} must be a number from 0 to 1, not {value!r}.")
-    return float(value)
 
 
 _PROMPT_NUMBERS: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -66,13 +42,18 @@ def _prompt_number(request: Request) -> int:
     return _PROMPT_NUMBERS[request]
 
 
+def _passes(lots: Sequence[Lot], share: float) -> list[bool]:
+    """Which checks pass, of which this share does."""
+    return [random.Random(str(lot)).random() < share for lot in lots]
+
+
 class _ForcedChecks(Checks):
     """Checks that pass by lot."""
 
-    def __init__(self, head: ExitHead, recorder: Recorder, outcomes: ForcedOutcomes) -> None:
-        """See `Checks`."""
+    def __init__(self, head: ExitHead, recorder: Recorder, share: float) -> None:
+        """See `Checks`; `share` of the checks pass."""
         super().__init__(head, recorder)
-        self._outcomes = outcomes
+        self._share = share
 
     def settle(
         self,
@@ -86,7 +67,7 @@ class _ForcedChecks(Checks):
         """See `Checks.settle`; whether rows are confident does not matter."""
         lots = [(_prompt_number(one.request), step.last_positions[one.row], layer) for one in due]
         fixed = [one.thresholds_at(layer)[0] == ALWAYS for one in due]
-        drawn = [a or b for a, b in zip(fixed, self._outcomes.passes(lots), strict=True)]
+        drawn = [a or b for a, b in zip(fixed, _passes(lots, self._share), strict=True)]
         return super().settle(step, layer, due, drawn, logits, places)
 
 
@@ -119,12 +100,12 @@ class ForcedDeviceRequests(DeviceRequests):
         logits: Tensor,
         device: torch.device,
         put: Put,
-        outcomes: ForcedOutcomes,
+        share: float,
     ) -> None:
-        """See `DeviceRequests`; `outcomes` draws which checks pass."""
+        """See `DeviceRequests`; `share` of the checks pass."""
         super().__init__(state, most_rows, logits, device, put)
         self.rows = ForcedDeviceRows(self._slots, most_rows, state.rules.num_layers, logits, put)
-        self._outcomes = outcomes
+        self._share = share
 
     def begin(self, batch: PassRows, places: Tensor | None) -> None:
         """See `DeviceRequests.begin`; one more copy says which checks pass."""
@@ -138,7 +119,7 @@ class ForcedDeviceRequests(DeviceRequests):
                 last = batch.computed[row] + batch.scheduled[row] - 1
                 number = _prompt_number(request)
                 lots = [(number, last, layer) for layer in self._rules.exit_layers]
-                passes = self._outcomes.passes(lots)
+                passes = _passes(lots, self._share)
                 found[row] = sum(passed << index for index, passed in enumerate(passes))
         upload(found, self.rows.passes[: len(found)])
 
@@ -149,13 +130,14 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         """Reads the shares from `additional_config`."""
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
-        self.outcomes = ForcedOutcomes(vllm_config.additional_config[KEY])
+        self._share = float(vllm_config.additional_config[KEY]["confidence"])
+        assert 0 <= self._share <= 1, self._share
         if self.host is not None:
             recorder = self.exit_state.recorder
-            self.host._checks = _ForcedChecks(self._head, recorder, self.outcomes)
+            self.host._checks = _ForcedChecks(self._head, recorder, self._share)
 
     def make_device_requests(self, most_rows: int, device: torch.device) -> DeviceRequests:
         """See `MultiExitMixin.make_device_requests`."""
         room = self._head.room(most_rows, self._dtype, device)
-        put, outcomes = self._head.put, self.outcomes
-        return ForcedDeviceRequests(self.exit_state, most_rows, room, device, put, outcomes)
+        put, share = self._head.put, self._share
+        return ForcedDeviceRequests(self.exit_state, most_rows, room, device, put, share)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from exitserve.bench.settings import Setting
 from exitserve.costs.byte_costs import DecoderShape, DecodeStep, limit_of_reads, limit_speedup
 from exitserve.errors import ExitServeError
 from exitserve.reporting.report import rounded
+from exitserve.settings import Setting, label_of
 
 NOISE = 0.02
 """A wall speedup of equal work may miss 1 by this share and still count as noise."""
@@ -115,18 +115,8 @@ def steps_of(depths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> 
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """Reads of weights, each for all tokens of an engine step together, for one token of each
-    request of a full batch, on average."""
-
-    layers: float
-    checks: float
-    """Of the exit rows, by checks and drafts."""
-    heads: float
-    """Of the whole head."""
-
-
+READS = "layers", "checks", "heads"
+"""Reads of the weights of layers, of the exit rows (by checks and drafts), of the whole head."""
 DRAFTS = "drafted", "accepted", "drafted_from_text", "accepted_from_text"
 """Tokens drafted, those accepted, and what of these was of the requests' own text."""
 
@@ -155,8 +145,9 @@ class Measurements:
     """Perplexity of the generated text under the full-depth model."""
     layers_later: int = 0
     """Layers run for tokens beyond their depth: deferred ones, and those of rejected drafts."""
-    reads: list[Reads] = field(default_factory=list)
-    """Of each repeat, as counted by an engine that may give several tokens in a step."""
+    reads: list[dict[str, float]] = field(default_factory=list)
+    """Of each repeat, as counted by an engine that may give several tokens in a step: `READS`, each
+    for all tokens of a step together, for one token of each request, on average."""
     drafts: dict[str, int] | None = None
     """`DRAFTS`; None in modes without drafts."""
 
@@ -211,11 +202,8 @@ def case_of(
 def _limit(measured: Measurements, shape: DecoderShape) -> float | None:
     """What reads of weights would allow; None where they give drafts and nobody counted them."""
     if measured.reads:
-        layers, checks, heads = (
-            statistics.fmean(getattr(one, kind) for one in measured.reads)
-            for kind in ("layers", "checks", "heads")
-        )
-        return limit_of_reads(shape, measured.steps, layers=layers, checks=checks, heads=heads)
+        means = {kind: statistics.fmean(one[kind] for one in measured.reads) for kind in READS}
+        return limit_of_reads(shape, measured.steps, **means)
     if measured.drafts is not None:
         return None
     return limit_speedup(shape, measured.steps, measured.checks)
@@ -261,13 +249,3 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
             f"quiet machine, with more --repeats."
         )
     return notes
-
-
-def label_of(case: Mapping[str, Any]) -> str:
-    """Names the setting of a case, as in tables and plots."""
-    return Setting(
-        mode=case["mode"],
-        exit_threshold=case["exit_threshold"],
-        exit_layer=case["exit_layer"],
-        rival=case.get("rival"),
-    ).label

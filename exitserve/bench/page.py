@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.bench.measures import label_of
-from exitserve.reporting.report import cell, machine_line, markdown_table
+from exitserve.reporting.report import (
+    cell,
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
+from exitserve.settings import label_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,59 +113,57 @@ def title_of(data: Mapping[str, Any]) -> str:
 
 def markdown(data: Mapping[str, Any]) -> str:
     """The page `report.md`."""
-    settings, cases = data["settings"], data["cases"]
-    lines = [f"# Early exit: {title_of(data)}", ""]
-    if data["synthetic"]:
-        lines += [f"**{SYNTHETIC}**", ""]
-    if forced := settings["forced"]:
-        lines += [
-            f"**FORCED: a check passes with probability {forced['confidence']:g}, whatever the "
-            f"threshold, and a draft is accepted with probability {forced['acceptance']:g}; the "
-            f"draws are the same in every repeat.**",
-            "",
-        ]
-    for note in data["notes"]:
-        lines += [f"> **Warning.** {note}", ""]
-    lines += [
+    settings, cases, forced = data["settings"], data["cases"], ""
+    if shares := settings["forced"]:
+        forced = (
+            f"**FORCED: a check passes with probability {shares['confidence']:g}, whatever the "
+            f"threshold, and a draft is accepted with probability {shares['acceptance']:g}; the "
+            f"draws are the same in every repeat.**"
+        )
+    return markdown_page(
+        f"# Early exit: {title_of(data)}",
+        f"**{SYNTHETIC}**" if data["synthetic"] else "",
+        forced,
+        *(f"> **Warning.** {note}" for note in data["notes"]),
         markdown_table(HEADERS, table_rows(cases)),
-        "",
         "![wall speedup](wall_speedup.png)",
-        "",
         "## Tokens by the layer they stopped at",
-        "",
         _exit_table(cases),
-        "",
         "## How it was measured",
-        "",
-        f"- {settings['requests']} requests ({settings['prompts']}), {settings['max_tokens']} "
+        _conditions(data),
+    )
+
+
+def _conditions(data: Mapping[str, Any]) -> list[str]:
+    settings = data["settings"]
+    return [
+        f"{settings['requests']} requests ({settings['prompts']}), {settings['max_tokens']} "
         f"tokens each, greedy, end of sequence ignored; in full batches (at least one), whose "
         f"requests start together.",
-        f"- One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
+        f"One traced warm-up pass of each setting, then {settings['repeats']} timed repeats "
         f"without tracing, each of at least {settings['seconds']:g} s of decoding. The settings "
         f"of a repeat run one after the other, each repeat starting at another one; wall speedup "
         f"compares settings within a repeat.",
-        f"- All engines: {settings['dtype']}, {settings['compile']}, context "
+        f"All engines: {settings['dtype']}, {settings['compile']}, context "
         f"{settings['max_model_len']}, at most {settings['max_num_seqs']} sequences, prefix "
         f"caching off so that every repeat does the same work.",
         *_memory_lines(settings["gpu_memory"]),
         *_rival_lines(settings["rivals"]),
-        f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
+        f"Exit layers {settings['exit_layers']} of {settings['num_layers']}. All columns are "
         f"about decode tokens: a request's first token comes from the prompt pass, at full "
         f"depth, and is timed and counted under load only.",
-        "- TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
+        "TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
         "Wall speedup is measured throughput over plain vLLM's. Under load it is that of all "
         "tokens while each request is replaced as it ends, with the time that prompts take. The "
         "limit is what the bytes "
         "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "
         "perplexity is that model's of the generated text.",
-        "- Mean depth is where tokens stopped; layers run adds those that ran above that (defer) "
+        "Mean depth is where tokens stopped; layers run adds those that ran above that (defer) "
         "and those of rejected drafts. Accepted: drafts that full depth agreed with, or that "
         "stood without it (defer).",
-        f"- {machine_line(data)}.",
-        "",
+        f"{machine_line(data)}.",
     ]
-    return "\n".join(lines)
 
 
 def _memory_lines(shared: Mapping[str, Any] | None) -> list[str]:
@@ -166,7 +171,7 @@ def _memory_lines(shared: Mapping[str, Any] | None) -> list[str]:
     if shared is None:
         return []
     return [
-        f"- {shared['engines']} engines shared {shared['utilization']:g} of the GPU's memory: each "
+        f"{shared['engines']} engines shared {shared['utilization']:g} of the GPU's memory: each "
         f"had {shared['each']:.3f}."
     ]
 
@@ -175,7 +180,7 @@ def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
     """What other kinds of drafts need beside the model."""
     if not rivals:
         return [
-            "- vLLM's own drafts were not measured: `--rivals ngram` puts them beside these, and "
+            "vLLM's own drafts were not measured: `--rivals ngram` puts them beside these, and "
             "any server can have them (`vllm serve --speculative-config`)."
         ]
     return [_drafts_line(name, memory) for name, memory in rivals.items()]
@@ -183,7 +188,7 @@ def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 def _drafts_line(name: str, memory: Mapping[str, int]) -> str:
     return (
-        f"- vLLM with {name}: plain vLLM and its own speculative decoding. Beside the model, "
+        f"vLLM with {name}: plain vLLM and its own speculative decoding. Beside the model, "
         f"{memory['weight_bytes'] / 1e6:.1f} MB of weights and {memory['cache_bytes_per_token']:,} "
         f"bytes of cache for each token. Mode verify needs neither."
     )
@@ -204,31 +209,17 @@ def plot(data: Mapping[str, Any]) -> Figure:
     One panel for each batch size. Rows, not points in a plane: thresholds often give nearly the
     same depth, and their labels would overlap.
     """
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
-
     sizes = list(dict.fromkeys(case["batch_size"] for case in data["cases"]))
     rows = len(data["cases"]) // len(sizes)
-    figure = Figure(
-        figsize=(2.0 + 4.8 * len(sizes), max(3.6, 1.9 + 0.42 * rows)), layout="constrained"
-    )
+    width, height = 2.0 + 4.8 * len(sizes), max(3.6, 1.9 + 0.42 * rows)
+    figure = new_figure(title_of(data), width, height)
     panels = figure.subplots(1, len(sizes), sharex=True, squeeze=False)[0]
-    figure.suptitle(title_of(data), fontsize=11)
     for panel, size in zip(panels, sizes, strict=True):
         cases = [case for case in data["cases"] if case["batch_size"] == size]
         _draw(panel, cases, labelled=panel is panels[0])
         panel.set_title(f"batch {size}", fontsize=10)
         panel.set_xlabel("ratio to plain vLLM at full depth (no unit)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-        markerscale=0.7,
-    )
+    legend_below(figure, panels[0])
     return figure
 
 

@@ -25,8 +25,8 @@ from exitserve.bench.engines import (
 )
 from exitserve.bench.measures import (
     DRAFTS,
+    READS,
     Measurements,
-    Reads,
     Timing,
     case_of,
     joined_timing,
@@ -35,13 +35,14 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.rivals import extra_memory
-from exitserve.bench.settings import PLAIN, BenchJob, Setting, rotated
+from exitserve.bench.settings import BenchJob, rotated
 from exitserve.checkpoint.block import read_config
 from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.reference import load_reference
 from exitserve.reporting.progress import ShareProgress
 from exitserve.reporting.report import machine, versions
+from exitserve.settings import PLAIN, Setting
 
 STARTED, MEASURED = 0.25, 0.9
 """Shares of the work, roughly, that are done when the engines run and when all passes are made."""
@@ -180,14 +181,13 @@ def _measure_batches_of(
 def _batches(job: BenchJob, setting: Setting, batch_size: int) -> list[list[BatchRequest]]:
     """The requests in full batches: a last, smaller one would be another batch size."""
     count = job.requests_in_pass(batch_size)
-    pairs = zip(job.prompts[:count], setting.fields(count), strict=True)
-    requests = [BatchRequest(prompt, fields) for prompt, fields in pairs]
+    requests = [BatchRequest(prompt, setting.fields) for prompt in job.prompts[:count]]
     return [requests[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
 def _timed_pass(
     job: BenchJob, engines: Engines, setting: Setting, batches: Sequence[Sequence[BatchRequest]]
-) -> tuple[Timing, list[Reads]]:
+) -> tuple[Timing, list[dict[str, float]]]:
     """All batches, and all again until they have decoded for long enough; with what an engine that
     drafts read meanwhile, if it could be counted."""
     parts: list[Timing] = []
@@ -200,8 +200,7 @@ def _timed_pass(
     timing = joined_timing(parts)
     if not (steps := counts["tokens"] / len(batches[0])):
         return timing, []
-    reads = {kind: counts[kind] / steps for kind in ("layers", "checks", "heads")}
-    return timing, [Reads(**reads)]
+    return timing, [{kind: counts[kind] / steps for kind in READS}]
 
 
 def _load(

@@ -19,6 +19,7 @@ from exitserve.checkpoint.calibration import Calibration
 from exitserve.reporting.report import (
     machine,
     machine_line,
+    markdown_page,
     markdown_table,
     publish,
     terminal_table,
@@ -220,34 +221,24 @@ def markdown(data: Mapping[str, Any]) -> str:
     """The page `report.md`."""
     calibration = data["calibration"]
     provenance = calibration["provenance"]
-    lines = [
+    return markdown_page(
         f"# Calibration of {data['model']}",
-        "",
         f"Criterion {calibration['criterion']}, mode {calibration['mode']}. Each target holds by "
         f"itself, with a confidence of {calibration['confidence_level']:g}, on windows of "
         f"{provenance['window_tokens']} tokens {' and '.join(_tested(provenance))}. They had no "
         f"part in the choice.",
-        "",
         markdown_table(HEADERS, rows(data)),
-        "",
-        *(f"- {line}" for line in choices(data)),
-        "",
+        choices(data),
         "Agreement, depth and perplexity were measured on the test's text. Cost is that of an "
         "average token as a share of a full-depth token, at batch 1. It is not a wall speedup: "
         "measure that with `exitserve bench --thresholds auto`.",
-        "",
         *(f"**Warning**: {line}" for line in warnings(data)),
-        "",
         "![cost against agreement and perplexity](pareto.png)",
-        "",
         "![agreement against confidence](reliability.png)",
-        "",
         *rows_table(data),
         f"Method: {provenance['method']}.",
-        "",
         f"Made on {machine_line(data)}.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def rows_table(data: Mapping[str, Any]) -> list[str]:
@@ -275,9 +266,7 @@ def rows_table(data: Mapping[str, Any]) -> list[str]:
         "the share of tokens whose confidence passes, and of these the share that is full depth's "
         "token and the share that is the token of the exit's whole head; what a check costs, in "
         "layers.",
-        "",
         markdown_table(headers, cells),
-        "",
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitserve.errors import ExitServeError
+from exitserve.errors import ExitServeError, shown
 
 FAMILIES = (
     "gemma2",
@@ -58,18 +58,22 @@ class DecoderParts:
         return logits
 
 
+def check_family(family: Any) -> str:
+    """Returns the `model_type` of a config; raises `ExitServeError` unless it is of `FAMILIES`."""
+    if family not in FAMILIES:
+        raise ExitServeError(
+            f"model type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    return str(family)
+
+
 def decoder_parts(model: Any) -> DecoderParts:
     """The parts of a causal LM of a supported family (`FAMILIES`).
 
     Raises:
         ExitServeError: the model is of another family.
     """
-    family = model.config.model_type
-    if family not in FAMILIES:
-        raise ExitServeError(
-            f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}."
-        )
-    if family == "gpt2":
+    if check_family(model.config.model_type) == "gpt2":
         return DecoderParts(model.transformer.h, model.transformer.ln_f, model.lm_head)
     soft_cap = getattr(model.config, "final_logit_softcapping", None)
     return DecoderParts(model.model.layers, model.model.norm, model.lm_head, soft_cap)

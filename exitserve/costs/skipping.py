@@ -121,12 +121,10 @@ def break_even_share(costs: StepCosts, batch: int, layer: int, *, compacts: bool
         Between 0 and 1; None where exits do not pay even if every token exits.
     """
 
-    return least_share(lambda share: speedup(costs, batch, {layer: share}, compacts=compacts))
+    def gain(step: int) -> float:
+        return speedup(costs, batch, {layer: step / STEPS}, compacts=compacts)
 
-
-def least_share(gain: Callable[[float], float]) -> float | None:
-    """The least share at which a wall speedup that grows with it reaches 1; None if never."""
-    found = bisect_left(range(STEPS + 1), 1.0, key=lambda step: gain(step / STEPS))
+    found = bisect_left(range(STEPS + 1), 1.0, key=gain)
     return found / STEPS if found <= STEPS else None
 
 

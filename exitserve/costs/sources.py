@@ -64,7 +64,15 @@ def step_costs(
     shape = shape_of(config, served)
     _check(config, shape, served, batch_sizes, context, device)
     if device is None:
-        costs, details, notes = _measured(shape, served, batch_sizes, context, progress)
+        from exitserve.costs.timing import UNSTEADY, time_step  # loads torch
+
+        costs, details = time_step(shape, served, rows_to_time(batch_sizes), context, progress)
+        notes, unsteady = [], details["unsteadiness"]
+        if unsteady > UNSTEADY:
+            notes.append(
+                f"the machine was busy or unsteady while this was measured (median over least time "
+                f"of a part up to {unsteady:.2f}): run again when it is quiet."
+            )
     elif figures is None:
         costs = cpu_costs(shape, largest)
         details = {"device": device, "bandwidth": CPU_BANDWIDTH, "threads": 2}
@@ -82,31 +90,6 @@ def step_costs(
         details=details,
         notes=(*notes, *_notes_on(config, served, context)),
     )
-
-
-def _measured(
-    shape: DecoderShape,
-    dtype: str,
-    batch_sizes: Sequence[int],
-    context: int,
-    progress: Callable[[float], None],
-) -> tuple[StepCosts, dict[str, Any], list[str]]:
-    from exitserve.costs.timing import UNSTEADY, time_step  # loads torch
-
-    found = time_step(shape, dtype, rows_to_time(batch_sizes), context, progress)
-    notes = []
-    if found.unsteadiness > UNSTEADY:
-        notes.append(
-            f"the machine was busy or unsteady while this was measured (median over least time of "
-            f"a part up to {found.unsteadiness:.2f}): run again when it is quiet."
-        )
-    details = {
-        "bandwidth": found.bandwidth,
-        "threads": found.threads,
-        "rounds": found.rounds,
-        "unsteadiness": round(found.unsteadiness, 3),
-    }
-    return found.costs, details, notes
 
 
 def _check(

@@ -24,9 +24,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,27 +56,13 @@ engine (`benchmarks/profile_step.py`)."""
 Work = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimings:
-    """The times, and how far to trust them."""
-
-    costs: StepCosts
-    bandwidth: float
-    """Memory bandwidth, in bytes a second."""
-    unsteadiness: float
-    """Median over least time of the least steady part; 1 or more."""
-    threads: int
-    """CPU threads that computed; 0 on a GPU."""
-    rounds: int
-
-
 def time_step(
     shape: DecoderShape,
     dtype: str,
     rows: Sequence[int],
     context: int,
     progress: Callable[[float], None] = lambda done: None,
-) -> StepTimings:
+) -> tuple[StepCosts, dict[str, Any]]:
     """Times the parts of a step.
 
     Args:
@@ -85,6 +71,11 @@ def time_step(
         rows: numbers of rows at which to time them, ascending from 1.
         context: tokens that each row's attention reads.
         progress: called with the share that is done, 0..1.
+
+    Returns:
+        The costs, and how far to trust them: `bandwidth` of the memory (bytes a second), `threads`
+        that computed (0 on a GPU), `rounds`, and `unsteadiness`, the median over the least time of
+        the least steady part.
 
     Raises:
         ExitServeError: the weights to be timed do not fit into free memory.
@@ -111,22 +102,22 @@ def time_step(
         # On a GPU passes are scheduled ahead, and exits are decided inside the graph.
         return Curve(tuple((n, (first + (n - 1) * more) * on_cpu) for n in rows))
 
-    return StepTimings(
-        costs=StepCosts(
-            num_layers=shape.num_layers,
-            matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
-            attention=curve(*parts.cache_names, share=len(parts.cache_names)),
-            fill=curve("fill", share=parts.filled),
-            check=curve("rows" if shape.exit_rows else "head", "confidence"),
-            head=curve("head"),
-            rest=constant(*ENGINE_SECONDS),
-            exits=constant(*EXITS_SECONDS),
-        ),
-        bandwidth=parts.read_bytes / least["read", 1],
-        unsteadiness=max(statistics.median(times[key]) / least[key] for key in times),
-        threads=threads if on_cpu else 0,
-        rounds=len(times["read", 1]),
+    costs = StepCosts(
+        num_layers=shape.num_layers,
+        matrices=curve(*parts.layer_names, share=len(parts.layer_names)),
+        attention=curve(*parts.cache_names, share=len(parts.cache_names)),
+        fill=curve("fill", share=parts.filled),
+        check=curve("rows" if shape.exit_rows else "head", "confidence"),
+        head=curve("head"),
+        rest=constant(*ENGINE_SECONDS),
+        exits=constant(*EXITS_SECONDS),
     )
+    return costs, {
+        "bandwidth": parts.read_bytes / least["read", 1],
+        "threads": threads if on_cpu else 0,
+        "rounds": len(times["read", 1]),
+        "unsteadiness": max(statistics.median(times[key]) / least[key] for key in times),
+    }
 
 
 def _rounds(

@@ -25,7 +25,8 @@ from exitserve.arguments import (
 from exitserve.checkpoint.block import read_config
 from exitserve.engine.launch import check_rules, served_architecture
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import EvalJob, make_settings
+from exitserve.evaluation.settings import EvalJob
+from exitserve.settings import make_settings
 
 RESEARCH = {"prompt_tokens": 32}
 """Of each window, at full depth."""
@@ -145,6 +146,8 @@ def job_of(args: argparse.Namespace) -> EvalJob:
     options = {"exit_rows": exit_rows, "mode": "off"}
     rules = any_mode(check_rules(args.model, options, args.revision))
     settings = make_settings(rules, thresholds_of(args.thresholds), modes)
+    if len(settings) == 1:
+        raise ExitServeError("--thresholds names none; give numbers below 1, or auto.")
     # At least one token is decoded, and one more is there to be predicted.
     window = at_least(args.prompt_tokens + 2, args.window, "--window")
     check_context(window, config, "--window")
@@ -167,9 +170,8 @@ def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.reporting.report import publish, terminal_table
 
     rows = page.text_rows(data["cases"])
-    shown = [terminal_table(page.title_of(data), page.SHORT_HEADERS, rows)]
+    shown = [terminal_table(page.title_of(data), page.HEADERS, rows)]
     if data["drafting"]:
-        headers, rows = page.drafting_headers(data), page.drafting_rows(data)
-        shown.append(terminal_table(page.DRAFTING_TITLE, headers, rows))
+        shown.append(terminal_table(page.DRAFTING_TITLE, *page.drafting_table(data)))
     warning = f"Warning: {page.warning_of(data)}"
     publish(out, data, page.markdown(data), {"retention": page.plot(data)}, [*shown, warning])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from exitserve.agreement import FullDepthPass, run_full_depth, run_with_exits
-from exitserve.evaluation.settings import EvalSetting
+from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 from exitserve.reporting.report import rounded
 from exitserve.windows import Window
@@ -55,7 +55,7 @@ class Tally:
 class SettingQuality:
     """Quality of one setting."""
 
-    setting: EvalSetting
+    policy: ExitPolicy
     by_depth: dict[int, Tally] = field(default_factory=dict)
     """All exit layers, ascending, then full depth; some may have no tokens."""
 
@@ -79,12 +79,12 @@ def measure_quality(
     reference: Reference,
     windows: Sequence[Window],
     prompt_tokens: int,
-    settings: Sequence[EvalSetting],
+    policies: Sequence[ExitPolicy],
     progress: Callable[[], None],
 ) -> list[SettingQuality]:
-    """Runs every window, of at least `prompt_tokens` + 2 tokens, once for each setting."""
+    """Runs every window, of at least `prompt_tokens` + 2 tokens, once for each policy."""
     depths = (*reference.exit_layers, reference.parts.num_layers)
-    found = [SettingQuality(setting, {depth: Tally() for depth in depths}) for setting in settings]
+    found = [SettingQuality(one, {depth: Tally() for depth in depths}) for one in policies]
     for window in windows:
         full = run_full_depth(reference, window.token_ids, prompt_tokens)
         for quality in found:
@@ -101,7 +101,7 @@ def _add_window(
     full: FullDepthPass,
 ) -> None:
     """Adds the decode tokens of a window, but for the last, which nothing follows."""
-    policy, count = quality.setting.policy, len(full.nats)
+    policy, count = quality.policy, len(full.nats)
     last = reference.parts.num_layers
     depth = torch.full((count,), last, device=reference.device)
     agrees, nats = torch.ones_like(depth, dtype=torch.bool), full.nats

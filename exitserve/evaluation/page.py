@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exitserve.evaluation.settings import label_of
-from exitserve.reporting.report import cell, machine_line, markdown_table
+from exitserve.reporting.report import (
+    cell,
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
+from exitserve.settings import label_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,21 +27,13 @@ LOSSLESS = "Only mode verify was measured, whose answers are those of full depth
 
 HEADERS = (
     "setting",
-    "mean depth",
-    "depth speedup",
-    "agreement",
-    "perplexity",
-    "perplexity retained",
-)
-SHORT_HEADERS = (
-    "setting",
     "mean\ndepth",
     "depth\nspeedup",
     "agree-\nment",
     "perplexity",
     "perplexity\nretained",
 )
-"""Columns of the terminal table, which fits 80 characters."""
+"""In a terminal the table fits 80 characters."""
 DRAFTING_LEGEND = (
     "Tokens that a step gives, on average, if the layers up to an exit draft k tokens and full "
     "depth judges them: the accepted drafts, and one more. Every token is drafted, whatever its "
@@ -76,15 +75,12 @@ def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def drafting_headers(data: Mapping[str, Any]) -> list[str]:
-    """Columns of `drafting_rows`."""
+def drafting_table(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows, one for each exit layer: its agreement, and the tokens of a step by
+    drafts made."""
     drafts = (step["drafts"] for step in data["drafting"][0]["steps"])
-    return ["exit layer", "right", *(f"k = {count}" for count in drafts)]
-
-
-def drafting_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """One row for each exit layer: its agreement, and the tokens of a step by drafts made."""
-    return [
+    headers = ["exit layer", "right", *(f"k = {count}" for count in drafts)]
+    return headers, [
         [
             str(one["exit_layer"]),
             cell(one["agreement"], ".3f"),
@@ -108,40 +104,44 @@ def warning_of(data: Mapping[str, Any]) -> str:
 def markdown(data: Mapping[str, Any]) -> str:
     """The page `report.md`."""
     cases = data["cases"]
-    lines = [f"# {title_of(data)}", "", f"> **Warning.** {warning_of(data)}", ""]
-    lines += ["## Held-out text", "", markdown_table(HEADERS, text_rows(cases)), ""]
-    lines += ["![retained quality](retention.png)", ""]
+    parts = [markdown_table(HEADERS, text_rows(cases)), "![retained quality](retention.png)"]
     if by_depth := depth_rows(cases):
-        lines += ["## By the depth at which tokens stopped", ""]
-        lines += [markdown_table(DEPTH_HEADERS, by_depth), ""]
+        parts.append("## By the depth at which tokens stopped")
+        parts.append(markdown_table(DEPTH_HEADERS, by_depth))
     if data["drafting"]:
-        lines += ["## Several tokens a step", "", DRAFTING_LEGEND, ""]
-        lines += [markdown_table(drafting_headers(data), drafting_rows(data)), ""]
-    lines += ["## How it was measured", "", *_conditions(data), ""]
-    return "\n".join(lines)
+        parts += ["## Several tokens a step", DRAFTING_LEGEND]
+        parts.append(markdown_table(*drafting_table(data)))
+    return markdown_page(
+        f"# {title_of(data)}",
+        f"> **Warning.** {warning_of(data)}",
+        "## Held-out text",
+        *parts,
+        "## How it was measured",
+        _conditions(data),
+    )
 
 
 def _conditions(data: Mapping[str, Any]) -> list[str]:
     settings = data["settings"]
     text = settings["data"]
     return [
-        f"- Text: {text['name']} (sha256 {text['sha256'][:16]}, {text['documents']} documents), "
+        f"Text: {text['name']} (sha256 {text['sha256'][:16]}, {text['documents']} documents), "
         f"{settings['windows']} windows of {settings['window_tokens']} tokens, the first "
         f"{settings['prompt_tokens']} of each as prompt: {settings['decode_tokens']} decode "
         f"tokens. Teacher forced and exact, in float32.",
-        "- Agreement: share of tokens equal to full depth's greedy choice on the same text. "
+        "Agreement: share of tokens equal to full depth's greedy choice on the same text. "
         "Perplexity: of the text, by the logits of the depth at which each token stopped; in the "
         "table by depth, over the tokens that stopped there: at exits, the easy ones.",
-        "- Retained: score over full depth's (the inverse where less is better).",
-        f"- Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
+        "Retained: score over full depth's (the inverse where less is better).",
+        f"Exit layers {settings['exit_layers']} of {settings['num_layers']}, confidence by "
         f"{settings['criterion']}, exit rows {settings['exit_rows']}. Nothing was timed; "
         f"depth speedup counts layers.",
-        f"- {machine_line(data)}.",
+        f"{machine_line(data)}.",
     ]
 
 
 def _label(case: Mapping[str, Any]) -> str:
-    return label_of(case["mode"], case["exit_threshold"])
+    return "full depth" if case["mode"] == "off" else label_of(case)
 
 
 def plot(data: Mapping[str, Any]) -> Figure:
@@ -149,20 +149,15 @@ def plot(data: Mapping[str, Any]) -> Figure:
 
     One panel for each mode; every line begins at full depth.
     """
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
-
     full, *others = data["cases"]
     modes = list(dict.fromkeys(case["mode"] for case in others))
-    figure = Figure(figsize=(1.6 + 4.8 * len(modes), 4.8), layout="constrained")
-    figure.suptitle(title_of(data), fontsize=11)
+    figure = new_figure(title_of(data), 1.6 + 4.8 * len(modes), 4.8)
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for panel, mode in zip(panels, modes, strict=True):
         _draw(panel, [full, *(case for case in others if case["mode"] == mode)])
         panel.set_title(mode, fontsize=10)
     panels[0].set_ylabel("retained of full depth, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    legend_below(figure, panels[0])
     return figure
 
 

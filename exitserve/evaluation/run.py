@@ -14,21 +14,8 @@ from exitserve.evaluation.settings import SEED, TRACED_TOKENS, EvalJob
 from exitserve.evaluation.trace import Trace, traced_tokens
 from exitserve.reference import Reference
 from exitserve.reporting.report import machine, rounded, versions
+from exitserve.settings import Setting
 from exitserve.windows import Window
-
-NOT_TIMED = (
-    "batch_size",
-    "tokens_per_second",
-    "tpot_ms",
-    "tokens_at_once",
-    "wall_speedup",
-    "load_wall_speedup",
-    "limit_speedup",
-    "efficiency",
-    "drafted",
-    "accepted",
-)
-"""Keys of a case of `exitserve bench` that need timed passes beside plain vLLM."""
 
 
 def evaluate(
@@ -53,7 +40,7 @@ def evaluate(
         reference,
         windows,
         job.prompt_tokens,
-        job.settings,
+        job.policies,
         lambda: passed("held-out text, every setting"),
     )
     drafting = measure_drafts(
@@ -73,15 +60,18 @@ def _report(
         "machine": machine(),
         "versions": versions(),
         "settings": _settings_block(job, windows),
-        "cases": [case_of(quality, full, job.rules.exit_layers) for quality in found],
+        "cases": [
+            case_of(setting, quality, full, job.rules.exit_layers)
+            for setting, quality in zip(job.settings, found, strict=True)
+        ],
     }
 
 
 def write_traces(job: EvalJob, reference: Reference, tokenizer: Any, out: Path) -> Iterator[Path]:
     """Answers the job's prompt at every setting; yields the file of each trace."""
     assert job.prompt is not None
-    for setting in job.settings[1:]:
-        tokens = traced_tokens(reference, tokenizer, job.prompt, TRACED_TOKENS, setting.policy)
+    for setting, policy in list(zip(job.settings, job.policies, strict=True))[1:]:
+        tokens = traced_tokens(reference, tokenizer, job.prompt, TRACED_TOKENS, policy)
         trace = Trace(
             model=job.model,
             num_layers=job.rules.num_layers,
@@ -99,21 +89,19 @@ def write_traces(job: EvalJob, reference: Reference, tokenizer: Any, out: Path) 
 
 
 def case_of(
+    setting: Setting,
     quality: SettingQuality,
     full_perplexity: float | None,
     exit_layers: Sequence[int],
 ) -> dict[str, Any]:
-    """One entry of the report's `cases`: the keys of `exitserve bench`, then further ones."""
+    """One entry of the report's `cases`: keys of `exitserve bench`, then further ones."""
     whole, full = quality.whole, max(quality.by_depth)
-    policy = quality.setting.policy
+    policy = quality.policy
     verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
-        **dict.fromkeys(NOT_TIMED),
         "mode": policy.mode,
-        "rival": None,
-        "exit_threshold": quality.setting.exit_threshold,
-        "exit_layer": None,
+        "exit_threshold": setting.exit_threshold,
         "mean_depth": rounded(quality.mean_depth),
         # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None

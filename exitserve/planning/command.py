@@ -6,7 +6,7 @@ Light to import: torch is loaded only where something is measured.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from contextlib import nullcontext
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
         ExitServeError: an argument is wrong.
     """
     config = read_model(args.model, args.revision)
-    batch_sizes = _batch_sizes(args.batch_sizes)
+    batch_sizes = batch_sizes_of(args.batch_sizes)
+    if max(batch_sizes) > MAX_BATCH_SIZE:
+        raise ExitServeError(
+            f"--batch-sizes must be at most {MAX_BATCH_SIZE}, not {max(batch_sizes)}."
+        )
     if not 0 < args.exit_share <= 1:
         raise ExitServeError(f"--exit-share must be above 0, up to 1, not {args.exit_share:g}.")
     block = parse_multi_exit(config)
@@ -104,22 +108,21 @@ def run(args: argparse.Namespace) -> int:
 
     from exitserve.costs.sources import step_costs
     from exitserve.planning.run import make_plan
+    from exitserve.reporting.progress import share_bar
     from exitserve.reporting.report import prepare_out_dir
 
     out = None if args.out is None else prepare_out_dir(args.out, overwrite=args.overwrite)
-
-    def costs(progress: Callable[[float], None]) -> Any:
-        return step_costs(
+    with share_bar(transient=True) if device is None else nullcontext(lambda *_: None) as progress:
+        costs = step_costs(
             config,
             dtype=args.dtype,
             batch_sizes=batch_sizes,
             context=args.context,
             device=device,
-            progress=progress,
+            progress=lambda done: progress("timing the parts of a step", done),
         )
-
     data = make_plan(
-        costs(lambda done: None) if device else _with_progress(costs),
+        costs,
         model=args.model,
         batch_sizes=batch_sizes,
         context=args.context,
@@ -141,13 +144,6 @@ def read_model(model: str, revision: str | None = None) -> dict[str, Any]:
     return read_config(model, revision)
 
 
-def _batch_sizes(text: str) -> list[int]:
-    sizes = batch_sizes_of(text)
-    if max(sizes) > MAX_BATCH_SIZE:
-        raise ExitServeError(f"--batch-sizes must be at most {MAX_BATCH_SIZE}, not {max(sizes)}.")
-    return sizes
-
-
 def _device(args: argparse.Namespace) -> str | Device | None:
     """What to take figures of; None to time this machine."""
     figures = args.bandwidth, args.tflops
@@ -158,30 +154,12 @@ def _device(args: argparse.Namespace) -> str | Device | None:
     return Device(1e9 * args.bandwidth, 1e12 * args.tflops)
 
 
-def _with_progress(measure: Callable[[Callable[[float], None]], Any]) -> Any:
-    """Runs a measurement under a bar."""
-    from exitserve.reporting.progress import share_bar
-
-    with share_bar(transient=True) as progress:
-        return measure(lambda done: progress("timing the parts of a step", done))
-
-
 def _publish(data: dict[str, Any], out: Path | None) -> None:
     from exitserve.planning import page
     from exitserve.reporting.report import publish, terminal_table
 
-    headers, rows = page.layer_headers(data), page.layer_rows(data)
-    choices = page.choice_rows(data)
-    shown = [
-        *page.summary(data),
-        terminal_table(
-            "Several tokens a step", page.drafting_headers(data), page.drafting_rows(data)
-        ),
-        page.DRAFTING_LEGEND,
-        terminal_table("One exit layer (* recommended)", headers, rows),
-        page.LEGEND,
-        terminal_table("Exit layers together", page.choice_headers(data), choices),
-        *page.recommendation(data),
-        *(f"Note: {note}" for note in data["notes"]),
-    ]
+    shown: list[object] = [*page.summary(data)]
+    for title, table, legend in page.tables(data):
+        shown += [terminal_table(title, *table), *filter(None, [legend])]
+    shown += [*page.recommendation(data), *(f"Note: {note}" for note in data["notes"])]
     publish(out, data, page.markdown(data), {"plan": page.plot(data)}, shown)

@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from exitserve.planning.run import shown_layers
-from exitserve.reporting.report import machine_line, markdown_table
+from exitserve.reporting.report import (
+    legend_below,
+    machine_line,
+    markdown_page,
+    markdown_table,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 KIB = 1024
-
-
-def _share(value: float | None) -> str:
-    return "never" if value is None else f"{value:.0%}"
-
-
-def layer_headers(data: Mapping[str, Any]) -> list[str]:
-    """Columns of the table of exit layers."""
-    sizes = [cost["batch_size"] for cost in data["costs"]]
-    share = f"{data['exit_share']:.0%}"
-    return [
-        "exit\nlayer",
-        "break\neven",
-        *(f"all\nB={size}" for size in sizes),
-        *(f"{share}\nB={size}" for size in sizes),
-        "copies\nKiB",
-    ]
-
-
-def layer_rows(data: dict[str, Any]) -> list[list[str]]:
-    """One row of text for each exit layer shown; a star marks the best."""
-    rows = []
-    for one in shown_layers(data):
-        star = "*" if one["exit_layer"] in data["recommended"] else ""
-        batches = one["batches"]
-        rows.append(
-            [
-                f"{one['exit_layer']}{star}",
-                _share(batches[0]["break_even_share"]),
-                *(f"{batch['best_speedup']:.2f}" for batch in batches),
-                *(f"{batch['speedup_at_share']:.2f}" for batch in batches),
-                f"{one['kv_copy_bytes_per_token'] / KIB:g}",
-            ]
-        )
-    return rows
-
-
-def choice_headers(data: Mapping[str, Any]) -> list[str]:
-    """Columns of the table of exit layers together."""
-    shares = dict.fromkeys(one["exit_share"] for one in data["best"]["speedups"])
-    return ["exit layers", *(f"{share:.0%} exit" for share in shares)]
-
-
-def choice_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """One row of text for each batch size, for the best layers and for those declared."""
-    rows = []
-    for name, label in (("best", "best to skip layers"), ("declared", "the checkpoint's")):
-        choice = data[name]
-        if not choice:
-            continue
-        for cost in data["costs"]:
-            size = cost["batch_size"]
-            found = [one for one in choice["speedups"] if one["batch_size"] == size]
-            cells = (f"{one['speedup']:.2f}" for one in found)
-            rows.append([f"{_named(choice['layers'])} ({label}), batch {size}", *cells])
-    return rows
 
 
 def summary(data: Mapping[str, Any]) -> list[str]:
@@ -103,7 +54,7 @@ def _rows(shape: Mapping[str, Any]) -> str:
 
 
 def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    share, gain = data["assumption"]["plausible_share"], one["best_plausible_speedup"]
+    share, gain = data["plausible_share"], one["best_plausible_speedup"]
     if one["reason"] is None:
         return (
             f"Batch {one['batch_size']}: exits that skip layers can pay, up to {gain:.2f} if "
@@ -114,21 +65,6 @@ def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         f"tokens exited at a quarter of the depth, wall speedup would be {gain:.2f}: "
         f"{one['reason']}."
     )
-
-
-def drafting_headers(data: Mapping[str, Any]) -> list[str]:
-    """Columns of the table of several tokens a step."""
-    return ["layers", "accepted", *(f"B={cost['batch_size']}" for cost in data["costs"])]
-
-
-def drafting_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """One row of text for each draft layer: the best wall speedup, and its drafts."""
-    rows: dict[int, list[str]] = {}
-    for one in data["modes"]:
-        named = [str(one["exit_layer"]), f"{one['acceptance']:.0%}"]
-        row = rows.setdefault(one["exit_layer"], named)
-        row.append(f"{one['wall_speedup']:.2f} ({one['drafts']})")
-    return list(rows.values())
 
 
 def recommendation(data: Mapping[str, Any]) -> list[str]:
@@ -184,39 +120,73 @@ LEGEND = (
     "it exited."
 )
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Headers, which may have several lines, and rows."""
 
-def markdown(data: dict[str, Any]) -> str:
-    """The page `report.md`."""
-    one_line = [header.replace("\n", " ") for header in layer_headers(data)]
-    lines = [f"# What exits can give: {data['model']}", ""]
-    for note in data["notes"]:
-        lines += [f"> **Note.** {note}", ""]
-    lines += [*(f"- {line}" for line in (*summary(data), *recommendation(data))), ""]
-    lines += [markdown_table(choice_headers(data), choice_rows(data)), ""]
-    drafting = markdown_table(drafting_headers(data), drafting_rows(data))
-    lines += ["## Several tokens a step", "", drafting, ""]
-    lines += [DRAFTING_LEGEND, ""]
-    lines += ["## Exit layers, one at a time", "", markdown_table(one_line, layer_rows(data)), ""]
-    lines += [
-        f"{LEGEND} A star marks the recommended layers.",
-        "",
-        "![plan](plan.png)",
-        "",
+
+def tables(data: Mapping[str, Any]) -> list[tuple[str, Table, str]]:
+    """Those of the page and the terminal: title, table, and what it says."""
+    return [
+        ("Exit layers together", _choice_table(data), ""),
+        ("Several tokens a step", _drafting_table(data), DRAFTING_LEGEND),
+        ("One exit layer (* recommended)", _layer_table(data), LEGEND),
     ]
-    lines += ["## What the parts of a step cost", "", _cost_table(data), ""]
-    if data["measured"]:
-        source = data["source"]
-        lines += [
-            f"Timed on matrices of the model's shapes, the least of {source['rounds']} rounds in "
-            f"turn, {source['threads']} threads. The rest of a step, and planning exits "
-            f"({data['costs'][0]['exits_ms']:g} ms), are constants of the engine.",
-            "",
-        ]
-    lines += [f"{machine_line(data)}.", ""]
-    return "\n".join(lines)
 
 
-def _cost_table(data: Mapping[str, Any]) -> str:
+def _choice_table(data: Mapping[str, Any]) -> Table:
+    """A row for each batch size, for the best layers and for those declared."""
+    rows = []
+    for name, label in (("best", "best to skip layers"), ("declared", "the checkpoint's")):
+        choice = data[name]
+        if not choice:
+            continue
+        for cost in data["costs"]:
+            size = cost["batch_size"]
+            found = [one for one in choice["speedups"] if one["batch_size"] == size]
+            cells = (f"{one['speedup']:.2f}" for one in found)
+            rows.append([f"{_named(choice['layers'])} ({label}), batch {size}", *cells])
+    shares = dict.fromkeys(one["exit_share"] for one in data["best"]["speedups"])
+    return ["exit layers", *(f"{share:.0%} exit" for share in shares)], rows
+
+
+def _drafting_table(data: Mapping[str, Any]) -> Table:
+    """A row for each draft layer: the best wall speedup, and its drafts."""
+    rows: dict[int, list[str]] = {}
+    for one in data["modes"]:
+        named = [str(one["exit_layer"]), f"{one['acceptance']:.0%}"]
+        row = rows.setdefault(one["exit_layer"], named)
+        row.append(f"{one['wall_speedup']:.2f} ({one['drafts']})")
+    headers = ["layers", "accepted", *(f"B={cost['batch_size']}" for cost in data["costs"])]
+    return headers, list(rows.values())
+
+
+def _layer_table(data: Mapping[str, Any]) -> Table:
+    """A row for each exit layer shown; a star marks the best."""
+    sizes, share = [cost["batch_size"] for cost in data["costs"]], f"{data['exit_share']:.0%}"
+    headers = [
+        "exit\nlayer",
+        "break\neven",
+        *(f"all\nB={size}" for size in sizes),
+        *(f"{share}\nB={size}" for size in sizes),
+        "copies\nKiB",
+    ]
+    rows = []
+    for one in shown_layers(data):
+        star = "*" if one["exit_layer"] in data["recommended"] else ""
+        batches, even = one["batches"], one["batches"][0]["break_even_share"]
+        rows.append(
+            [
+                f"{one['exit_layer']}{star}",
+                "never" if even is None else f"{even:.0%}",
+                *(f"{batch['best_speedup']:.2f}" for batch in batches),
+                *(f"{batch['speedup_at_share']:.2f}" for batch in batches),
+                f"{one['kv_copy_bytes_per_token'] / KIB:g}",
+            ]
+        )
+    return headers, rows
+
+
+def _cost_table(data: Mapping[str, Any]) -> Table:
     names = ("layer", "attention", "fill", "check", "head", "rest", "full_depth")
     headers = ("batch", *(f"{name.replace('_', ' ')} ms" for name in names), "check in layers")
     rows = [
@@ -227,18 +197,41 @@ def _cost_table(data: Mapping[str, Any]) -> str:
         ]
         for cost in data["costs"]
     ]
-    return markdown_table(headers, rows)
+    return headers, rows
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page `report.md`."""
+    found = (
+        (f"## {title}", markdown_table(*table), legend) for title, table, legend in tables(data)
+    )
+    source, timed = data["source"], ""
+    if data["measured"]:
+        timed = (
+            f"Timed on matrices of the model's shapes, the least of {source['rounds']} rounds in "
+            f"turn, {source['threads']} threads. The rest of a step, and planning exits "
+            f"({data['costs'][0]['exits_ms']:g} ms), are constants of the engine."
+        )
+    return markdown_page(
+        f"# What exits can give: {data['model']}",
+        *(f"> **Note.** {note}" for note in data["notes"]),
+        [*summary(data), *recommendation(data)],
+        *chain.from_iterable(found),
+        "![plan](plan.png)",
+        "## What the parts of a step cost",
+        markdown_table(*_cost_table(data)),
+        timed,
+        f"{machine_line(data)}.",
+    )
 
 
 def plot(data: Mapping[str, Any]) -> Figure:
     """Wall speedup and break-even share against the exit layer, a line for each batch size."""
-    # Figure, not pyplot: no global state, and no window is ever opened.
-    from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    title = f"{data['model']}: what one exit layer can give ({data['way']})"
+    figure = new_figure(title, 10.5, 4.4)
     speeds, shares = figure.subplots(1, 2, sharex=True)
-    figure.suptitle(f"{data['model']}: what one exit layer can give ({data['way']})", fontsize=11)
     for index in range(len(data["costs"])):
         _draw(speeds, shares, data, index, f"C{index}")
     speeds.set_yscale("log")
@@ -255,8 +248,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
         panel.grid(alpha=0.25)
         for layer in data["recommended"]:
             panel.axvline(layer, color="darkgrey", linewidth=1, linestyle=":", zorder=0)
-    handles, labels = speeds.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    legend_below(figure, speeds)
     return figure
 
 

@@ -17,7 +17,7 @@ from numpy import interp
 
 from exitserve.costs.curves import Curve, StepCosts
 from exitserve.costs.devices import LAUNCHES
-from exitserve.costs.skipping import least_share, segment_seconds, speedup
+from exitserve.costs.skipping import segment_seconds, speedup
 
 LEFT_BY = ((0.0, 0.0), (0.25, 0.4), (0.5, 0.7), (0.75, 1.0), (1.0, 1.0))
 """(share of the depth, part of the exits that are at or before it)."""
@@ -41,18 +41,6 @@ def shares_at(layers: Sequence[int], num_layers: int, total: float) -> dict[int,
     return {
         layer: after - before for layer, (before, after) in zip(layers, pairwise(left), strict=True)
     }
-
-
-def break_even_total(
-    costs: StepCosts, batch: int, layers: Sequence[int], *, compacts: bool
-) -> float | None:
-    """The least S at which exit layers together cost nothing; None where even S = 1 does not."""
-
-    def gain(total: float) -> float:
-        shares = shares_at(layers, costs.num_layers, total)
-        return speedup(costs, batch, shares, compacts=compacts)
-
-    return least_share(gain)
 
 
 def left_by(depth: float) -> float:

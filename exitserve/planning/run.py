@@ -20,13 +20,10 @@ from exitserve.costs.drafting import (
 from exitserve.costs.skipping import break_even_share, speedup
 from exitserve.costs.sources import CostSource
 from exitserve.planning.recommend import (
-    LEFT_BY,
     PLAUSIBLE,
-    SHALLOWEST,
     SHARES,
     WORTH,
     bound_by_launches,
-    break_even_total,
     choose_layers,
     shares_at,
     verdict,
@@ -35,6 +32,8 @@ from exitserve.reporting.report import machine, rounded, versions
 
 ROWS_SHOWN = 8
 """About as many exit layers, evenly spread, are in tables, besides the best and those declared."""
+PARTS = ("layer", "attention", "fill", "check", "head", "rest", "exits")
+"""Of a step, whose times are told."""
 _GAIN = itemgetter("wall_speedup")
 DRAFT_DEPTHS = (1 / 8, 1 / 3)
 """Shares of the depth whose drafts are in tables, besides the best, where none are declared."""
@@ -103,12 +102,7 @@ def make_plan(
         "best": best,
         "recommended": served["layers"] if any(a["mode"] != "off" for a in advice) else [],
         "declared": served if own_layers else None,
-        "assumption": {
-            "left_by": [list(point) for point in LEFT_BY],
-            "plausible_share": PLAUSIBLE,
-            "at_depth": SHALLOWEST,
-            "worth": WORTH,
-        },
+        "plausible_share": PLAUSIBLE,
         "verdicts": [
             {"batch_size": batch, "best_plausible_speedup": round(gain, 4), "reason": reason}
             for batch in batch_sizes
@@ -151,7 +145,6 @@ def best_drafting(
         "batch_size": batch,
         "exit_layer": layer,
         "drafts": way.drafts,
-        "text_drafts": way.text,
         "acceptance": round(acceptance, 4),
         "wall_speedup": round(drafting_speedup(costs, batch, way, acceptance), 4),
     }
@@ -176,7 +169,7 @@ def gain_of(choice: Mapping[str, Any], batch: int, share: float) -> float:
     )
 
 
-def shown_layers(data: dict[str, Any]) -> list[dict[str, Any]]:
+def shown_layers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of `exit_layers` that tables show."""
     full = data["shape"]["num_layers"]
     step = max(1, round(full / ROWS_SHOWN))
@@ -200,19 +193,11 @@ def _shape_block(shape: DecoderShape) -> dict[str, Any]:
 
 
 def _costs_block(costs: StepCosts, batch: int, compacts: bool) -> dict[str, Any]:
-    def milliseconds(seconds: float) -> float:
-        return round(1e3 * seconds, 6)
-
+    seconds = {name: getattr(costs, name)(batch) for name in PARTS}
+    seconds["full_depth"] = costs.full(batch)
     return {
         "batch_size": batch,
-        "layer_ms": milliseconds(costs.layer(batch)),
-        "attention_ms": milliseconds(costs.attention(batch)),
-        "fill_ms": milliseconds(costs.fill(batch)),
-        "check_ms": milliseconds(costs.check(batch)),
-        "head_ms": milliseconds(costs.head(batch)),
-        "rest_ms": milliseconds(costs.rest(batch)),
-        "exits_ms": milliseconds(costs.exits(batch)),
-        "full_depth_ms": milliseconds(costs.full(batch)),
+        **{f"{name}_ms": round(1e3 * found, 6) for name, found in seconds.items()},
         "check_in_layers": round(costs.check_in_layers(batch), 4),
         "bound_by_launches": not compacts and bound_by_launches(costs, batch),
     }
@@ -227,15 +212,13 @@ def _layer_block(
     compacts: bool,
 ) -> dict[str, Any]:
     """One exit layer, as the only one."""
-    skipped = shape.num_layers - layer
 
     def gain(batch: int, left: float) -> float:
         return round(speedup(costs, batch, {layer: left}, compacts=compacts), 4)
 
     return {
         "exit_layer": layer,
-        "kv_copy_bytes_per_token": skipped * shape.kv_token_bytes,
-        "kv_copy_share": round(skipped / shape.num_layers, 4),
+        "kv_copy_bytes_per_token": (shape.num_layers - layer) * shape.kv_token_bytes,
         "batches": [
             {
                 "batch_size": batch,
@@ -263,10 +246,8 @@ def _choice_block(
         exits = shares_at(layers, costs.num_layers, share)
         return round(speedup(costs, batch, exits, compacts=compacts), 4)
 
-    even = break_even_total(costs, batch_sizes[0], layers, compacts=compacts)
     return {
         "layers": list(layers),
-        "break_even_share": rounded(even),
         "speedups": [
             {"batch_size": batch, "exit_share": share, "speedup": gain(batch, share)}
             for batch in batch_sizes

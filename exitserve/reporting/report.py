@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -116,28 +117,6 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_report(
-    directory: Path,
-    data: Mapping[str, Any],
-    page: str,
-    figures: Mapping[str, Figure] | None = None,
-) -> None:
-    """Writes `report.json`, `report.md` and one PNG for each figure.
-
-    Args:
-        directory: an existing folder.
-        data: the report; `schema_version` is put first.
-        page: the Markdown text.
-        figures: file name without suffix to matplotlib figure.
-    """
-    write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
-    _write(directory / "report.md", page)
-    for name, figure in (figures or {}).items():
-        path = directory / f"{name}.png"
-        path.unlink(missing_ok=True)
-        figure.savefig(path, dpi=PLOT_DPI)
-
-
 def publish(
     directory: Path | None,
     data: Mapping[str, Any],
@@ -145,12 +124,24 @@ def publish(
     figures: Mapping[str, Figure],
     shown: Iterable[object],
 ) -> None:
-    """Writes a report (`write_report`), prints its short form, and says where the whole of it is;
-    without a directory it prints only."""
+    """Writes a report, prints its short form, and says where the whole of it is.
+
+    Args:
+        directory: an existing folder; None to print only.
+        data: of `report.json`, where `schema_version` is put first.
+        page: the Markdown text of `report.md`.
+        figures: file name without suffix to figure, each a PNG.
+        shown: the short form, part by part.
+    """
     from rich.console import Console
 
     if directory is not None:
-        write_report(directory, data, page, figures)
+        write_json(directory / "report.json", {"schema_version": SCHEMA_VERSION, **data})
+        _write(directory / "report.md", page)
+        for name, figure in figures.items():
+            path = directory / f"{name}.png"
+            path.unlink(missing_ok=True)
+            figure.savefig(path, dpi=PLOT_DPI)
     console = Console()
     for part in shown:
         console.print(part, markup=False, highlight=False)
@@ -169,10 +160,14 @@ def cell(value: float | None, form: str) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned also as plain text; the first one to the left."""
+    """A Markdown table, its columns aligned also as plain text; the first one to the left.
+
+    Headers may have several lines, as in `terminal_table`; here they get one.
+    """
     from tabulate import tabulate
 
     assert all(len(row) == len(headers) for row in rows), "a cell for each header"
+    headers = [header.replace("-\n", "").replace("\n", " ") for header in headers]
     names, *cells = [[cell.replace("|", "\\|") for cell in row] for row in (headers, *rows)]
     sides = ["left", *["right"] * (len(headers) - 1)]
     table: str = tabulate(cells, names, "pipe", colalign=sides, disable_numparse=True)
@@ -196,6 +191,29 @@ def terminal_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[s
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def markdown_page(*parts: str | Sequence[str]) -> str:
+    """A Markdown page of paragraphs and tables (texts) and of lists, without empty ones."""
+    texts = (
+        one if isinstance(one, str) else "\n".join(f"- {line}" for line in one) for one in parts
+    )
+    return "\n\n".join(filter(None, texts)) + "\n"
+
+
+def new_figure(title: str, width: float, height: float) -> Figure:
+    """A figure of so many inches. Not pyplot's: no global state, and no window is ever opened."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def legend_below(figure: Figure, panel: Axes) -> None:
+    """One legend for all panels of a figure, which show what this one shows."""
+    labelled = panel.get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
 def machine_line(data: Mapping[str, Any]) -> str:

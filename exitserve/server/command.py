@@ -23,7 +23,7 @@ from exitserve.engine.launch import (
     prepare_environment,
     suit_runner,
 )
-from exitserve.engine.options import KEY
+from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
 from exitserve.server.engine_end import EngineEnd
@@ -151,16 +151,7 @@ def serve(args: argparse.Namespace) -> int:
     name, args = args.model, with_adapter(args)
     ours = engine_options(
         args.model,
-        {
-            "exit_layers": args.exit_layers,
-            "mode": args.mode,
-            "exit_threshold": args.exit_threshold,
-            "exit_layer": args.exit_layer,
-            "num_drafts": args.num_drafts,
-            "eos_threshold": args.eos_threshold,
-            "exit_rows": args.exit_rows,
-            "exits_up_to": args.exits_up_to,
-        },
+        {name: getattr(args, name) for name in OPTIONS},
         args.revision,
     )
     config = read_config(args.model, args.revision)

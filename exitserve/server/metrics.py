@@ -107,11 +107,6 @@ def _saved_layers(snapshot: Snapshot) -> int:
     return sum((num_layers - int(d)) * n for d, n in snapshot["tokens_by_depth"].items())
 
 
-def _full_depth_layers(snapshot: Snapshot) -> int:
-    tokens: int = sum(snapshot["tokens_by_depth"].values())
-    return int(snapshot["num_layers"]) * tokens
-
-
 TOKENS = WorkerMetric(
     name="exitserve_tokens_total",
     help="Generated tokens by the depth at which they stopped; the last layer is full depth.",
@@ -184,7 +179,7 @@ FULL_DEPTH = WorkerMetric(
         " / (sum(rate(exitserve_full_depth_layers_total[5m]))"
         " - sum(rate(exitserve_depth_saved_layers_total[5m])))"
     ),
-    read=lambda snapshot: {"": _full_depth_layers(snapshot)},
+    read=lambda snapshot: {"": snapshot["num_layers"] * sum(snapshot["tokens_by_depth"].values())},
 )
 
 SHADOW_TOKENS = Metric(

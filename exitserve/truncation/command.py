@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitserve.arguments import add_model_command, check_context, with_adapter
+from exitserve.arguments import add_model_command, at_least, check_context, with_adapter
 from exitserve.checkpoint.block import context_length_of, num_layers_of, read_config
 from exitserve.checkpoint.first_layers import check_depth, doubt, trained_depths
 from exitserve.costs.byte_costs import serving_dtype
@@ -102,10 +102,9 @@ def _check(args: argparse.Namespace) -> None:
     """Raises `ExitServeError` for options that contradict each other or are out of range."""
     if (args.layers is None) == (args.to_fit is None):
         raise ExitServeError("give one of --layers N and --to-fit SIZE.")
-    for option in ("context", "requests"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ExitServeError(f"--{option} {value} must be at least 1.")
+    at_least(1, args.requests, "--requests")
+    if args.context is not None:
+        at_least(1, args.context, "--context")
     for path in args.data:
         if not path.is_file():
             raise ExitServeError(f"no data file at '{path}'.")
@@ -117,11 +116,11 @@ def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     from exitserve.checkpoint.hub import local_checkpoint
     from exitserve.checkpoint.weights import read_weights
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
-    from exitserve.truncation.run import TruncationJob, check_family, check_names
+    from exitserve.truncation.run import TruncationJob, check_causal, check_names
 
     budget = None if args.to_fit is None else parse_size(args.to_fit)
     config = read_config(args.model, args.revision)
-    check_family(config)
+    check_causal(config)
     full = num_layers_of(config)
     if args.layers is not None:
         check_depth(args.layers, config, "--layers")

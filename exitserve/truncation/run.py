@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint.block import check_exit_layers, num_layers_of, parse_multi_exit
-from exitserve.checkpoint.decoder import FAMILIES
+from exitserve.checkpoint.decoder import check_family
 from exitserve.checkpoint.exit_rows import load_exit_rows
 from exitserve.checkpoint.files import copy_files, new_folder
 from exitserve.checkpoint.first_layers import cut_config, layer_of
@@ -38,13 +38,9 @@ class TruncationJob:
     """Files on which to measure perplexity; without any it is not measured."""
 
 
-def check_family(config: dict[str, Any]) -> None:
+def check_causal(config: dict[str, Any]) -> None:
     """Raises `ExitServeError` unless the checkpoint is a causal LM of a supported family."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ExitServeError(
-            f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}."
-        )
+    check_family(config.get("model_type"))
     (name, *_) = config.get("architectures") or ["none named"]
     if not name.endswith(_ENDINGS):
         raise ExitServeError(

@@ -11,10 +11,11 @@ import pytest
 
 from exitserve.bench import prompts
 from exitserve.bench.command import add_command, job_of
-from exitserve.bench.settings import OFF, PLAIN, Setting, rotated
+from exitserve.bench.settings import rotated
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.errors import ExitServeError
+from exitserve.settings import OFF, PLAIN, Setting
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,9 +180,9 @@ def test_calibrated_thresholds_stand_beside_numbers_in_their_own_mode(calibrated
     job = job_of(parse(*arguments))
     *_, auto, cheaper = job.settings
     assert (auto.label, cheaper.label) == ("defer auto", "defer auto:0.9")
-    assert auto.fields(2) == [{"exit_threshold": "auto", "exit_mode": "defer"}] * 2
-    assert cheaper.fields(1) == [{"exit_target": 0.9, "exit_mode": "defer"}]
-    assert job.rules.policy_for(cheaper.fields(1)[0]).thresholds_at(4)[0] == 0.3
+    assert auto.fields == {"exit_threshold": "auto", "exit_mode": "defer"}
+    assert cheaper.fields == {"exit_target": 0.9, "exit_mode": "defer"}
+    assert cheaper.policy(job.rules).thresholds_at(4)[0] == 0.3
     assert "at different exit layers, 2, 4" in refused(*arguments[:4], "auto,auto:0.8")
 
 

@@ -9,16 +9,15 @@ import pytest
 from exitserve.bench.measures import (
     DRAFTS,
     Measurements,
-    Reads,
     Timing,
     case_of,
     notes_on,
     steps_of,
     timing_of,
 )
-from exitserve.bench.settings import OFF, PLAIN, Setting
 from exitserve.costs.byte_costs import DecoderShape, DecodeStep
 from exitserve.errors import ExitServeError
+from exitserve.settings import OFF, PLAIN, Setting
 
 SHAPE = DecoderShape(
     num_layers=4,
@@ -137,7 +136,7 @@ def test_the_limit_of_verify_is_what_was_read() -> None:
     limits = []
     for layers, heads, checks in ((2, 1, 0), (4, 1, 0), (4, 1, 0.5)):
         seen.reads = [
-            Reads(layers=layers + more, checks=checks, heads=heads) for more in (-1, 1)
+            {"layers": layers + more, "checks": checks, "heads": heads} for more in (-1, 1)
         ]  # two repeats
         limits.append(case_of(seen, plain, SHAPE, (2,))["limit_speedup"])
     assert limits[0] > limits[1] == 1.0 > limits[2]

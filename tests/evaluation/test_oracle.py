@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality
-from exitserve.evaluation.settings import EvalSetting
 from exitserve.policy import ExitPolicy, Mode
 from exitserve.reference import Reference, load_reference
 from exitserve.windows import Window
 
 PROMPT, LENGTH, EXITS, LAYERS = 8, 40, (2, 4), 6
-FULL = EvalSetting(fields={}, policy=ExitPolicy.off())
+FULL = ExitPolicy.off()
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +34,14 @@ def windows() -> list[Window]:
     ]
 
 
-def by_confidence(threshold: float, mode: Mode = "confidence") -> EvalSetting:
-    policy = ExitPolicy.confidence(threshold, mode=mode)
-    return EvalSetting(fields={}, policy=policy, exit_threshold=threshold)
+def by_confidence(threshold: float, mode: Mode = "confidence") -> ExitPolicy:
+    return ExitPolicy.confidence(threshold, mode=mode)
 
 
 def seen_of(
-    reference: Reference, windows: Sequence[Window], *settings: EvalSetting
+    reference: Reference, windows: Sequence[Window], *policies: ExitPolicy
 ) -> list[SettingQuality]:
-    return measure_quality(reference, windows, PROMPT, settings, lambda: None)
+    return measure_quality(reference, windows, PROMPT, policies, lambda: None)
 
 
 def test_at_full_depth_it_is_the_models_plain_perplexity(reference, windows) -> None:
@@ -66,11 +64,11 @@ def test_at_full_depth_it_is_the_models_plain_perplexity(reference, windows) -> 
 @pytest.mark.parametrize("mode", ["confidence", "defer"])
 def test_a_threshold_is_counted_token_by_token(reference, windows, mode: Mode) -> None:
     """The sums are those of decoding each window on its own, one depth at a time."""
-    setting = by_confidence(0.15, mode)
-    (seen,) = seen_of(reference, windows, setting)
+    policy = by_confidence(0.15, mode)
+    (seen,) = seen_of(reference, windows, policy)
     tokens, agreeing, nats = 0, 0, 0.0
     for window in windows:
-        trace = reference.trace(window.token_ids, PROMPT, setting.policy)
+        trace = reference.trace(window.token_ids, PROMPT, policy)
         full = reference.trace(window.token_ids, PROMPT, ExitPolicy.off())
         for at in range(PROMPT, LENGTH - 1):
             chances = trace.logits[at].softmax(dim=-1)

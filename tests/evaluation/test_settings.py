@@ -13,8 +13,8 @@ from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
-from exitserve.evaluation.settings import make_settings
 from exitserve.policy import NEVER
+from exitserve.settings import make_settings
 
 POINT = OperatingPoint(
     agreement=0.98, thresholds={6: 0.8, 18: 0.6}, eos_thresholds={6: 0.9, 18: 0.9}
@@ -45,7 +45,7 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
     rules = any_mode(check_rules(calibrated, {"mode": "off"}))
     settings = make_settings(rules, thresholds_of("0.5, auto,0.7"), ("confidence", "verify"))
     assert [setting.label for setting in settings] == [
-        "full depth",
+        "exits off",
         "threshold 0.5",
         "threshold 0.7",
         "verify 0.5",
@@ -53,9 +53,10 @@ def test_numbers_in_every_mode_and_auto_in_its_own(calibrated: Path) -> None:
         "defer auto",
     ]
     full, *_, auto = settings
-    assert full.fields == {"exit_threshold": 1.0} and full.policy.mode == "off"
+    assert full.fields == {"exit_threshold": 1.0} and full.policy(rules).mode == "off"
     assert auto.fields == {"exit_threshold": "auto", "exit_mode": "defer"}
-    thresholds = [auto.policy.thresholds_at(layer)[0] for layer in (6, 18)]
+    policy = auto.policy(rules).drafting(rules.exit_layers)
+    thresholds = [policy.thresholds_at(layer)[0] for layer in (6, 18)]
     assert thresholds == [0.8, NEVER], "a server drafts at its first exit"
 
 
@@ -67,9 +68,9 @@ def test_auto_needs_a_calibration(bundled: Path) -> None:
 def test_other_promises_are_asked_for_by_their_agreement(calibrated: Path) -> None:
     rules = check_rules(calibrated, {})
     settings = make_settings(rules, thresholds_of("auto:0.9,auto"), ("confidence",))
-    assert [setting.label for setting in settings] == ["full depth", "defer auto:0.9", "defer auto"]
+    assert [setting.label for setting in settings] == ["exits off", "defer auto:0.9", "defer auto"]
     assert settings[1].fields == {"exit_target": 0.9, "exit_mode": "defer"}
-    assert settings[1].policy.thresholds_at(18)[0] == 0.2
+    assert settings[1].policy(rules).thresholds_at(18)[0] == 0.2
 
 
 @pytest.mark.parametrize(

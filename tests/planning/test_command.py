@@ -59,7 +59,6 @@ def test_the_plan_of_a_table(
     assert eighth["exit_layer"] == 8
     # 24 of 32 layers, each 2 * 8 heads * 128 numbers of 2 bytes.
     assert eighth["kv_copy_bytes_per_token"] == 24 * 4096
-    assert eighth["kv_copy_share"] == 0.75
     first = eighth["batches"][0]
     assert first["best_speedup"] == pytest.approx(2.99, abs=0.01)
     assert first["break_even_share"] == pytest.approx(0.015, abs=0.001)

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exitserve.costs.curves import Curve, StepCosts
-from exitserve.costs.skipping import expected_seconds, speedup
+from exitserve.costs.skipping import expected_seconds
 from exitserve.planning.recommend import (
     MOST_LAYERS,
     WORTH,
-    break_even_total,
     choose_layers,
     left_by,
     shares_at,
@@ -74,16 +73,6 @@ def test_a_choice_is_always_of_layers_that_exist(
     assert 1 <= len(chosen) <= MOST_LAYERS
     assert list(chosen) == sorted(set(chosen))
     assert set(chosen) <= set(range(1, layers))
-
-
-@pytest.mark.parametrize("compacts", [True, False])
-def test_layers_together_break_even_where_the_speedup_is_one(compacts: bool) -> None:
-    found = costs()
-    even = break_even_total(found, 2, (3, 6), compacts=compacts)
-    assert even is not None
-    at_even = speedup(found, 2, shares_at((3, 6), 12, even), compacts=compacts)
-    assert at_even == pytest.approx(1.0, abs=1e-6)
-    assert break_even_total(costs(check=99.0), 1, (3, 6), compacts=compacts) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from exitserve.reporting.report import (
     publish,
     terminal_table,
     write_json,
-    write_report,
 )
 
 
@@ -36,14 +35,6 @@ def test_out_dir_that_is_a_file_is_refused(tmp_path: Path, overwrite: bool) -> N
         prepare_out_dir(path / "below", overwrite=overwrite)
 
 
-def test_write_report_puts_the_schema_version_first_and_saves_plots(tmp_path: Path) -> None:
-    write_report(tmp_path, {"model": "m"}, "# page\n", {"curve": Figure()})
-    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert list(data.items()) == [("schema_version", 1), ("model", "m")]
-    assert (tmp_path / "report.md").read_text(encoding="utf-8") == "# page\n"
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_json_never_holds_what_other_readers_refuse(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Out of range"):
         write_json(tmp_path / "x.json", {"value": math.nan})
@@ -57,6 +48,9 @@ def test_publish_shows_the_short_form_and_where_the_rest_is(
     printed = capsys.readouterr().out
     assert "title" in printed and "Warning: [0.5] is low" in printed
     assert str(tmp_path / "report.md") in printed.replace("\n", "")
-    assert (tmp_path / "report.json").is_file() and (tmp_path / "curve.png").is_file()
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert list(data.items()) == [("schema_version", 1), ("model", "m")]
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == "# page\n"
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     publish(None, {}, "", {}, ["only this"])
     assert capsys.readouterr().out == "only this\n"

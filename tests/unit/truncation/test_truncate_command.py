@@ -187,7 +187,7 @@ def test_to_fit_takes_the_deepest_exit_that_fits(bundled: Path, tmp_path: Path, 
         (("--to-fit", "8"), "such as 8GiB"),
         (("--to-fit", "5MiB"), "the smallest, 6 of 24 layers, needs"),
         (("--to-fit", "1GiB", "--context", "600"), "longer than the model's context of 512"),
-        (("--to-fit", "1GiB", "--requests", "0"), "--requests 0 must be at least 1"),
+        (("--to-fit", "1GiB", "--requests", "0"), "--requests must be at least 1, not 0"),
         (("--layers", "6", "--data", "no/such.txt"), "no data file at"),
     ],
 )
