@@ -17,19 +17,11 @@ from exitserve.bench.measures import (
     timing_of,
 )
 from exitserve.bench.settings import OFF, PLAIN, Setting
-from exitserve.costs.byte_costs import DecoderShape, DecodeStep
+from exitserve.costs.byte_costs import DecodeStep
 from exitserve.errors import ExitServeError
 
-SHAPE = DecoderShape(
-    num_layers=4,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    vocab_size=32,
-    dtype_bytes=2,
-)
+from ..shapes import TINY_DECODER as SHAPE
+
 CASE_KEYS = {
     "batch_size",
     "mode",

@@ -123,6 +123,16 @@ CONTRADICTIONS = {
     "trained model writes; give model": ["data.own_chats={count: 9}", "data.format=chat"],
     "names a split of data.dataset": ["data.validation_split=test"],
     "both say what": ["data.dataset=x", "data.validation_split=a", "data.validation_files=[b]"],
+    "must be linear or cosine": ["max_minutes=1", "training.lr_scheduler_type=constant"],
+    "'max_minutes': .*greater than 0": ["max_minutes=0"],
+    r"config\.num_hidden_layers instead": ["grow_to_layers=8"],
+    "set bf16: true": ["weights=bfloat16"],
+    "AdamW with Kahan sums": ["weights=bfloat16", "bf16=true", "optimizer=muon"],
+    "leave optimizer and training.optim out": [
+        "weights=bfloat16",
+        "bf16=true",
+        "training.optim=adafactor",
+    ],
     "needs all lines in memory": ["data.order=source", "data.max_repeated_lines=0.5"],
     "data.order has no effect with data.format=chat": ["data.order=source", "data.format=chat"],
 }

@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ...shapes import BERT
+
 Train = Callable[..., int]
 Build = Callable[..., dict[str, Any]]
 Trained = Callable[[Path, dict[str, Any]], Path]
 
 COLOURS = {"red": (230, 40, 40), "green": (40, 230, 40), "blue": (40, 40, 230)}
-BERT = {
-    "architecture": "bert",
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
 VIT = {
     "architecture": "vit",
     "num_hidden_layers": 3,
