@@ -81,10 +81,3 @@ def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer
     write_multi_exit(folder, exits)
     if recipe.tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def merged(adapted: nn.Module) -> PreTrainedModel:
-    """The model with its adapters added to its weights, in place."""
-    model: Any = adapted
-    whole: PreTrainedModel = model.merge_and_unload()
-    return whole

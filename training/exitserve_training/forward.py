@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exitserve_training.losses import OutputHead
 from exitserve_training.losses.aligned import Predictions, predictions
 from exitserve_training.objectives.objective import LossInputs, Metrics
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
 from exitserve_training.routers import RouterBalance
 from exitserve_training.skipping import SkippedPositions, SkipSampler
-from exitserve_training.tasks import NextToken, TaskBatch, TaskInputs
+from exitserve_training.tasks import TaskBatch, TaskInputs, next_token
 from exitserve_training.verdicts import above
 
 AUXILIARY = "exit_objectives"
@@ -64,7 +63,7 @@ class MultiExitForward:
         objectives: Objectives,
         eval_layers: tuple[int, ...],
         skipping: SkipSampler | None = None,
-        task_inputs: TaskInputs | None = None,
+        task_inputs: TaskInputs = next_token,
         balance: RouterBalance | None = None,
     ) -> None:
         """Installs hooks and the forward on `model`, and the objectives as a part of it.
@@ -75,7 +74,7 @@ class MultiExitForward:
             objectives: what to minimise.
             eval_layers: depths to evaluate.
             skipping: draws what skips layers in training; None for nothing.
-            task_inputs: what the model predicts; None for the next token of each position.
+            task_inputs: what the model predicts.
             balance: of a mixture of experts, what its routers are trained with in addition.
         """
         self.model = model
@@ -83,7 +82,7 @@ class MultiExitForward:
         self.objectives = objectives
         self.eval_layers = eval_layers
         self.skipping = skipping
-        self.task_inputs = NextToken() if task_inputs is None else task_inputs
+        self.task_inputs = task_inputs
         self.balance = balance
         self._wanted: frozenset[int] = frozenset()
         self._captured: dict[int, Tensor] = {}
@@ -117,11 +116,6 @@ class MultiExitForward:
         else:
             vars(self.model).pop("forward", None)
         delattr(self.model, AUXILIARY)
-
-    @property
-    def head(self) -> OutputHead:
-        """The shared norm and head."""
-        return self.parts.head
 
     @property
     def _vocab_size(self) -> int:
@@ -184,7 +178,7 @@ class MultiExitForward:
             hidden=hidden,
             labels=task_batch.labels,
             mask=task_batch.mask,
-            classifier=self.head,
+            classifier=self.parts.head,
             norm=self.parts.norm,
             embed=embedding,
             vocab_size=self._vocab_size,
@@ -198,7 +192,7 @@ class MultiExitForward:
         found: Metrics = {}
         said: dict[int, Predictions] = {}
         for layer in self.eval_layers:
-            head = own.get(layer, self.head)
+            head = own.get(layer, self.parts.head)
             said[layer] = one = predictions(batch.hidden[layer], head, batch.labels)
             found[f"loss_layer_{layer}"] = one.nats.sum() / tokens.clamp(min=1)
             found[f"accuracy_layer_{layer}"] = one.right.sum() / tokens.clamp(min=1)
@@ -214,7 +208,7 @@ class MultiExitForward:
         if self._skipped is not None:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
             hidden = torch.where(self._skipped.skips(depth)[..., None], before, hidden)
-            self._skipped.freeze_confident(depth, hidden, self.head)
+            self._skipped.freeze_confident(depth, hidden, self.parts.head)
         if depth in self._wanted:
             self._captured[depth] = self.parts.predicting(hidden)
         if self._skipped is None:

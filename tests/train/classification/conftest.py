@@ -73,7 +73,8 @@ def of_texts() -> Build:
     def build(reviews: Path, **keys: Any) -> dict[str, Any]:
         data = {"format": "labelled", "files": [str(reviews)], "text_field": "sentence"}
         data |= {"validation_fraction": 0.2, "sequence_length": 32}
-        return {"config": BERT, "data": data, "training": TRAINING, "exit_layers": [1, 2], **keys}
+        config = {**BERT, "max_position_embeddings": 32}
+        return {"config": config, "data": data, "training": TRAINING, "exit_layers": [1, 2], **keys}
 
     return build
 
