@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,8 +50,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
         )
     # No cards in the run's checkpoints.
     adapted.create_or_update_model_card = lambda _folder: None
-    module: nn.Module = adapted
-    return module
+    return cast(nn.Module, adapted)
 
 
 def _check_names(model: nn.Module, targets: list[str]) -> None:

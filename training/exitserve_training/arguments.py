@@ -57,7 +57,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         ExitServeError: unknown or contradictory keys, bad values, or a package that is missing.
     """
-    kind = _arguments_class(recipe)
+    kind: type[TrainingArguments] = TrainingArguments
+    if recipe.data.format == "chat":
+        from trl.trainer.sft_config import SFTConfig
+
+        kind = SFTConfig
     given = _checked(recipe, kind)
     fixed: dict[str, Any] = {
         "output_dir": recipe.output_dir,
@@ -94,15 +98,6 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         # TRL would turn it on, others off: the same for both.
         "gradient_checkpointing": False,
     }
-
-
-def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
-    if recipe.data.format != "chat":
-        return TrainingArguments
-    from trl.trainer.sft_config import SFTConfig
-
-    kind: type[TrainingArguments] = SFTConfig
-    return kind
 
 
 def _check_packages(arguments: TrainingArguments) -> None:
