@@ -54,6 +54,16 @@ def test_the_verdict_is_ten_lines(script) -> None:
     assert lines[2] == "answers: it broke." and lines[-1] == "and 14 lines more, above"
 
 
+class Run:
+    """A call whose minutes do not end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def left(self, most: float) -> float:
+        return most
+
+
 WAITS = """import time
 try:
     print("waits", flush=True)
@@ -64,14 +74,8 @@ except KeyboardInterrupt:
 
 
 def test_a_command_that_is_interrupted_says_what_it_found(script, tmp_path: Path) -> None:
-    class Run:
-        folder = tmp_path
-
-        def left(self, most: float) -> float:
-            return most
-
     command, log = script("stages").command, tmp_path / "waits.log"
-    given = (Run(), "waits", ["-S", "-c", WAITS])
+    given = (Run(tmp_path), "waits", ["-S", "-c", WAITS])
     status, said = command(*given, most=60, until=lambda: log.read_text() == "waits\n")
     assert status is None
     assert said.read_text() == "waits\nfound so far\n"
@@ -84,13 +88,7 @@ LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
 def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None:
     """A server that went on would keep the card's memory from all that follows."""
 
-    class Run:
-        folder = tmp_path
-
-        def left(self, most: float) -> float:
-            return most
-
-    status, said = script("stages").command(Run(), "leaves", ["-S", "-c", LEAVES], most=60)
+    status, said = script("stages").command(Run(tmp_path), "leaves", ["-S", "-c", LEAVES], most=60)
     assert status == 0
     left = Path("/proc", said.read_text().strip(), "stat")
     for _ in range(100):  # it is ended, not waited for

@@ -15,20 +15,12 @@ from exitserve.bench.measures import (
     steps_of,
     timing_of,
 )
-from exitserve.costs.byte_costs import DecoderShape, DecodeStep
+from exitserve.costs.byte_costs import DecodeStep
 from exitserve.errors import ExitServeError
 from exitserve.settings import OFF, PLAIN, Setting
 
-SHAPE = DecoderShape(
-    num_layers=4,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    vocab_size=32,
-    dtype_bytes=2,
-)
+from ..shapes import TINY_DECODER as SHAPE
+
 CASE_KEYS = {
     "batch_size",
     "mode",

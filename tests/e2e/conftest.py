@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 
 from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, stop
+from ..scripts import ROOT, script
 
 NAME = "exit-py"
 KEY = "none"
@@ -182,18 +182,13 @@ def early_client(judging: LocalServer) -> OpenAI:
     return OpenAI(base_url=f"{judging.url}/v1", api_key=KEY, max_retries=0)
 
 
-ROOT = Path(__file__).parents[2]
 OpenPage = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
 def picture() -> Any:
     """The script that takes the playground's picture, as a module."""
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "docs" / "picture.py")
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 
 from ..forks import LocalServer
+from ..soak.holdings import PREEMPTIONS, metrics
 from ..soak.soak import soak
 
 NAME = "exit-py"
@@ -50,13 +50,6 @@ def crowded(request: Any, bundled: Path, serve: Any) -> Iterator[LocalServer]:
         yield running
 
 
-def metric(server: LocalServer, name: str) -> float:
-    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
-    values = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{name}{{")]
-    assert values, f"{name} is not measured"
-    return sum(values)
-
-
 def ask(server: LocalServer, prompt: str, fields: dict[str, Any]) -> dict[str, Any]:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     body = {
@@ -87,7 +80,7 @@ def test_nothing_is_lost_when_requests_are_preempted(crowded, complete) -> None:
     with ThreadPoolExecutor(len(jobs)) as pool:
         answers = list(pool.map(lambda job: said(ask(crowded, *job)), jobs))
     assert answers == [expected(complete, *job) for job in jobs]
-    assert metric(crowded, "vllm:num_preemptions_total") > 0, "the test shows nothing"
+    assert metrics(crowded.url)[PREEMPTIONS] > 0, "the test shows nothing"
     assert {6, 24} <= {depth for _, depths in answers for depth in depths}
 
 
@@ -95,14 +88,14 @@ def test_nothing_is_lost_when_requests_are_preempted(crowded, complete) -> None:
 def test_prompts_in_chunks_and_from_the_prefix_cache(crowded, complete, fields) -> None:
     """What a request wrote is read by its like only, and changes nothing."""
     prompt = CODE * 6
-    name = "vllm:prefix_cache_hits_total"
-    hits = metric(crowded, name)
+    name = "vllm:prefix_cache_hits"
+    hits = metrics(crowded.url)[name]
     first = ask(crowded, prompt, fields)
     assert first["usage"]["prompt_tokens"] > CHUNK
-    after_first = metric(crowded, name)
+    after_first = metrics(crowded.url)[name]
     assert after_first == hits, "another policy's cache was read"
     assert said(ask(crowded, prompt, fields)) == said(first)
-    assert metric(crowded, name) >= after_first + BLOCK
+    assert metrics(crowded.url)[name] >= after_first + BLOCK
     assert said(first) == expected(complete, prompt, fields)
 
 

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 from ..forks import LocalServer, free_port
+from ..soak.holdings import metrics
 from .conftest import NAME, WITH_UNI, Serve
 
 pytestmark = pytest.mark.nightly
@@ -205,14 +206,8 @@ def test_sessions_stay_with_their_replica_and_others_spread(
     assert set(first) == ports
 
 
-def counted(server: LocalServer, series: str) -> float:
-    """A series of vLLM's, summed over its labels."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return sum(map(float, re.findall(rf"^vllm:{series}\{{.*\}} (\S+)$", text, re.M)))
-
-
 def generated(server: LocalServer) -> float:
-    return counted(server, "generation_tokens_total")
+    return metrics(server.url)["vllm:generation_tokens"]
 
 
 class Crowd:

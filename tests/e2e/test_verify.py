@@ -18,6 +18,7 @@ from exitserve.reference import load_reference
 from ..forks import LocalServer
 from ..soak.answers import fault, replies
 from ..soak.bodies import Bodies
+from ..soak.holdings import TOKENS, metrics
 
 NAME = "exit-py"
 PROMPTS = (
@@ -54,13 +55,6 @@ def ask(verifying: LocalServer) -> Iterator[Callable[..., Any]]:
             )
 
         yield ask
-
-
-def counter(server: LocalServer, name: str) -> float:
-    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
-    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
-    assert lines, f"no {name}"
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def test_answers_are_those_of_plain_vllm(ask: Any, plain_complete: Complete) -> None:
@@ -117,7 +111,7 @@ def test_answers_of_mode_defer_are_the_oracles(
     """Their tokens may be final at the draft layer, the first exit; each is counted once."""
     oracle = load_reference(str(bundled), exit_layers=(6,))
     policy = ExitPolicy.confidence(exit_threshold, mode="defer")
-    before = counter(verifying, "exitserve_tokens_total")
+    before = metrics(verifying.url)[TOKENS]
     fields = {"exit_mode": "defer", "exit_threshold": exit_threshold, "exit_trace": True}
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         found = pool.map(partial(ask, vllm_xargs=fields, ignore_eos=True), PROMPTS)
@@ -127,7 +121,7 @@ def test_answers_of_mode_defer_are_the_oracles(
         assert answer.token_ids == expected.token_ids
         assert answer.exit_layers == expected.exit_layers
     told = sum(len(answer.token_ids) for answer in answers)
-    assert counter(verifying, "exitserve_tokens_total") - before == told
+    assert metrics(verifying.url)[TOKENS] - before == told
 
 
 def test_early_exit_needs_another_server(ask: Any) -> None:
@@ -156,9 +150,9 @@ def test_counts_are_vllms_own(verifying: LocalServer, ask: Any) -> None:
     def counted() -> list[float]:
         stats = httpx.get(f"{verifying.url}/exitserve/stats").json()
         assert stats["default"]["mode"] == "verify"
-        ours = stats["since_start"]
+        ours, found = stats["since_start"], metrics(verifying.url)
         theirs = (
-            counter(verifying, f"vllm:spec_decode_num_{name}_total")
+            found[f"vllm:spec_decode_num_{name}"]
             for name in ("draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
         )
         return [ours["drafted_tokens"], ours["accepted_tokens"], *theirs]

@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+
+from ..soak.holdings import settled
 
 NAME = "exit-py"
 PROMPT = "def read_lines(path):\n    with open(path"
@@ -118,17 +119,6 @@ def test_beam_search_runs_at_full_depth_and_says_so(server, plain_complete) -> N
     assert [c["text"] for c in served["choices"]] == [c["text"] for c in plain["choices"]]
 
 
-def running(server: Any) -> float:
-    page = httpx.get(f"{server.url}/metrics", follow_redirects=True).text
-    counts = [
-        float(line.split()[-1])
-        for line in page.splitlines()
-        if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
-    ]
-    assert counts
-    return sum(counts)
-
-
 def generated(server: Any) -> int:
     return httpx.get(f"{server.url}/exitserve/stats").json()["since_start"]["tokens"]
 
@@ -165,9 +155,6 @@ def test_a_client_that_hangs_up_frees_its_row(server, complete, route: str, stre
             assert sum(next(lines).startswith("data: ") for _ in range(6)) == 3
     else:
         asyncio.run(hang_up(url, body, once=lambda: generated(server) > before))
-    deadline = time.monotonic() + 30
-    while running(server) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert running(server) == 0
+    assert settled(server.url, None, seconds=30).is_idle
     assert 0 < generated(server) - before < 450, "it was generated to the end"
     assert len(layers(complete(PROMPT, 8, exit_threshold=0.4))) == 8

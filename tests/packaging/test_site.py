@@ -1,6 +1,5 @@
 """The documentation site: all pages are in its menu, and generated parts are what code gives."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -9,20 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from ..scripts import ROOT, script
+
 BUILDER = ROOT / ".venv-docs" / "bin" / "zensical"
 
-
-def script(name: str) -> Any:
-    """A script of `docs/`, imported."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate, lay_out = script("generate"), script("lay_out")
+generate, lay_out = (script(ROOT / "docs" / f"{name}.py") for name in ("generate", "lay_out"))
 
 
 def configuration() -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """The comparison of `plan` with `bench`: which prediction belongs to which case."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from exitserve.costs.curves import Curve, StepCosts
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_against_bench.py"
+from ..scripts import ROOT, script
+
+SCRIPT = ROOT / "benchmarks" / "plan_against_bench.py"
 
 
 def flat(seconds: float, more: float = 0.0) -> Curve:
@@ -29,13 +28,9 @@ COSTS = StepCosts(
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(SCRIPT.parent)
-    spec = importlib.util.spec_from_file_location("plan_against_bench", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(SCRIPT)
 
 
 def case(mode: str, batch: int, **more: Any) -> dict[str, Any]:
@@ -64,12 +59,10 @@ EXITS = 1.5 + 6 + 18 * 0.125 + 2
         ),
     ],
 )
-def test_a_case_is_predicted_by_hand(
-    script: ModuleType, found: dict[str, Any], seconds: float
-) -> None:
-    row = script._compared("llama-350m", found, COSTS)
+def test_a_case_is_predicted_by_hand(compare: Any, found: dict[str, Any], seconds: float) -> None:
+    row = compare._compared("llama-350m", found, COSTS)
     full = COSTS.full(found["batch_size"])
     assert row["predicted"] == pytest.approx(full / seconds, abs=1e-4)
     assert row["predicted_ms"] == pytest.approx(1e3 * seconds)
     assert row["error"] == pytest.approx(full / seconds / 2.0 - 1.0, abs=1e-4)
-    assert len(script._line(row)) == len(script.HEADERS)
+    assert len(compare._line(row)) == len(compare.HEADERS)

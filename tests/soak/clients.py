@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from keyword import kwlist
 from typing import Any
 
 import httpx
@@ -21,20 +22,6 @@ TIMEOUT = 300.0
 """Seconds that an answer may take; the machine is shared by all clients."""
 KINDS = {"known": 25, "streamed": 12, "hung up": 8, "full context": 5}
 """What a client does next, by weight, if it does not send a drawn body."""
-WORDS = (
-    "def",
-    "class",
-    "return",
-    "self",
-    "value",
-    "if",
-    "not",
-    "None",
-    "for",
-    "path",
-    "open",
-    "in",
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,7 @@ def known_bodies(
         if "exit_threshold" in mode:
             mode["exit_threshold"] = chance.choice((0.2, 0.3, 0.5, 0.8))
         start = chance.choice(("", "import os\n", "class Stack:\n    "))  # prefixes are shared
-        words = chance.choices(WORDS, k=chance.choice((2, 8, 24, context // 8)))
+        words = chance.choices(kwlist, k=chance.choice((2, 8, 24, context // 8)))
         body = {
             "prompt": start + " ".join(words),
             "max_tokens": chance.choice((1, 8, 24, context // 8)),

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 
 from exitserve_training.commands import add_commands
+from exitserve_training.models import build_config, build_model
 from exitserve_training.objectives.aligned.options import AlignedOptions
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 from exitserve_training.objectives.options import BuildContext
@@ -24,6 +26,8 @@ from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.recipe import ExitAware
 from exitserve_training.skipping import SkippedPositions, SkipSampler
+
+from ..shapes import LLAMA
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -76,15 +80,7 @@ def make_recipe(tmp_path: Path, text_file: Path) -> Callable[..., Path]:
     def make(**keys: Any) -> Path:
         tree: dict[str, Any] = {
             "output_dir": str(tmp_path / "out"),
-            "config": {
-                "architecture": "llama",
-                "num_hidden_layers": 4,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 64,
-            },
+            "config": LLAMA,
             "tokenizer": {"train_bpe": {"vocab_size": 300}},
             "data": {"files": [str(text_file)], "sequence_length": 32, "validation_blocks": 8},
             "exit_layers": [1, 2],
@@ -105,6 +101,97 @@ def make_recipe(tmp_path: Path, text_file: Path) -> Callable[..., Path]:
     return make
 
 
+# --- runs that are resumed -----------------------------------------------------------------------
+
+TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
+STOPPED = {
+    "max_steps": 9,
+    "save_steps": 5,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+"""Of runs that stop after 5 of 9 steps: 5 is odd, so whatever alternates has to go on with its
+second half, and the 3 steps of an epoch do not divide it, so the order of the data goes on too."""
+
+
+@pytest.fixture
+def short_text(tmp_path: Path, text_file: Path) -> Path:
+    """A text of three optimizer steps, so that runs stop inside their second epoch."""
+    path = tmp_path / "short.txt"
+    lines = text_file.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(lines[:140]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def stopped(
+    make_recipe: Callable[..., Path], short_text: Path, tmp_path: Path, train: Callable[..., int]
+) -> Callable[..., tuple[Path, Path]]:
+    """Runs a recipe to its end; returns the recipe, and the run's folder as stopped after step 5.
+
+    The whole run is kept beside it, as `whole`.
+    """
+
+    def run(**keys: Any) -> tuple[Path, Path]:
+        data = {"files": [str(short_text)], "sequence_length": 32, "validation_fraction": 0.2}
+        recipe = make_recipe(**{"data": data, "training": STOPPED, **keys})
+        out = tmp_path / "out"
+        assert train(recipe) == 0
+        shutil.copytree(out, tmp_path / "whole")
+        shutil.rmtree(out / "checkpoint-9")
+        (out / "model.safetensors").unlink()
+        (out / "report.json").unlink()
+        return recipe, out
+
+    return run
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """What was logged, but for how long it took."""
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    entries: list[dict[str, Any]] = state["log_history"]
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in entries]
+
+
+@pytest.fixture
+def resumes(
+    stopped: Callable[..., tuple[Path, Path]], tmp_path: Path, train: Callable[..., int]
+) -> Callable[..., None]:
+    """A run that was stopped makes the steps that it would have made.
+
+    Bit for bit: the same operations on the same numbers, by as many threads.
+    """
+
+    def check(**keys: Any) -> None:
+        recipe, out = stopped(**keys)
+        whole = tmp_path / "whole"
+        assert train(recipe, "resume=true") == 0
+        expected, found = history(whole / "checkpoint-9"), history(out / "checkpoint-9")
+        steps = [entry["step"] for entry in expected if "loss" in entry]
+        assert steps == list(range(1, 10))
+        assert max(entry["epoch"] for entry in expected) == 3
+        # The first entry is the evaluation before training, which a checkpoint has too.
+        assert found == expected
+        files = [
+            Path("model.safetensors"),
+            *(p.relative_to(whole) for p in whole.glob("c*-9/*.saf*")),
+        ]
+        assert len(files) == 2 + (whole / "checkpoint-9" / "objectives.safetensors").is_file()
+        for file in files:
+            saved, again = load_file(whole / file), load_file(out / file)
+            assert saved.keys() == again.keys()
+            assert all(torch.equal(again[key], tensor) for key, tensor in saved.items()), file
+        reports = [json.loads((folder / "report.json").read_text()) for folder in (whole, out)]
+        for key in ("layers", "metrics", "tokens_seen", "steps", "parameters"):
+            assert reports[1][key] == reports[0][key]
+
+    return check
+
+
 # --- chats ---------------------------------------------------------------------------------------
 
 
@@ -121,28 +208,16 @@ def marked_chat_model(tmp_path_factory: pytest.TempPathFactory, bundled: Path) -
 
 
 def _save_chat_model(folder: Path, bundled: Path, template: str | None) -> Path:
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     if template is not None:
         tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=4,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = LLAMA | {"max_position_embeddings": 128, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    build_model(build_config(sizes, tokenizer)).save_pretrained(folder)
     return folder
 
 

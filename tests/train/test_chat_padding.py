@@ -11,6 +11,8 @@ from exitserve_training.chats import chat_collator
 from exitserve_training.recipe import load_recipe
 from exitserve_training.tokenization import padding_id
 
+from ..shapes import BERT
+
 Train = Callable[..., int]
 MakeRecipe = Callable[..., Path]
 
@@ -68,13 +70,7 @@ def test_classifiers_get_one_because_they_are_served_in_batches(
     lines = [f"{word} {'film ' * (n % 4)}\t{word}" for n in range(8) for word in ("good", "bad")]
     table.write_text("\n".join(["text\tlabel", *lines]) + "\n", encoding="utf-8")
     recipe = make_recipe(
-        config={
-            "architecture": "bert",
-            "num_hidden_layers": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_attention_heads": 2,
-        },
+        config=BERT,
         tokenizer={"path": str(unpadded)},
         data={"format": "labelled", "files": [str(table)], "sequence_length": 32},
         exit_layers=[1],

@@ -19,6 +19,8 @@ from exitserve.errors import ExitServeError
 from exitserve_training.callbacks import Gradients
 from exitserve_training.objectives.registry import OBJECTIVES
 
+from ..shapes import LLAMA
+
 pytestmark = pytest.mark.nightly
 
 MakeRecipe = Callable[..., Path]
@@ -292,16 +294,7 @@ def test_all_that_is_trained_has_a_gradient(
                 without.append(parameter_name)
 
     monkeypatch.setattr(Gradients, "on_pre_optimizer_step", look)
-    sizes = {
-        "architecture": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        **TRAINED[name].get("config", {}),
-    }
+    sizes = LLAMA | TRAINED[name].get("config", {})
     recipe = make_recipe(**{**TRAINED[name], "config": sizes})
     assert train(recipe, "training.max_steps=2") == 0
     assert without == []

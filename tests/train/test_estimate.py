@@ -12,18 +12,10 @@ from exitserve_training.adapters import with_adapters
 from exitserve_training.estimate import estimate
 from exitserve_training.recipe import load_recipe
 
-QWEN3 = {
-    "architecture": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-}
+from ..shapes import LLAMA
+
+SIZES = {"hidden_size": 64, "head_dim": 48, "vocab_size": 300, "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "architecture": "qwen3", **SIZES}
 
 
 @pytest.mark.parametrize("objectives", [["aligned"], ["separate_classifiers"], ["ce", "nitp"]])

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from exitserve.errors import ExitServeError
 from exitserve_training.growth import grow
-from exitserve_training.recipe import load_recipe
 
 MakeRecipe = Callable[..., Path]
 MakeCheckpoint = Callable[..., Path]
@@ -54,13 +53,6 @@ def test_a_depth_that_is_no_multiple_is_an_error(make_checkpoint: MakeCheckpoint
 def test_a_recipe_grows_trains_and_goes_on(
     make_recipe: MakeRecipe, bundled: Path, tmp_path: Path, train: Train
 ) -> None:
-    training = {
-        "max_steps": 2,
-        "save_steps": 1,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "disable_tqdm": True,
-    }
     keys: dict[str, Any] = {
         "config": None,
         "tokenizer": None,
@@ -68,7 +60,7 @@ def test_a_recipe_grows_trains_and_goes_on(
         "grow_to_layers": 48,
         "exit_layers": [12, 24, 36],
         "optimizer": "muon",
-        "training": training,
+        "training": {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2},
     }
     recipe, out = make_recipe(**keys), tmp_path / "out"
     assert train(recipe) == 0
@@ -86,10 +78,5 @@ def test_a_recipe_grows_trains_and_goes_on(
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     assert model.model.layers[1].self_attn.o_proj.weight.abs().max() > 0
     assert train(recipe, "resume=true", "training.max_steps=3") == 0
-    with pytest.raises(ExitServeError, match="recipe key 'grow_to_layers' differs"):
+    with pytest.raises(ExitServeError, match=r"recipe key 'grow_to_layers' .* differs"):
         train(recipe, "resume=true", *as_it_was)
-
-
-def test_a_shape_of_ones_own_is_not_grown(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(ExitServeError, match=r"config\.num_hidden_layers instead"):
-        load_recipe(make_recipe(grow_to_layers=8))

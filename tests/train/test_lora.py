@@ -1,7 +1,6 @@
 """LoRA: adapters alone are trained, runs resume, and the result is an ordinary checkpoint."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,69 +11,49 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from exitserve.checkpoint.adapters import merged_checkpoint
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
+from exitserve_training.models import build_config, build_model
 from exitserve_training.parts import model_parts
 from exitserve_training.tokenization import train_bpe
 from exitserve_training.trainer import MultiExitTraining
 
+from ..shapes import LLAMA
+
 Train = Callable[..., int]
 MakeRecipe = Callable[..., Path]
 
-BASES: dict[str, dict[str, Any]] = {
-    "tied llama": {"architecture": "llama", "tie_word_embeddings": True},
-    "untied llama": {"architecture": "llama", "tie_word_embeddings": False},
-    "wide llama": {"architecture": "llama", "hidden_size": 64},
-    "gpt2": {"architecture": "gpt2"},
-    "bert": {"architecture": "bert"},
-}
 SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
-MORE_SIZES = {"intermediate_size": 64, "num_key_value_heads": 1}
+BASES: dict[str, dict[str, Any]] = {
+    "tied llama": {**LLAMA, "tie_word_embeddings": True},
+    "untied llama": {**LLAMA, "tie_word_embeddings": False},
+    "gpt2": {"architecture": "gpt2", "max_position_embeddings": 64, **SIZES},
+}
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[str, Path]:
     """Untrained small models by kind, each with the same tokenizer."""
-    texts = text_file.read_text(encoding="utf-8").splitlines()
-    tokenizer = train_bpe(texts, 300, 64, task="hidden token")
+    tokenizer = train_bpe(text_file.read_text(encoding="utf-8").splitlines(), 300, 64)
     folders = {}
-    for name, kind in BASES.items():
-        family = kind["architecture"]
-        sizes = {**SIZES, **(MORE_SIZES if family == "llama" else {}), **kind}
-        del sizes["architecture"]
-        config = AutoConfig.for_model(
-            family, vocab_size=len(tokenizer), max_position_embeddings=64, **sizes
-        )
+    for name, sizes in BASES.items():
         torch.manual_seed(0)
-        auto: Any = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
         folders[name] = tmp_path_factory.mktemp("base")
-        model.save_pretrained(folders[name])
+        build_model(build_config(sizes, tokenizer)).save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
 
 
 @pytest.fixture
 def lora_recipe(make_recipe: MakeRecipe, bases: dict[str, Path]) -> MakeRecipe:
-    """A recipe that fine-tunes a small model with adapters, saving every other step."""
+    """A recipe that fine-tunes a small model with adapters."""
 
-    def make(base: str = "tied llama", **keys: Any) -> Path:
-        training = {
-            "max_steps": 4,
-            "save_steps": 2,
-            "save_total_limit": 9,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            **keys.pop("training", {}),
-        }
-        given: dict[str, Any] = {"config": None, "tokenizer": None, "model": str(bases[base])}
-        given |= {"lora": {"rank": 4}, "training": training}
-        return make_recipe(**{**given, **keys})
+    def make(base: str = "tied llama", **lora: Any) -> Path:
+        given = {"config": None, "tokenizer": None, "model": str(bases[base])}
+        return make_recipe(**given, lora={"rank": 4, **lora})
 
     return make
 
@@ -134,7 +113,7 @@ def test_the_result_is_an_ordinary_checkpoint(
     merged_cache: Path,
     base: str,
 ) -> None:
-    assert train(lora_recipe(base, training={"max_steps": 10})) == 0
+    assert train(lora_recipe(base), "training.max_steps=10", "training.learning_rate=0.01") == 0
     out = tmp_path / "out"
 
     # Before merging, the model's own tensors are those of the base, bit for bit.
@@ -190,31 +169,16 @@ def test_the_result_is_an_ordinary_checkpoint(
 
 
 @pytest.mark.parametrize("base", ["tied llama", "gpt2"])
-def test_resuming_continues_the_same_run(
-    lora_recipe: MakeRecipe, tmp_path: Path, train: Train, base: str
+def test_a_resumed_run_makes_the_same_steps(
+    resumes: Callable[..., None], bases: dict[str, Path], base: str
 ) -> None:
-    recipe = lora_recipe(
-        base,
+    resumes(
+        model=str(bases[base]),
+        config=None,
+        tokenizer=None,
         objectives=["aligned", {"name": "nitp", "weight": 0.5}],
         lora={"rank": 4, "dropout": 0.2},
-        training={"max_steps": 7, "save_steps": 3},
     )
-    out = tmp_path / "out"
-    assert train(recipe) == 0
-    unbroken = weights(out)
-    whole = read(out / "checkpoint-7", "trainer_state.json")["log_history"]
-    for step in (6, 7):
-        shutil.rmtree(out / f"checkpoint-{step}")
-    (out / "model.safetensors").unlink()
-
-    assert train(recipe, "resume=true") == 0
-    for name, tensor in weights(out).items():
-        # The same operations in the same order; threads may split a sum differently.
-        torch.testing.assert_close(tensor, unbroken[name], rtol=1e-5, atol=1e-6)
-    again = read(out / "checkpoint-7", "trainer_state.json")["log_history"]
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (whole, again)]
-    assert len(losses[0]) == 7
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 BAD_TARGETS: dict[str, Any] = {
@@ -235,6 +199,6 @@ def test_target_modules_that_do_not_fit_are_refused(
 ) -> None:
     targets, message = BAD_TARGETS[case]
     with pytest.raises(ExitServeError, match=message) as error:
-        train(lora_recipe(lora={"target_modules": targets}))
+        train(lora_recipe(target_modules=targets))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()

@@ -159,18 +159,3 @@ def test_templates_that_do_not_tell_are_refused(
     with pytest.raises(ExitServeError, match=message) as error:
         ChatTurns(tokenizer, None, length)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.own_chats={count: 1}"], "greater than or equal to 2"),
-        (["data.own_chats={count: 9}"], "has no effect with data.format=text"),
-        (["data.own_chats={count: 9}", "data.format=chat"], "a trained model writes; give model"),
-    ],
-)
-def test_what_cannot_be_written(
-    make_recipe: MakeRecipe, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ExitServeError, match=message):
-        load_recipe(make_recipe(), overrides)

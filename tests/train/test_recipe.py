@@ -122,16 +122,36 @@ def test_editors_get_a_schema(make_recipe: MakeRecipe, capsys: pytest.CaptureFix
             jsonschema.validate({**good[0], **bad}, schema)
 
 
-def test_contradictions_between_keys(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(ExitServeError, match=r"adagc replaces training\.max_grad_norm"):
-        load_recipe(make_recipe(), ["adagc={}", "training.max_grad_norm=1.0"])
-    with pytest.raises(ExitServeError, match=r"adagc compares gradients.*training\.fp16 scales"):
-        load_recipe(make_recipe(), ["adagc={}", "training.fp16=true"])
-    with pytest.raises(ExitServeError, match="exit_aware freezes positions at exit layers"):
-        load_recipe(make_recipe(), ["exit_aware={}", "exit_layers=[]"])
-    with pytest.raises(ExitServeError, match="which lora does not"):
-        overrides = ["config=null", "model=x", "lora={}", "head_from_embeddings=true"]
-        load_recipe(make_recipe(), overrides)
+CONTRADICTIONS = {
+    r"adagc replaces training\.max_grad_norm": ["adagc={}", "training.max_grad_norm=1.0"],
+    r"adagc compares gradients.*training\.fp16 scales": ["adagc={}", "training.fp16=true"],
+    "exit_aware freezes positions at exit layers": ["exit_aware={}", "exit_layers=[]"],
+    "which lora does not": ["config=null", "model=x", "lora={}", "head_from_embeddings=true"],
+    "exclude each other": ["resume=true", "overwrite=true"],
+    "greater than or equal to 2": ["data.own_chats={count: 1}"],
+    "data.own_chats has no effect with data.format=text": ["data.own_chats={count: 9}"],
+    "trained model writes; give model": ["data.own_chats={count: 9}", "data.format=chat"],
+    "names a split of data.dataset": ["data.validation_split=test"],
+    "both say what": ["data.dataset=x", "data.validation_split=a", "data.validation_files=[b]"],
+    "must be linear or cosine": ["max_minutes=1", "training.lr_scheduler_type=constant"],
+    "'max_minutes': .*greater than 0": ["max_minutes=0"],
+    r"config\.num_hidden_layers instead": ["grow_to_layers=8"],
+    "set bf16: true": ["weights=bfloat16"],
+    "AdamW with Kahan sums": ["weights=bfloat16", "bf16=true", "optimizer=muon"],
+    "leave optimizer and training.optim out": [
+        "weights=bfloat16",
+        "bf16=true",
+        "training.optim=adafactor",
+    ],
+    "needs all lines in memory": ["data.order=source", "data.max_repeated_lines=0.5"],
+    "data.order has no effect with data.format=chat": ["data.order=source", "data.format=chat"],
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_contradictions_between_keys(make_recipe: MakeRecipe, message: str) -> None:
+    with pytest.raises(ExitServeError, match=message):
+        load_recipe(make_recipe(), CONTRADICTIONS[message])
 
 
 def test_a_recipe_lies_over_its_base(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -150,11 +170,6 @@ def test_a_recipe_lies_over_its_base(make_recipe: MakeRecipe, tmp_path: Path) ->
         above.write_text(content)
         with pytest.raises(ExitServeError, match=message):
             load_recipe(above)
-
-
-def test_resume_and_overwrite_exclude_each_other(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(ExitServeError, match="exclude each other"):
-        load_recipe(make_recipe(), ["resume=true", "overwrite=true"])
 
 
 @pytest.mark.parametrize(

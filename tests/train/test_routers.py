@@ -15,6 +15,8 @@ from exitserve_training.objectives.aligned.options import CrossEntropyOptions
 from exitserve_training.objectives.registry import OBJECTIVES
 from exitserve_training.routers import router_balance
 
+from ..shapes import LLAMA
+
 MIXTURES = ["mixtral", "qwen3_moe"]
 
 
@@ -74,14 +76,9 @@ def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
 ) -> None:
     assert {name for run in TOGETHER for name in run} == OBJECTIVES.keys()
     sizes = {
+        **LLAMA,
         "architecture": "mixtral",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "num_local_experts": 4,
-        "max_position_embeddings": 64,
         "router_aux_loss_coef": 0.02,
     }
     lines = text_file.read_text(encoding="utf-8").splitlines()

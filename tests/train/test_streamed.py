@@ -98,20 +98,6 @@ def test_reading_ends_at_max_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(document.text) for document in ordered_documents(recipe)) == 990
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"validation_split": "test"}, "names a split of data.dataset"),
-        ({"dataset": "x", "validation_split": "a", "validation_files": ["b"]}, "both say what"),
-        ({"order": "source", "max_repeated_lines": 0.5}, "needs all lines in memory"),
-        ({"order": "source", "format": "chat"}, "no effect with data.format=chat"),
-    ],
-)
-def test_what_excludes_each_other_is_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataRecipe(files=["x"], **keys)
-
-
 def test_a_run_trains_on_documents_in_order_and_resumes(
     make_recipe: Callable[..., Path], tmp_path: Path, hub: Path, train: Callable[..., int]
 ) -> None:

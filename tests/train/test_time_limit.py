@@ -11,9 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exitserve.errors import ExitServeError
-from exitserve_training.recipe import parse_recipe
-
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 SECONDS, TICK = 2.4, 0.02
@@ -70,11 +67,3 @@ def test_a_run_ends_in_time_with_its_rate_at_zero(
     assert report["steps"] <= len(steps) + 1, "its time was over"
     for name, tensor in load_file(out / "model.safetensors").items():
         assert torch.equal(tensor, weights[name]), "the rate was 0"
-
-
-def test_other_schedules_are_refused() -> None:
-    tree = {"output_dir": "x", "model": "x", "data": {"files": ["x"]}, "max_minutes": 1.0}
-    with pytest.raises(ExitServeError, match="must be linear or cosine, not constant"):
-        parse_recipe({**tree, "training": {"lr_scheduler_type": "constant"}})
-    with pytest.raises(ExitServeError, match="max_minutes"):
-        parse_recipe({**tree, "max_minutes": 0})

@@ -20,18 +20,10 @@ from exitserve.costs.byte_costs import (
 from exitserve.costs.devices import BYTES, roofline
 from exitserve.errors import ExitServeError
 
+from ..shapes import TINY_DECODER as TINY
+
 # D = 8, F = 16, 4 heads and 2 kv heads of 2, V = 32, two bytes a number:
 # Q and output 2 * 8 * 8 = 128, K and V 2 * 8 * 4 = 64, feed-forward 3 * 8 * 16 = 384 numbers.
-TINY = DecoderShape(
-    num_layers=4,
-    hidden_size=8,
-    intermediate_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    vocab_size=32,
-    dtype_bytes=2,
-)
 
 
 def step(*depths: int, contexts: tuple[int, ...] | None = None, checks: int = 0) -> DecodeStep:

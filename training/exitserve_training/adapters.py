@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,8 +50,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
         )
     # No cards in the run's checkpoints.
     adapted.create_or_update_model_card = lambda _folder: None
-    module: nn.Module = adapted
-    return module
+    return cast(nn.Module, adapted)
 
 
 def _check_names(model: nn.Module, targets: list[str]) -> None:
@@ -81,10 +80,3 @@ def save_adapter(adapted: nn.Module, recipe: Recipe, exits: MultiExit, tokenizer
     write_multi_exit(folder, exits)
     if recipe.tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def merged(adapted: nn.Module) -> PreTrainedModel:
-    """The model with its adapters added to its weights, in place."""
-    model: Any = adapted
-    whole: PreTrainedModel = model.merge_and_unload()
-    return whole

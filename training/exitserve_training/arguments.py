@@ -29,8 +29,6 @@ _OURS = {
 }
 """Training arguments that a key of the recipe sets."""
 
-TENSORBOARD = "tensorboard"
-
 _SETTLED: dict[str, Any] = {
     # The data have no column that the loss does not need.
     "remove_unused_columns": False,
@@ -59,14 +57,17 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         ExitServeError: unknown or contradictory keys, bad values, or a package that is missing.
     """
-    kind = _arguments_class(recipe)
+    kind: type[TrainingArguments] = TrainingArguments
+    if recipe.data.format == "chat":
+        from trl.trainer.sft_config import SFTConfig
+
+        kind = SFTConfig
     given = _checked(recipe, kind)
     fixed: dict[str, Any] = {
         "output_dir": recipe.output_dir,
         "seed": recipe.seed,
         "bf16": recipe.bf16,
-        # The TensorBoard callback is given explicitly, to choose its folder.
-        "report_to": [name for name in reporters(recipe) if name != TENSORBOARD] or "none",
+        "report_to": given.get("report_to") or "tensorboard",
         "restore_callback_states_from_checkpoint": recipe.resume,
         **_SETTLED,
     }
@@ -85,27 +86,6 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         raise ExitServeError(f"recipe key 'training': {' '.join(str(error).split())}") from error
 
 
-def reporters(recipe: Recipe) -> list[str]:
-    """Where the run logs to, as `training.report_to` says; by default TensorBoard.
-
-    Raises:
-        ExitServeError: an unknown name, or one whose package is not installed.
-    """
-    given = recipe.training.get("report_to") or TENSORBOARD
-    names: list[str] = [given] if isinstance(given, str) else list(given)
-    if "none" in names:
-        return []
-    available = [str(name) for name in get_available_reporting_integrations()]  # type: ignore[no-untyped-call]
-    for name in names:
-        if name not in (*available, "all"):
-            raise ExitServeError(
-                f"recipe key 'training.report_to': {name!r} is unknown, or its package is not "
-                f"installed; choose among {', '.join(available)}, all, none."
-                f"{nearest(name, available)}"
-            )
-    return available if "all" in names else names
-
-
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     return {
         "logging_steps": 20,
@@ -120,17 +100,14 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _arguments_class(recipe: Recipe) -> type[TrainingArguments]:
-    if recipe.data.format != "chat":
-        return TrainingArguments
-    from trl.trainer.sft_config import SFTConfig
-
-    kind: type[TrainingArguments] = SFTConfig
-    return kind
-
-
 def _check_packages(arguments: TrainingArguments) -> None:
-    """Raises `ImportError` for a package that the Trainer would miss after the data are read."""
+    """Raises an error for a package that the Trainer would miss after the data are read."""
+    available = [str(name) for name in get_available_reporting_integrations()]  # type: ignore[no-untyped-call]
+    for name in set(arguments.report_to or ()) - {*available}:
+        raise ValueError(
+            f"report_to: {name!r} is unknown, or its package is not installed; choose among "
+            f"{', '.join(available)}, all, none.{nearest(name, available)}"
+        )
     if arguments.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("use_liger_kernel needs `pip install liger-kernel`; or leave it out.")
     if arguments.optim_target_modules is None:

@@ -84,16 +84,12 @@ class TimeLimit(TrainerCallback):
         """How much of the run is over, from 0 to 1: of its time or of its steps, what is more."""
         return min(1.0, max(self.share, step / max(max_steps, 1)))
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """A resumed run has used some of its time."""
-        self._look(args)
-
     def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Before the scheduler chooses the next step's rate."""
-        self._look(args)
-
-    def _look(self, args: TrainingArguments) -> None:
         self.share = most_of_all(self._elapsed() / self._seconds, args.device)
+
+    on_train_begin = on_optimizer_step
+    """A resumed run has used some of its time."""
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

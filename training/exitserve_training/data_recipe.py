@@ -169,14 +169,11 @@ class DataRecipe(Strict):
 
     def _check_from_run(self) -> None:
         """Raises `ValueError` for keys that say again what the earlier run has settled."""
-        for key in sorted(self.model_fields_set - _WITH_FROM_RUN):
-            if getattr(self, key) != type(self).model_fields[key].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(
-                    f"data.{key} has no effect with data.from_run, which gives sequences as they "
-                    f"were cut; leave it out, or leave from_run out"
-                )
+        for key in sorted(self.model_dump(exclude_defaults=True).keys() - _WITH_FROM_RUN):
+            raise ValueError(
+                f"data.{key} has no effect with data.from_run, which gives sequences as they were "
+                f"cut; leave it out, or leave from_run out"
+            )
 
     @property
     def is_classification(self) -> bool:

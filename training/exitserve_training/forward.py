@@ -22,7 +22,7 @@ from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts
 from exitserve_training.routers import RouterBalance
 from exitserve_training.skipping import SkippedPositions, SkipSampler
-from exitserve_training.tasks import NextToken, TaskBatch, TaskInputs
+from exitserve_training.tasks import TaskBatch, TaskInputs, next_token
 from exitserve_training.verdicts import above
 
 AUXILIARY = "exit_objectives"
@@ -63,7 +63,7 @@ class MultiExitForward:
         objectives: Objectives,
         eval_layers: tuple[int, ...],
         skipping: SkipSampler | None = None,
-        task_inputs: TaskInputs | None = None,
+        task_inputs: TaskInputs = next_token,
         balance: RouterBalance | None = None,
     ) -> None:
         """Installs hooks and the forward on `model`, and the objectives as a part of it.
@@ -74,7 +74,7 @@ class MultiExitForward:
             objectives: what to minimise.
             eval_layers: depths to evaluate.
             skipping: draws what skips layers in training; None for nothing.
-            task_inputs: what the model predicts; None for the next token of each position.
+            task_inputs: what the model predicts.
             balance: of a mixture of experts, what its routers are trained with in addition.
         """
         self.model = model
@@ -82,7 +82,7 @@ class MultiExitForward:
         self.objectives = objectives
         self.eval_layers = eval_layers
         self.skipping = skipping
-        self.task_inputs = NextToken() if task_inputs is None else task_inputs
+        self.task_inputs = task_inputs
         self.balance = balance
         self._wanted: frozenset[int] = frozenset()
         self._captured: dict[int, Tensor] = {}

@@ -14,11 +14,10 @@ when they are added. Kahan's sum keeps what was lost in one more bfloat16 number
 where float32 has 16.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
@@ -49,15 +48,10 @@ class MuonWithAdamW(Optimizer):
             part.state = self.state
             start += count
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both; the Trainer gives no closure."""
         for part in self._parts:
             part.step()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores both; torch makes new groups and a new state, which are shared again."""

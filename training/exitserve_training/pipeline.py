@@ -26,7 +26,7 @@ from exitserve.checkpoint.block import MultiExit
 from exitserve.checkpoint.hub import CARD
 from exitserve.errors import ExitServeError
 from exitserve.reporting.progress import step_bars
-from exitserve_training.arguments import NO_DEEPSPEED, TENSORBOARD, reporters, training_arguments
+from exitserve_training.arguments import NO_DEEPSPEED, training_arguments
 from exitserve_training.callbacks import (
     Clock,
     Gradients,
@@ -154,11 +154,6 @@ def _trainer(
 ) -> MultiExitTraining:
     gradients = Gradients(None if recipe.adagc is None else recipe.adagc.model_dump())
     callbacks: list[TrainerCallback] = [Clock(), gradients, StopOnTerm()]
-    if TENSORBOARD in reporters(recipe):
-        logs = TensorBoardCallback()  # type: ignore[no-untyped-call]
-        # Its constructor takes the folder from the environment only.
-        logs.logging_dir = str(Path(recipe.output_dir) / "logs")
-        callbacks.append(logs)
     common: dict[str, Any] = {
         "model": prepared.model,
         "recipe": recipe,
@@ -183,6 +178,10 @@ def _trainer(
             60 * recipe.max_minutes, lambda: _callback(trainer, Clock).elapsed
         )
         trainer.add_callback(trainer.time_limit)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            # Its constructor takes the folder from the environment only.
+            callback.logging_dir = str(Path(recipe.output_dir) / "logs")
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -227,13 +226,9 @@ def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
 
 
 def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
-    metrics = trainer.evaluate()
+    metrics, names = trainer.evaluate(), ("loss", "perplexity", "accuracy")
     return {
-        str(layer): LayerQuality(
-            loss=metrics[f"eval_loss_layer_{layer}"],
-            perplexity=metrics[f"eval_perplexity_layer_{layer}"],
-            accuracy=metrics[f"eval_accuracy_layer_{layer}"],
-        )
+        str(layer): LayerQuality(**{name: metrics[f"eval_{name}_layer_{layer}"] for name in names})
         for layer in trainer.eval_layers
     }
 

@@ -51,7 +51,13 @@ from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
-from exitserve_training.tasks import ClassOfImage, ClassOfText, MaskedToken, NextToken, TaskInputs
+from exitserve_training.tasks import (
+    ClassOfImage,
+    MaskedToken,
+    TaskInputs,
+    class_of_text,
+    next_token,
+)
 from exitserve_training.tokenization import with_padding
 
 
@@ -166,7 +172,10 @@ def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInpu
             if load_packed(folder, key) is None:
                 processor.save_pretrained(folder)
                 if recipe.data.format == "chat":
-                    _write_held_out(folder, data, processor)
+                    # Only here, because it loads TRL.
+                    from exitserve_training.chats import write_held_out
+
+                    write_held_out(folder / HELD_OUT, data["validation"], processor)
                 save_packed(folder, key, data, Path(scratch))
                 data = load_packed(folder, key)
     assert data is not None
@@ -198,13 +207,6 @@ def _write_own_chats(recipe: Recipe, setup: TrainingSetup) -> None:
         f"To go on: the same command with resume=true."
     ):
         write_own_chats(file, own, turns, model=recipe.model, length=length, seed=recipe.seed)
-
-
-def _write_held_out(folder: Path, data: datasets.DatasetDict, tokenizer: Any) -> None:
-    # Only here, because it loads TRL.
-    from exitserve_training.chats import write_held_out
-
-    write_held_out(folder / HELD_OUT, data["validation"], tokenizer)
 
 
 def _known_processor(recipe: Recipe, folder: str) -> Any:
@@ -247,13 +249,13 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
             task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
             return task_inputs, default_data_collator
         case "labelled", _:
-            return ClassOfText(), DataCollatorWithPadding(with_padding(processor))
+            return class_of_text, DataCollatorWithPadding(with_padding(processor))
         case "chat", _:
             from exitserve_training.chats import chat_collator
 
-            return NextToken(), chat_collator(recipe, processor)
+            return next_token, chat_collator(recipe, processor)
         case _, "hidden token":
             masking = Masking.of(processor, recipe.mask_share, recipe.seed)
             return MaskedToken(masking), default_data_collator
         case _:
-            return NextToken(), default_data_collator
+            return next_token, default_data_collator

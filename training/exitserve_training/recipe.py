@@ -129,8 +129,9 @@ class Recipe(Strict):
                 "for example tokenizer.train_bpe.vocab_size=4096"
             )
         check_objectives(self.objectives, self.data.is_classification)
-        if self.data.is_classification:
-            self._check_classifier()
+        for key in ("exit_aware", "lora", "head_from_embeddings"):
+            if self.data.is_classification and getattr(self, key):
+                raise ValueError(f"{key} is for language models, not for classifiers; leave it out")
         if self.exit_aware is not None and self.exit_layers == []:
             raise ValueError("exit_aware freezes positions at exit layers; set exit_layers")
         self._check_model_only()
@@ -185,12 +186,6 @@ class Recipe(Strict):
                 "weights=bfloat16 is updated by AdamW with Kahan sums, because others lose small "
                 "steps; leave optimizer and training.optim out, or weights"
             )
-
-    def _check_classifier(self) -> None:
-        """Raises `ValueError` for keys that a classifier cannot have."""
-        for key in ("exit_aware", "lora", "head_from_embeddings"):
-            if getattr(self, key):
-                raise ValueError(f"{key} is for language models, not for classifiers; leave it out")
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

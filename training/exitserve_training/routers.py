@@ -27,11 +27,10 @@ class RouterBalance:
             output: what the model's body returned for `output_router_logits=True`.
             mask: bool [B, T], tokens as opposed to padding.
         """
-        loss: Any = load_balancing_loss_func(
+        loss: Tensor = load_balancing_loss_func(  # type: ignore[assignment]
             output.router_logits, self.num_experts, self.experts_per_token, mask
         )
-        found: Tensor = loss
-        return found
+        return loss
 
 
 def router_balance(config: PreTrainedConfig) -> RouterBalance | None:

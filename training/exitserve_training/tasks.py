@@ -4,8 +4,7 @@ Shapes: B rows, T tokens, S positions that predict (T, or 1 for a class), C chan
 pixels.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,35 +26,27 @@ class TaskBatch:
     """Bool [B, S]: positions that exist, as opposed to padding."""
 
 
-class TaskInputs(ABC):
-    """Turns batches of a data set into inputs and labels for one task."""
+TaskInputs = Callable[[int | None, Mapping[str, Tensor]], TaskBatch]
+"""Turns a batch of a data set into inputs and labels for one task.
 
-    @abstractmethod
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
-        """The inputs and labels of a batch.
-
-        Args:
-            step: the optimizer step; None in evaluation, which is the same whenever it runs.
-            batch: columns of the data set, and `attention_mask` where there is padding.
-        """
+It takes the optimizer step (None in evaluation, which is the same whenever it runs), and the
+columns of the data set, with `attention_mask` where there is padding.
+"""
 
 
-class NextToken(TaskInputs):
-    """Each position predicts the next token."""
-
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
-        """See `TaskInputs`."""
-        inputs = dict(batch)
-        mask = token_mask(batch)
-        labels = inputs.pop("labels", batch["input_ids"])
-        if "position_ids" in inputs:
-            # Packed: models part documents by positions that begin anew, if there is no mask.
-            inputs.pop("attention_mask", None)
-        return TaskBatch(inputs, shifted_labels(labels, mask), mask)
+def next_token(step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
+    """Each position predicts the next token; see `TaskInputs`."""
+    inputs = dict(batch)
+    mask = token_mask(batch)
+    labels = inputs.pop("labels", batch["input_ids"])
+    if "position_ids" in inputs:
+        # Packed: models part documents by positions that begin anew, if there is no mask.
+        inputs.pop("attention_mask", None)
+    return TaskBatch(inputs, shifted_labels(labels, mask), mask)
 
 
 @dataclass(frozen=True)
-class MaskedToken(TaskInputs):
+class MaskedToken:
     """Positions whose token is masked predict it."""
 
     masking: Masking
@@ -67,17 +58,14 @@ class MaskedToken(TaskInputs):
         return TaskBatch({**batch, "input_ids": input_ids}, labels, mask)
 
 
-class ClassOfText(TaskInputs):
-    """The first position predicts the class of the text."""
-
-    def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
-        """See `TaskInputs`."""
-        inputs = dict(batch)
-        return _class_batch(inputs, inputs.pop("labels"))
+def class_of_text(step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
+    """The first position predicts the class of the text; see `TaskInputs`."""
+    inputs = dict(batch)
+    return _class_batch(inputs, inputs.pop("labels"))
 
 
 @dataclass(frozen=True)
-class ClassOfImage(TaskInputs):
+class ClassOfImage:
     """The first position predicts the class of the image, which training augments."""
 
     mean: Sequence[float]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from exitserve.checkpoint.block import MultiExit
 from exitserve.errors import ExitServeError
 from exitserve.reporting.progress import counted
-from exitserve_training.adapters import merged, save_adapter, with_adapters
+from exitserve_training.adapters import save_adapter, with_adapters
 from exitserve_training.callbacks import TimeLimit
 from exitserve_training.checkpoints import MultiExitCheckpoints
 from exitserve_training.folder import after_failure, set_aside
@@ -30,7 +30,7 @@ from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
 from exitserve_training.skipping import SkipSampler
-from exitserve_training.tasks import TaskInputs
+from exitserve_training.tasks import TaskInputs, next_token
 from exitserve_training.throughput import Throughput
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
@@ -50,7 +50,7 @@ class MultiExitTraining(MultiExitCheckpoints):
         model: PreTrainedModel,
         recipe: Recipe,
         exits: MultiExit,
-        task_inputs: TaskInputs | None = None,
+        task_inputs: TaskInputs = next_token,
         **kwargs: Any,
     ) -> None:
         """Takes the Trainer's arguments, the recipe, and the exits to record."""
@@ -126,10 +126,10 @@ class MultiExitTraining(MultiExitCheckpoints):
             # Checkpoints of the run may be shards; the result is one that anything can read.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self._has_adapters:
-            assert self.model is not None
+            adapted: Any = self.model
             if self.args.should_save:
-                save_adapter(self.model, self._recipe, self.exits, self.processing_class)
-            self.model = merged(self.model)
+                save_adapter(adapted, self._recipe, self.exits, self.processing_class)
+            self.model = adapted.merge_and_unload()
         if dtype is not None and not self.is_fsdp_enabled:
             nn.Module.to(self.language_model, dtype=dtype)
         self.save_model(output_dir)

@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ...shapes import BERT
+
 Train = Callable[..., int]
 Build = Callable[..., dict[str, Any]]
 Trained = Callable[[Path, dict[str, Any]], Path]
 
 COLOURS = {"red": (230, 40, 40), "green": (40, 230, 40), "blue": (40, 40, 230)}
-BERT = {
-    "architecture": "bert",
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
 VIT = {
     "architecture": "vit",
     "num_hidden_layers": 3,
@@ -79,7 +73,8 @@ def of_texts() -> Build:
     def build(reviews: Path, **keys: Any) -> dict[str, Any]:
         data = {"format": "labelled", "files": [str(reviews)], "text_field": "sentence"}
         data |= {"validation_fraction": 0.2, "sequence_length": 32}
-        return {"config": BERT, "data": data, "training": TRAINING, "exit_layers": [1, 2], **keys}
+        config = {**BERT, "max_position_embeddings": 32}
+        return {"config": config, "data": data, "training": TRAINING, "exit_layers": [1, 2], **keys}
 
     return build
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ...shapes import LLAMA
+
 pytestmark = pytest.mark.nightly
 
 Report = dict[str, Any]
@@ -57,14 +59,10 @@ def twin(text: Path, out: Path, objectives: list[Any]) -> dict[str, Any]:
     return {
         "output_dir": str(out),
         "config": {
-            "architecture": "llama",
-            "num_hidden_layers": 4,
+            **LLAMA,
             "hidden_size": 64,
             "intermediate_size": 176,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
             "head_dim": 32,
-            "max_position_embeddings": 64,
             "tie_word_embeddings": True,
         },
         "tokenizer": {"train_bpe": {"vocab_size": 300}},

@@ -8,8 +8,9 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +82,18 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     order = batch_rows(examples, settings.batch_size)
     encode = encoder(settings.model, config)
     inputs = [encode(examples.at(rows)) for rows in counted(order, "reading")]
-    rounds = _rounds(runner, model, inputs, settings)
+    parts_of, seconds = _rounds(runner, model, inputs, settings)
     names = known_classes(config)
     # Of batches, put into the order of the inputs.
     back = torch.argsort(torch.tensor([row for batch in order for row in batch]))
     predictions = {
         threshold: Predictions(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
-        for threshold, parts in rounds.predictions.items()
+        for threshold, parts in parts_of.items()
     }
-    report = _report(settings, config, layers, examples, names, predictions, rounds)
+    report = _report(settings, config, layers, examples, names, predictions, seconds)
     return ClassificationResult(
         report, _predictions(examples, names, predictions[settings.thresholds[0]])
     )
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    predictions: dict[float, list[Predictions]]
-    """By threshold; 1.0 is full depth."""
-    full: list[float]
-    """Seconds of each round of the model's own forward."""
-    early: dict[float, list[float]]
-    """Seconds of each round, by threshold."""
 
 
 def _own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]:
@@ -138,32 +129,31 @@ def _rounds(
     model: PreTrainedModel,
     inputs: Sequence[Inputs],
     settings: ClassificationSettings,
-) -> _Rounds:
-    """Runs every batch at full depth and at each threshold, in turn.
+) -> tuple[dict[float, list[Predictions]], dict[float | None, list[float]]]:
+    """Runs every batch by the model's own forward and at each threshold, in turn.
 
-    The first round warms up and gives the predictions.
+    Returns the predictions by threshold (1.0 is full depth) and the seconds of each round, None for
+    the model's own forward. The first round warms up and gives the predictions.
     """
-    thresholds = list(dict.fromkeys([*settings.thresholds, 1.0]))
-    rounds = _Rounds({one: [] for one in thresholds}, [], {one: [] for one in thresholds})
+    thresholds = dict.fromkeys([*settings.thresholds, 1.0])
+    ways: dict[float | None, Callable[[Inputs], Any]] = {None: lambda batch: model(**batch)}
+    ways |= {threshold: partial(runner, threshold=threshold) for threshold in thresholds}
+    predictions: dict[float, list[Predictions]] = {threshold: [] for threshold in thresholds}
+    seconds: dict[float | None, list[float]] = {way: [] for way in ways}
     for number in counted(range(settings.repeats + 1), "classifying"):
-        full, early = 0.0, dict.fromkeys(thresholds, 0.0)
+        times = dict.fromkeys(ways, 0.0)
         for given in inputs:
             batch = {name: tensor.to(model.device) for name, tensor in given.items()}
-            start = _now(model.device)
-            with torch.inference_mode():
-                model(**batch)
-            full += _now(model.device) - start
-            for threshold in thresholds:
+            for threshold, way in ways.items():
                 start = _now(model.device)
-                found = runner(batch, threshold)
-                early[threshold] += _now(model.device) - start
-                if number == 0:
-                    rounds.predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
-        if number > 0:
-            rounds.full.append(full)
-            for threshold, seconds in early.items():
-                rounds.early[threshold].append(seconds)
-    return rounds
+                with torch.inference_mode():
+                    found = way(batch)
+                times[threshold] += _now(model.device) - start
+                if number == 0 and threshold is not None:
+                    predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
+        for threshold, time_of_all in times.items():
+            seconds[threshold] += [time_of_all] if number else []
+    return predictions, seconds
 
 
 def _now(device: torch.device) -> float:
@@ -180,7 +170,7 @@ def _report(
     examples: Examples,
     names: Sequence[str],
     predictions: Mapping[float, Predictions],
-    rounds: _Rounds,
+    seconds: Mapping[float | None, Sequence[float]],
 ) -> dict[str, Any]:
     full = predictions[1.0]
     known = torch.tensor(class_numbers(examples, names)) if any(examples.classes) else None
@@ -189,7 +179,7 @@ def _report(
     for threshold in settings.thresholds:
         found = predictions[threshold]
         depth = found.depth.double()
-        ratios = [a / b for a, b in zip(rounds.full, rounds.early[threshold], strict=True)]
+        ratios = [a / b for a, b in zip(seconds[None], seconds[threshold], strict=True)]
         results.append(
             {
                 "threshold": threshold,
@@ -216,7 +206,7 @@ def _report(
         "batch_size": settings.batch_size,
         "repeats": settings.repeats,
         "threads": torch.get_num_threads(),
-        "full_seconds": statistics.median(rounds.full),
+        "full_seconds": statistics.median(seconds[None]),
         **{f"full_{key}": value for key, value in _scores(full, known, len(names)).items()},
         "thresholds": results,
         "machine": machine(),

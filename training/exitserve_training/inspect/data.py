@@ -22,7 +22,7 @@ from exitserve_training.models import check_fits, known_classes, model_config
 from exitserve_training.packing import pack
 from exitserve_training.parts import Task, task_of
 from exitserve_training.sources import Document, read_documents
-from exitserve_training.tasks import MaskedToken, NextToken, TaskBatch, TaskInputs
+from exitserve_training.tasks import MaskedToken, TaskBatch, TaskInputs, next_token
 
 MASKED_SHARE = 0.15
 """Of the tokens of a masked model's text, as in its training (BERT's share)."""
@@ -64,11 +64,6 @@ class InspectionData:
     documents: list[Document]
     """The texts of a language model; empty for classifiers."""
 
-    @property
-    def num_rows(self) -> int:
-        """The number of sequences, texts or images."""
-        return sum(len(batch.labels) for batch in self.batches)
-
 
 def load_inspection_data(settings: InspectionSettings) -> InspectionData:
     """Reads the data for a checkpoint, whose config says what kind it is.
@@ -92,7 +87,7 @@ def load_inspection_data(settings: InspectionSettings) -> InspectionData:
             f"the data have fewer than {length} tokens; give more, or a lower --sequence-length."
         )
     ids = torch.tensor(packed.select(_drawn(len(packed), settings))["input_ids"])
-    task_inputs: TaskInputs = NextToken()
+    task_inputs: TaskInputs = next_token
     if task == "hidden token":
         task_inputs = MaskedToken(Masking.of(tokenizer, MASKED_SHARE, settings.seed))
     parts = torch.split(ids, settings.batch_size)

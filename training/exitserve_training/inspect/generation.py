@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, pipeline
 
 from exitserve.errors import ExitServeError
 from exitserve.reporting.progress import counted
-from exitserve.windows import load_tokenizer
 from exitserve_training.inspect.similarity import cosines
 from exitserve_training.parts import model_parts
 
@@ -107,21 +106,14 @@ def diversity(tokens: Sequence[int]) -> float:
 @contextmanager
 def cut_to(model: PreTrainedModel, depth: int) -> Iterator[None]:
     """Cuts the model to its first `depth` layers, with the same norm and head."""
-    layers = model_parts(model).layers
-    owner, name = next(
-        (module, child)
-        for module in model.modules()
-        for child, found in module.named_children()
-        if found is layers
-    )
-    config: Any = model.config
-    full = config.num_hidden_layers
-    setattr(owner, name, nn.ModuleList(list(layers)[:depth]))
+    layers, config = model_parts(model).layers, model.config
+    above, full = layers[depth:], len(layers)
+    del layers[depth:]
     config.num_hidden_layers = depth
     try:
         yield
     finally:
-        setattr(owner, name, layers)
+        layers.extend(above)
         config.num_hidden_layers = full
 
 
@@ -132,16 +124,13 @@ def sentence_embedder(path: str) -> Embed:
         ExitServeError: there is no such model.
     """
     try:
-        model = AutoModel.from_pretrained(path)
+        states_of: Any = pipeline("feature-extraction", model=path)
     except (OSError, ValueError) as error:
         raise ExitServeError(f"no sentence model could be loaded from '{path}'.") from error
-    tokenizer = load_tokenizer(path)
-    model.train(False)
+    cut = {"truncation": True, "max_length": 256}
 
     def embed(text: str) -> Tensor:
-        inputs = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
-        with torch.no_grad():
-            states: Tensor = model(**inputs).last_hidden_state
-        return states[0].mean(0)
+        states: Tensor = states_of(text, return_tensors=True, tokenize_kwargs=cut)
+        return states[0].float().mean(0)
 
     return embed

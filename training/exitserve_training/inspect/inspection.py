@@ -69,7 +69,7 @@ def inspect(settings: InspectionSettings) -> Inspection:
         "task": data.task,
         "num_layers": measured.num_layers,
         "exit_layers": exits,
-        "rows": data.num_rows,
+        "rows": sum(len(batch.labels) for batch in data.batches),
         "said": measured.labelled,
         "samples": len(measured.classes()),
         "seed": settings.seed,
@@ -103,7 +103,7 @@ def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float
             "probe_accuracy": None
             if classes < 2
             else linear_probe(states[first], labels[first], states[second], labels[second]),
-            "nc1": _nc1(states[rows], labels[rows], classes),
+            "nc1": None if classes < 2 else nc1(states[rows], labels[rows]),
         }
     return found
 
@@ -114,15 +114,6 @@ def _frequent(labels: Tensor) -> tuple[Tensor, int]:
     order = counts.argsort(descending=True)[:MOST_CLASSES]
     kept = names[order[counts[order] >= FEWEST_SAMPLES]]
     return torch.isin(labels, kept).nonzero().squeeze(-1), len(kept)
-
-
-def _nc1(states: Tensor, labels: Tensor, classes: int) -> float | None:
-    if classes < 2:
-        return None
-    try:
-        return nc1(states, labels)
-    except ExitServeError:
-        return None  # all class means are equal: nothing to divide by
 
 
 def _similarity(measured: LayerMeasurements, with_last: Mapping[int, Tensor]) -> dict[str, Any]:

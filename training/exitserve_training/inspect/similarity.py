@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exitserve.errors import ExitServeError
 from exitserve_training.losses.tokens import unit_vectors
 
 # The smallest normal float64: only a zero vector has no direction.
@@ -69,7 +68,7 @@ def cka_matrix(features: Sequence[Tensor]) -> Tensor:
     return (products / scale.where(scale > 0, 1.0)).clamp(0.0, 1.0)
 
 
-def nc1(features: Tensor, classes: Tensor) -> float:
+def nc1(features: Tensor, classes: Tensor) -> float | None:
     """Returns within-class over between-class variability: 0 when every class is one point.
 
     NC1 = trace(S_W pinv(S_B)) / K (Papyan et al. 2020, whom the paper follows), with h_i the
@@ -84,10 +83,8 @@ def nc1(features: Tensor, classes: Tensor) -> float:
 
     Args:
         features: [N, D].
-        classes: integers [N]; those that occur are the K classes, at least 2.
-
-    Raises:
-        ExitServeError: the means of all classes are equal, where the ratio has no value.
+        classes: integers [N]; those that occur are the K classes, at least 2. Where their means
+            are all equal the ratio has no value: None.
     """
     states = _scaled(centred(features))
     names, index, counts = torch.unique(classes, return_inverse=True, return_counts=True)
@@ -99,10 +96,7 @@ def nc1(features: Tensor, classes: Tensor) -> float:
     rounding = states.shape[1] * torch.finfo(torch.float64).eps
     kept = (lengths.square() > lengths[0].square() * rounding) & (lengths > rounding)
     if not kept.any():
-        raise ExitServeError(
-            f"the means of all {len(names)} classes are equal, so NC1 has no value; measure a "
-            f"deeper layer, or a token that sees the text."
-        )
+        return None
     spread = (states - means[index]) @ (directions[kept] / lengths[kept, None]).T
     return float(spread.square().sum() / (len(states) * len(names)))
 
