@@ -82,6 +82,16 @@ def index_of(directory: Path) -> list[str]:
     return [INDEX] if has_one else []
 
 
+def check_index(directory: Path) -> None:
+    """Raises `ExitServeError` for an index of shards that are gone, beside a whole file: vLLM goes
+    by the index."""
+    if (directory / INDEX).is_file() and not index_of(directory):
+        raise ExitServeError(
+            f"'{directory / INDEX}' names files that are not there, and '{SINGLE}' is whole: "
+            f"remove the index."
+        )
+
+
 def read_weights(directory: Path) -> StoredWeights:
     """Reads the headers of a local checkpoint's files.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint.block import read_config
+from exitserve.checkpoint.weights import check_index
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, drafts_of, make_rules, rules_from
 from exitserve.errors import ExitServeError, install
@@ -52,6 +53,7 @@ def check_rules(
     """Checks the checkpoint's exits and server options before anything slow starts; see
     `make_rules`."""
     rules = make_rules(read_config(model_dir, revision), options, transfers=transfers)
+    check_index(Path(model_dir))
     if rules.rows_file is not None and rules.exit_layers:
         from exitserve.checkpoint.exit_rows import load_exit_rows
 

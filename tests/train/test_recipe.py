@@ -193,6 +193,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("training.lerning_rate=1", "'training.lerning_rate' is unknown. Did you mean 'learning"),
         ("training.learning_rate=abc", "'training.learning_rate': Input should be a valid number"),
         ("training.per_device_train_batch_size=0", "greater than or equal to 1"),
+        ("training.learning_rate=-1", "greater than or equal to 0"),
+        ("training.push_to_hub=true", "would upload the data too"),
         ("training.gradient_checkpointing=maybe", "should be a valid boolean"),
         ("training.use_liger_kernel=true", "use_liger_kernel needs `pip install liger-kernel`"),
         ("training.optim=grokadamw", "'training': Please install grokadamw"),

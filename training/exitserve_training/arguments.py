@@ -44,7 +44,7 @@ NO_DEEPSPEED = (
     "-m exitserve train ...`."
 )
 
-_AT_LEAST_1 = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_LEAST = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0}
 """Training arguments that would fail late with a lower value."""
 
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
@@ -136,7 +136,7 @@ def training_model(kind: type[TrainingArguments]) -> type[BaseModel]:
         hint = get_type_hints(kind)[field.name]
         if not {*get_args(hint)} <= {bool, int, float, NoneType} or hint is str:
             hint = Any
-        least, text = 1 if field.name in _AT_LEAST_1 else None, field.metadata.get("help")
+        least, text = _LEAST.get(field.name), field.metadata.get("help")
         fields[field.name] = (Annotated[hint, Field(ge=least, description=text)], None)
     config = ConfigDict(extra="forbid", protected_namespaces=())
     model: type[BaseModel] = create_model("training", __config__=config, **fields)
