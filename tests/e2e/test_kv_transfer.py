@@ -16,8 +16,8 @@ from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
 from ..forks import LocalServer
+from ..soak.holdings import metrics
 from .conftest import NAME, Serve
-from .test_crowded import metric
 
 pytestmark = pytest.mark.nightly
 
@@ -55,7 +55,7 @@ def tokens(server: LocalServer, prompt: list[int]) -> list[int]:
 
 def taken(server: LocalServer) -> float:
     """Tokens whose keys and values came from the connector."""
-    return metric(server, "vllm:external_prefix_cache_hits_total")
+    return metrics(server.url)["vllm:external_prefix_cache_hits"]
 
 
 def test_each_reads_what_the_other_wrote(
@@ -73,7 +73,7 @@ def test_each_reads_what_the_other_wrote(
     assert first == alone(prompt) and taken(full) == 0
     assert tokens(drafting, prompt) == first
     assert taken(drafting) == 2 * BLOCK
-    assert metric(drafting, "vllm:spec_decode_num_accepted_tokens_total") > 0, "nothing is drafted"
+    assert metrics(drafting.url)["vllm:spec_decode_num_accepted_tokens"] > 0, "nothing is drafted"
     # The other way round: blocks of an answer that drafts began and full depth completed.
     follow_up = [*other, *tokens(drafting, other), *prompt[:5]]
     second = tokens(drafting, follow_up)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Asked:
     fields: dict[str, Any]
     policy: ExitPolicy
     max_tokens: int = 40
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidence"):

@@ -401,6 +401,9 @@ class Keep(Objective):
         self.name, self.weight = "keep", 1.0
         self.readout: Tensor | None = None
 
+    def build(self, _context: BuildContext) -> Objective:
+        return self
+
     def layers(self, step: int) -> Sequence[int]:
         return range(1, NUM_LAYERS + 1)
 
@@ -428,7 +431,9 @@ def skipped_pass() -> Callable[..., tuple[Tensor, LossInputs]]:
         model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, LossInputs]:
         kept = Keep()
-        wrapped = MultiExitForward(model, model_parts(model), Objectives([kept]), EXITS, skipping)
+        parts = model_parts(model)
+        context = BuildContext(EXITS, NUM_LAYERS, model.config.hidden_size, parts.head, seed=0)
+        wrapped = MultiExitForward(model, parts, Objectives([kept], context), EXITS, skipping)
         try:
             loss, _ = model(input_ids=input_ids, **inputs, exit_pass=ExitPass(step=0))
         finally:
