@@ -211,7 +211,7 @@ def curves(study: str, group: str, key: str, ylabel: str) -> Figure:
             int(depth): statistics.mean(values(runs, variant, at_depth(group, key, int(depth))))
             for depth in known
         }
-    return by_depth(found, ylabel)
+    return by_depth(found, ylabel, ())
 
 
 def along_training(
