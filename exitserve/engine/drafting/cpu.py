@@ -279,8 +279,9 @@ class DraftingRunner(CPUModelRunner):
             if own and not found[row] and (share := requests.share(row, "layers"))
             if self._drafts.of_layers(len(may), share)
         }
-        if count := self._drafts.of_some(len(may), [*shares.values()], *requests.expected()):
-            rows = [*shares]
+        rows = [*shares]
+        count = self._drafts.of_some(len(may), [*shares.values()], *requests.expected())
+        if count := min(count, max((may[row] for row in rows), default=0)):
             last = [sampled[row][-1] for row in rows]
             drafts = self.drafter.draft(rows, last, count)  # type: ignore[union-attr]
             expected = [self._drafts.acceptance**number for number in range(1, count + 1)]
