@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
 from exitserve.errors import ExitServeError, nearest, shown
-from exitserve.trace_keys import check_trace
 
 Mode = Literal["off", "confidence", "defer", "verify", "fixed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -213,7 +212,6 @@ class ExitRules:
                     f"unknown field {shown(name)}.{nearest(name, FIELDS)} "
                     f"Known fields: {', '.join(FIELDS)}."
                 )
-        check_trace(given.get("exit_trace"))
         self._check_drafts(given)
         threshold, layer = given.get("exit_threshold"), given.get("exit_layer")
         mode, target = given.get("exit_mode"), given.get("exit_target")

@@ -3,8 +3,8 @@
 A check of all rows costs as much as several layers. Rare tokens are hardly ever sure, so with the
 rows of the most frequent tokens alone as many tokens pass a threshold, and nearly always the same
 ones. Confidence is over these rows only, and the token is the most likely among them; drafts of the
-first layers come from the same rows. `exitserve calibrate` counts them, on the text that it is
-given and on the model's own, and chooses thresholds by them.
+first layers come from the same rows. `exitserve train` counts them in its text; `exitserve
+calibrate` in the text that it is given and the model's own, and chooses thresholds by them.
 
 Shapes: K exit rows, D hidden, V vocabulary.
 """

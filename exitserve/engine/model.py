@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from exitserve.checkpoint.exit_rows import load_exit_rows
 from exitserve.engine.compat.config import refuse_unsupported
@@ -24,13 +24,20 @@ from exitserve.engine.early_exit.device.requests import DeviceRequests
 from exitserve.engine.early_exit.device.rows import DeviceRows
 from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead
+from exitserve.engine.layers.key_values import LayerKV, Norm, packed_qkv
 from exitserve.engine.layers.propagation import Propagation
-from exitserve.engine.layers.segments import Segment, compiled_segment
+from exitserve.engine.layers.segments import Segment, Stream, compiled_segment
 from exitserve.engine.state import EngineState, state_of
 
 
 class MultiExitMixin:
-    """Makes a vLLM decoder stop early; put it, with a `Family`, before the vLLM class."""
+    """Makes a vLLM decoder stop early; put it before the vLLM class.
+
+    As it is, it fits Llama-like decoders: pre-norm layers that take (positions, hidden, residual)
+    and carry the stream as a pair.
+    """
+
+    model: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         parent: Any = super()  # the vLLM class, to which this is a mixin
@@ -51,10 +58,9 @@ class MultiExitMixin:
             self.drafting = DraftingLoop(self, segments, self._head, most, in_graphs=on_device)
             return
         self._segments = self._make_segments(vllm_config, masked=on_device)
-        model: Any = self
-        layers, longest = model.decoder_layers(), vllm_config.model_config.max_model_len
+        layers, longest = self.decoder_layers(), vllm_config.model_config.max_model_len
         self.propagation = Propagation(
-            lambda: [model.layer_kv(layer) for layer in layers],
+            lambda: [self.layer_kv(layer) for layer in layers],
             self.exit_state.rules.exit_layers,
             longest,
         )
@@ -67,6 +73,43 @@ class MultiExitMixin:
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.device = DeviceLoop(*parts, captured)
 
+    def decoder_layers(self) -> list[nn.Module]:
+        """The decoder layers, first to last."""
+        return list(self.model.layers)
+
+    def embed(self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None) -> Tensor:
+        """The first layer's input [T, D], from token ids [T] or ready embeddings [T, D]."""
+        own: Any = self
+        return embeds if embeds is not None else own.embed_input_ids(input_ids)
+
+    @staticmethod
+    def run_layer(layer: Any, positions: Tensor, stream: Stream) -> Stream:
+        """Runs one layer; compiled, so keep to what torch.compile can trace."""
+        hidden, residual = stream
+        return layer(positions, hidden, residual)  # type: ignore[no-any-return]
+
+    def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """The shared final norm of the stream [T, D]."""
+        if residual is None:
+            return self.model.norm(hidden)  # type: ignore[no-any-return]
+        return self.model.norm(hidden, residual)[0]  # type: ignore[no-any-return]
+
+    def output_head(self) -> nn.Module:
+        """The LM head, vLLM's `ParallelLMHead`."""
+        return self.lm_head  # type: ignore[no-any-return, attr-defined]  # of the vLLM class
+
+    def layer_kv(self, layer: Any) -> LayerKV:
+        """How `layer` makes its keys and values."""
+        attention = layer.self_attn
+        key_norm = getattr(attention, "k_norm", None)
+        return LayerKV(
+            attention=attention.attn,
+            sources=packed_qkv(attention.attn, attention.qkv_proj),
+            input_norm=Norm.of(layer.input_layernorm),
+            key_norm=None if key_norm is None else Norm.of(key_norm),
+            rotary=attention.rotary_emb,
+        )
+
     def _exit_head(self, vllm_config: Any, compute_logits: Any) -> ExitHead:
         rules, rows = self.exit_state.rules, None
         if rules.rows_file is not None:
@@ -77,16 +120,15 @@ class MultiExitMixin:
 
     def _make_segments(self, vllm_config: Any, *, masked: bool) -> tuple[Segment, ...]:
         """The layers from exit to exit; none for a model without exits. See `compiled_segment`."""
-        model: Any = self
-        exit_layers, layers = self.exit_state.rules.exit_layers, model.decoder_layers()
+        exit_layers, layers = self.exit_state.rules.exit_layers, self.decoder_layers()
         if not exit_layers:
             return ()
         parts = partial(
             compiled_segment,
             vllm_config,
             layers,
-            run_layer=model.run_layer,
-            final_norm=model.final_norm,
+            run_layer=self.run_layer,
+            final_norm=self.final_norm,
             masked=masked,
         )
         return tuple(
@@ -110,9 +152,8 @@ class MultiExitMixin:
             inputs_embeds: [T, D] instead of `input_ids`.
             exits: from runner V2, which leaves all decisions to the device.
         """
-        model: Any = self
         plain = partial(super().forward, input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]  # of the vLLM class
-        embed = partial(model.embed, input_ids, positions, inputs_embeds)
+        embed = partial(self.embed, input_ids, positions, inputs_embeds)
         if self.drafting is not None:
             return self.drafting.run(positions, embed, plain)
         if self.host is not None:

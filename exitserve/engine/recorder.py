@@ -6,16 +6,48 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from exitserve.errors import ExitServeError, shown
+
 MAX_TRACES = 4096
 """Traces kept for collection, so abandoned streams cost no memory.
 
 Those go first that have not grown for longest: a request that runs adds to its own in every step.
 """
+MOST_TRACE_KEYS = 4
+"""Keys under which the depths of one request may be kept."""
+LONGEST_KEY = 128
+"""Characters of such a key."""
+NOT_A_TRACE = "exit_trace must be true or false, not {}."
 
 
 Traces = OrderedDict[str, dict[str, dict[int, tuple[int, str]]]]
 """By key, then by request id, then by index of a generated token, its depth and the source of the
 draft that it was, empty for none; the longest untouched first."""
+
+
+class TraceKeys(tuple[str, ...]):
+    """Keys that the server made, under which it keeps the depths of a request.
+
+    No request body turns into one, whatever the route: JSON knows only lists. So no client can name
+    the trace of another request, nor fill the place of other traces.
+    """
+
+
+def check_trace(value: Any, *, of_client: bool) -> None:
+    """Raises `ExitServeError` unless a request's `exit_trace` may have this value.
+
+    From Python it may also be a short list of keys (strings) under which the trace is kept; a
+    client over HTTP may not name any.
+    """
+    keys = isinstance(value, list | tuple) and all(isinstance(key, str) for key in value)
+    if keys and (len(value) > MOST_TRACE_KEYS or max(map(len, value), default=0) > LONGEST_KEY):
+        raise ExitServeError(
+            f"exit_trace may have at most {MOST_TRACE_KEYS} keys of at most {LONGEST_KEY} "
+            f"characters each, not {shown(value)}."
+        )
+    ours = keys and (isinstance(value, TraceKeys) or not of_client)
+    if not (value is None or ours or (isinstance(value, int) and value in (0, 1))):
+        raise ExitServeError(NOT_A_TRACE.format(shown(value)))
 
 
 class Recorder:

@@ -27,12 +27,18 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
+from exitserve.engine.recorder import NOT_A_TRACE
 from exitserve.errors import ExitServeError, shown
 from exitserve.policy import FIELDS
 from exitserve.server.api_description import STATS, described
-from exitserve.server.bad_requests import JsonRoute, bad_request
-from exitserve.server.exit_server import ExitServer
-from exitserve.server.front_door import FrontDoor, KeyForEveryPost, api_keys
+from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
+from exitserve.server.front_door import (
+    FrontDoor,
+    JsonRoute,
+    KeyForEveryPost,
+    api_keys,
+    bad_request,
+)
 from exitserve.server.offers import offers
 from exitserve.server.playground.routes import add_playground, address
 from exitserve.server.response_fields import ExitFields, RequestTrace
@@ -42,8 +48,6 @@ from exitserve.server.unsupported_features import (
     POOLING_ROUTES,
     SCALING_ROUTE,
 )
-from exitserve.server.worker_client import PATIENCE_SECONDS
-from exitserve.trace_keys import NOT_A_TRACE
 
 BANS = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
 """Fields that may leave none of the tokens that a grammar allows."""

@@ -28,11 +28,11 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from exitserve.checkpoint.calibration import CALIBRATED_MODES
+from exitserve.engine.recorder import TraceKeys
 from exitserve.engine.requests import policy_of
 from exitserve.policy import AUTO, ExitRules
 from exitserve.server.metrics import ShadowMetrics, Thresholds
 from exitserve.server.response_fields import Traced
-from exitserve.trace_keys import TraceKeys
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ def test_another_package_brings_its_own(
 ) -> None:
     """As docs/adding-an-architecture.md says: a class, an entry point, nothing else."""
     (tmp_path / "elsewhere.py").write_text(
-        "from exitserve.engine.architectures.decoders import Family\n"
+        "from exitserve.engine.model import MultiExitMixin\n"
         "from vllm.model_executor.models.llama import LlamaForCausalLM\n"
-        "class MultiExitHomemade(Family, LlamaForCausalLM): ...\n"
+        "class MultiExitHomemade(MultiExitMixin, LlamaForCausalLM): ...\n"
     )
     metadata = tmp_path / "elsewhere-1.0.dist-info"
     metadata.mkdir()

@@ -95,7 +95,7 @@ def attention_of(
 
 
 def layer_kv_of(layer: Any, attention: Any, rotary: Any) -> Any:
-    """What `Family.layer_kv` says of a vLLM layer, for Hugging Face's."""
+    """What `MultiExitMixin.layer_kv` says of a vLLM layer, for Hugging Face's."""
     from exitserve.engine.layers.key_values import LayerKV, Norm
 
     def source(linear: torch.nn.Linear) -> tuple[Any, slice]:

@@ -18,6 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.engine.recorder import TraceKeys
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve.server import shadow_evaluation
@@ -25,7 +26,6 @@ from exitserve.server.metrics import ShadowMetrics
 from exitserve.server.response_fields import Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
 from exitserve.server.unsupported_features import check_shadow_rate
-from exitserve.trace_keys import TraceKeys
 
 MODEL = "tiny"
 POINT = OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 0.8})

@@ -1,4 +1,4 @@
-"""What a chat run saves: what transformers accepts, and what serving needs."""
+"""What a run saves: what transformers accepts, and what serving needs."""
 
 import json
 import shutil
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
+from exitserve.reference import load_reference
+
+from ..shapes import LLAMA
 
 
 def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
@@ -31,3 +35,20 @@ def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
     assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert saved.eos_token_id == [tokenizer.eos_token_id, end]
+
+
+def test_of_a_large_vocabulary_the_frequent_tokens_are_exit_rows(
+    make_recipe: Callable[..., Path], text_file: Path, tmp_path: Path, train: Callable[..., int]
+) -> None:
+    config = {**LLAMA, "vocab_size": 9000}
+    assert train(make_recipe(config=config), "training.max_steps=1") == 0
+    out = tmp_path / "out"
+    rows = load_reference(out).exit_rows
+    assert rows is not None
+    assert len(rows) == 4096
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = text_file.read_text(encoding="utf-8")
+    assert {tokenizer.eos_token_id, *tokenizer(text)["input_ids"]} <= set(rows.tolist())
+    block = read_multi_exit(out)
+    assert block is not None
+    assert block.trained, "the verdicts are kept"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.engine.recorder import Recorder
+from exitserve.engine.recorder import Recorder, TraceKeys, check_trace
+from exitserve.errors import LONGEST_LINE, ExitServeError
 
 
 def test_counts() -> None:
@@ -69,3 +73,25 @@ def test_requests_that_run_keep_their_traces(running: int, steps: list[int]) -> 
         found = recorder.take_traces(f"runs-{number}")
         assert found == ({"a": dict.fromkeys(range(len(steps)), (6, ""))} if steps else {})
     assert sum(bool(recorder.take_traces(f"left-{one}")) for one in range(begun)) <= MOST
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "key", [True], "x" * 100_000])
+def test_a_trace_is_asked_for_with_true(value: object) -> None:
+    with pytest.raises(ExitServeError, match="exit_trace must be true or false") as caught:
+        check_trace(value, of_client=False)
+    assert len(str(caught.value)) <= LONGEST_LINE
+
+
+@pytest.mark.parametrize("keys", [["k"] * 5, ["k" * 129], tuple("abcde")])
+def test_the_keys_of_a_trace_are_few_and_short(keys: list[str]) -> None:
+    with pytest.raises(ExitServeError, match="at most 4 keys of at most 128 characters"):
+        check_trace(keys, of_client=False)
+
+
+def test_only_the_server_names_traces() -> None:
+    made = TraceKeys(["key"])
+    for value in (None, 0, 1, True, False, made, copy.deepcopy(made)):
+        check_trace(value, of_client=True)
+    for forged in (["key"], ("key",), json.loads(json.dumps(made))):
+        with pytest.raises(ExitServeError, match="exit_trace must be true or false"):
+            check_trace(forged, of_client=True)

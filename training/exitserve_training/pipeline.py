@@ -22,9 +22,12 @@ from transformers import (
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.utils import logging
 
-from exitserve.checkpoint.block import MultiExit
+from exitserve.checkpoint.block import MultiExit, read_config, write_multi_exit
+from exitserve.checkpoint.exit_rows import most_frequent, save_exit_rows
 from exitserve.checkpoint.hub import CARD
+from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
+from exitserve.reference import eos_ids
 from exitserve.reporting.progress import step_bars
 from exitserve_training.arguments import NO_DEEPSPEED, training_arguments
 from exitserve_training.callbacks import (
@@ -45,6 +48,9 @@ from exitserve_training.verdicts import verdict
 
 FEW_TOKENS = 4096
 """Of held-out text, below which what is measured is rough."""
+
+COUNTED_TOKENS = 10_000_000
+"""Of the training text, for the exit rows."""
 
 _AnyCallback = TypeVar("_AnyCallback", bound=TrainerCallback)
 
@@ -91,6 +97,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     trainer.save_result(recipe.output_dir, None if "weights" in recipe.model_fields_set else given)
     if not is_first:
         return None
+    _add_exit_rows(trainer, output_dir)
     # A pickle of the arguments, which training_run.json holds readably.
     (output_dir / "training_args.bin").unlink(missing_ok=True)
     report = _report(recipe, trainer, prepared, before, after)
@@ -245,6 +252,22 @@ def _with_verdicts(trainer: MultiExitTraining, before: Tensor | None) -> MultiEx
             for place, layer in enumerate(trainer.exits.exit_layers)
         },
     )
+
+
+def _add_exit_rows(trainer: MultiExitTraining, folder: Path) -> None:
+    """Counts exit rows in the training text, where the vocabulary is so large that they pay."""
+    try:
+        shape = shape_of(read_config(folder), "bfloat16")
+    except ExitServeError:  # of a kind whose costs are not known
+        return
+    if shape.exit_rows is None or not trainer.exits.exit_layers or trainer.parts.task == "class":
+        return
+    data: Any = trainer.train_dataset
+    step = 1 + len(data) * len(data[0]["input_ids"]) // COUNTED_TOKENS
+    texts, ends = data[::step]["input_ids"], eos_ids(trainer.language_model)
+    rows = most_frequent(texts, shape.exit_rows, shape.vocab_size, ends)
+    trainer.exits = replace(trainer.exits, rows=save_exit_rows(folder, rows))
+    write_multi_exit(folder, trainer.exits)
 
 
 def _check_ended(trainer: MultiExitTraining) -> None:

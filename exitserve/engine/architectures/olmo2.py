@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from exitserve.engine.architectures.decoders import Family
 from exitserve.engine.layers.key_values import LayerKV, Norm, packed_qkv
 from exitserve.engine.layers.segments import Stream
+from exitserve.engine.model import MultiExitMixin
 
 
-class MultiExitOlmo2ForCausalLM(Family, TransformersForCausalLM):  # type: ignore[misc]  # keywords
+class MultiExitOlmo2ForCausalLM(MultiExitMixin, TransformersForCausalLM):  # type: ignore[misc]  # keywords
     """OLMo 2 with exits."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Drafts on vLLM's runner V1, which CPUs run, and the requests there, by row.
+"""Drafts on vLLM's runner V1, which CPUs run.
 
 Where the last tokens of a request occurred in it before, what followed them is drafted,
 which costs nothing. Else the first layers draft. A request whose drafts are accepted less often
@@ -15,15 +15,18 @@ host knows all of a pass before it drafts, so requests draft as many tokens as t
 in mode "off", none of a request with a seed, whose random numbers rejection sampling would use up
 by the number of drafts, and none beyond the end of the answer.
 
-Shapes: B rows, R rows that draft, S sampled positions (B and all drafts).
+Shapes: B rows, R rows that draft, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -34,111 +37,8 @@ from exitserve.costs.drafting import accepted_of
 from exitserve.engine.compat.runner import repair_sampling_with_drafts
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.drafting.forward import DraftingLoop
-from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Limits, Outcome
-from exitserve.engine.drafting.text import following
+from exitserve.engine.drafting.requests import RowRequests
 from exitserve.engine.options import PROCESSOR, drafts_from
-from exitserve.engine.requests import Request
-
-
-class RowRequests(DraftingRequests):
-    """The requests of runner V1."""
-
-    def __init__(self, runner: CPUModelRunner) -> None:
-        """Takes the runner, its model loaded."""
-        model: Any = runner.get_model()
-        super().__init__(model.exit_state)
-        self._runner = runner
-        self._rows: list[tuple[Request, int, int]] = []
-        """Of the current pass: each row's request, its drafts, and the index of the token that its
-        first sampled position leads to."""
-        self._judged: Judged | None = None
-        self._expected: dict[str, tuple[str, Sequence[float]]] = {}
-        """By the names of requests that drafted: from which source, and the probability that each
-        draft is accepted."""
-
-    def begin(
-        self, scheduled: Sequence[int], drafts: Mapping[str, Sequence[int]], places: Tensor
-    ) -> Judged | None:
-        """Takes a pass; returns its sampled positions if a token may be final.
-
-        Args:
-            scheduled: [B] tokens of each row.
-            drafts: by vLLM's internal id.
-            places: [S] of the sampled positions in the pass.
-        """
-        batch = self._runner.input_batch
-        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        prompts = batch.num_prompt_tokens[: batch.num_reqs].tolist()
-        self._rows = []
-        for row, name in enumerate(batch.req_ids):
-            count = len(drafts.get(name, ()))
-            index = computed[row] + scheduled[row] - count - prompts[row]
-            self._rows.append((self._in_row(row, name), count, index))
-        self._judged = self._judge(places)
-        return self._judged
-
-    def _in_row(self, row: int, name: str) -> Request:
-        """The request that is in a row now."""
-        request = self.get(row, name)
-        if request is None:
-            state = self._runner.requests[name]
-            request = self.read(state.sampling_params, state.prompt_token_ids, name)
-            self._by_number[row] = request
-        return request
-
-    def _judge(self, places: Tensor) -> Judged | None:
-        if all(request.policy.mode != "defer" for request, _, _ in self._rows):
-            return None
-        limits: list[Limits] = []
-        for request, drafts, index in self._rows:
-            # The first generated token is full depth's, in every mode; a row drafts only after it.
-            limits += [self.limits_of(request) if index > 0 else IMPASSABLE] * (1 + drafts)
-        is_final = torch.zeros(len(limits), dtype=torch.bool)
-        return Judged(places, torch.tensor(limits), is_final)
-
-    def end(self, sampled: Sequence[Sequence[int]]) -> None:
-        """Counts the pass, which gave each row [B] these tokens; none inside its prompt."""
-        self.count_pass()
-        is_final = [] if self._judged is None else self._judged.is_final.tolist()
-        outcomes, start = [], 0
-        for (request, drafts, index), tokens in zip(self._rows, sampled, strict=True):
-            end = start + drafts + 1
-            own = is_final[start:end] or [False] * (drafts + 1)
-            source, expected = self._expected.get(request.name, ("layers", ()))
-            if drafts and tokens:
-                request.acceptance[source].accepted += len(tokens) - 1
-                request.acceptance[source].expected += sum(expected[:drafts])
-            outcomes.append(Outcome(request, drafts, index, tokens, source == "text", own))
-            start = end
-        self.count(outcomes)
-        self._expected.clear()
-
-    def expect(self, row: int, source: str, accepted: Sequence[float]) -> None:
-        """Takes from where a row's drafts are that its next pass judges, and the probability that
-        each is accepted."""
-        self._expected[self._rows[row][0].name] = source, accepted
-
-    def expected(self) -> tuple[int, float]:
-        """Drafts that the next pass judges, so far, and how many of them it should accept."""
-        found = [each for _, each in self._expected.values()]
-        return sum(map(len, found)), sum(map(sum, found))
-
-    def share(self, row: int, source: str) -> float:
-        """`Acceptance.share` of a source of a row's drafts; 0 if it takes none from there."""
-        request = self._rows[row][0]
-        return request.acceptance[source].share if source in request.draft_sources else 0.0
-
-    def may_draft(self, row: int, sampled: Sequence[int], most: int) -> int:
-        """How many tokens a row may draft after a pass that gave it some."""
-        request, _, index = self._rows[row]
-        if not sampled or request.policy.mode == "off" or request.has_seed:
-            return 0
-        generated = index + len(sampled)
-        known = request.prompt_length + generated
-        left = [most, self._runner.max_model_len - known - 1]
-        if request.max_tokens:
-            left.append(request.max_tokens - generated - 1)
-        return 0 if sampled[-1] in request.stop_ids else max(0, min(left))
 
 
 class FirstLayersProposer(DraftModelProposer):
@@ -303,3 +203,28 @@ class DraftingRunner(CPUModelRunner):
         if found:
             self._requests.expect(row, "text", accepted_of(match)[: len(found)])
         return found
+
+
+def following(tokens: NDArray[np.int32], counts: Sequence[int]) -> tuple[list[int], int]:
+    """What followed the last occurrence of the most of its last tokens, and how many these were.
+
+    As vLLM's n-grams, whose code one engine of a process only can call: it loads numba, among whose
+    modules `vllm.triton_utils.dispatcher` then fails at the next one.
+
+    Args:
+        tokens: [T] what the request read and wrote.
+        counts: how many tokens are drafted, by how many had occurred; the last count is that of
+            longer matches, too.
+    """
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    found, length = ends, 0
+    while len(ends) and length < len(counts) - 1:
+        found, length = ends, length + 1
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[-1 - length]]
+    if not length:
+        return [], 0
+    start = found[-1] + 1
+    follows = tokens[start : start + counts[length]].tolist()
+    # Of a text that repeats, what followed ends where the text does: it goes on in a circle.
+    return list(islice(cycle(follows), counts[length])), length

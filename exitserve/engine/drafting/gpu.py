@@ -1,4 +1,4 @@
-"""Drafts on vLLM's runner V2, which GPUs run, and the requests there, by slot.
+"""Drafts on vLLM's runner V2, which GPUs run.
 
 vLLM's runner V2 asks its speculator for drafts after each pass. This one runs the target's own
 first layers, final norm and head, which find the target's keys and values by the names of its
@@ -10,19 +10,13 @@ drafts, graphs and buffers this uses. There the drafts' first token comes from a
 whole batch; here all keys and values are there already, so the token that was just sampled takes
 that place: column 0 of `draft_tokens`.
 
-Which tokens are final, and how many drafts were accepted, only the device knows when the next pass
-is prepared. So a pass leaves its outcome in one small tensor, which is copied while later passes
-run, and counted when it has arrived.
-
-Shapes: B rows, T tokens, S sampled positions (B and all drafts), K drafts at most, D hidden.
+Shapes: B rows, T tokens, K drafts at most, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +36,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from exitserve.engine.drafting.forward import DraftingLoop
-from exitserve.engine.drafting.requests import IMPASSABLE, DraftingRequests, Judged, Outcome
-from exitserve.engine.drafting.text import NGRAMS
 from exitserve.engine.options import drafts_from
-from exitserve.engine.requests import Request
-from exitserve.engine.state import EngineState
-from exitserve.engine.transfers import Arrivals, upload
-from exitserve.policy import NEVER
+
+NGRAMS = 2, 4
+"""Of a request's last tokens, least and most, that are looked for in its text."""
 
 
 class FirstLayers(nn.Module):
@@ -303,138 +294,3 @@ class DraftGraphs(SpeculatorCudaGraphManager):
                 for mode, described in self._capture_descs.items()
             }
         super().capture(*args, **others)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The sampled positions of a pass, as runner V2 has them."""
-
-    slots: Sequence[int]
-    """[B] of its rows."""
-    names: Sequence[str]
-    """[B] vLLM's internal request ids."""
-    drafts: Sequence[int]
-    """[B] how many drafts of each row are judged."""
-    places: Tensor
-    """[S] where the positions are in the pass."""
-    slot_of: Tensor
-    """[S] each one's request."""
-    ends: Tensor
-    """[B + 1] where each row's positions begin, and where the last ones end."""
-    positions: Tensor
-    """[T] of all tokens, in their sequences."""
-    prompt_lengths: Tensor
-    """[slots] of the requests' prompts."""
-    known_ids: Tensor
-    """[slots, longest] all tokens of the requests, those that the pass samples once it has."""
-
-
-class SlotRequests(DraftingRequests):
-    """The requests of runner V2."""
-
-    def __init__(
-        self,
-        state: EngineState,
-        most_rows: int,
-        device: torch.device,
-    ) -> None:
-        """Makes room.
-
-        Args:
-            state: the engine's.
-            most_rows: requests that run together.
-            device: where the model is.
-        """
-        super().__init__(state)
-        self._limits = torch.tensor(IMPASSABLE, device=device).repeat(most_rows, 1)
-        """`Limits` of each slot."""
-        self._may_be_final: set[int] = set()
-        """Slots whose requests have thresholds."""
-        self.sources = torch.ones(most_rows, 2, dtype=torch.bool, device=device)
-        """[slots, 2] whether each request takes drafts of its text, and of the first layers."""
-        self.from_text = torch.zeros(most_rows, dtype=torch.bool, device=device)
-        """[slots] whether the drafts that are judged next are of its text."""
-        self._sampled: Sampled | None = None
-        self._is_final: Tensor | None = None
-        self._arrivals = Arrivals()
-
-    def add(self, slot: int, request: Request) -> None:
-        """Takes a request into a slot, a new one or one that was preempted."""
-        self._by_number[slot] = request
-        upload([one in request.draft_sources for one in ("text", "layers")], self.sources[slot])
-        if request.policy.mode == "defer":
-            self._may_be_final.add(slot)
-            upload(self.limits_of(request), self._limits[slot])
-        elif slot in self._may_be_final:  # by the request that was there before
-            self._may_be_final.remove(slot)
-            upload(IMPASSABLE, self._limits[slot])
-
-    def begin(self, sampled: Sampled) -> Judged | None:
-        """Takes the positions that a pass samples at; returns them if a token may be final."""
-        self._arrivals.drain(wait=False)
-        self._sampled, self._is_final = sampled, None
-        if not self._may_be_final.intersection(sampled.slots):
-            return None
-        self._is_final = torch.zeros_like(sampled.slot_of, dtype=torch.bool)
-        slots, places = sampled.slot_of.long(), sampled.places.long()
-        lengths = sampled.prompt_lengths[slots]
-        # The first generated token is full depth's, in every mode.
-        begun = sampled.positions[places] >= lengths
-        limits = torch.where(begun[:, None], self._limits[slots], NEVER)
-        return Judged(places, limits, self._is_final)
-
-    def end(self, num_sampled: Tensor) -> None:
-        """Asks for the outcome of the pass that is under way.
-
-        Args:
-            num_sampled: [B] tokens that each row generated.
-        """
-        sampled, self._sampled = self._sampled, None
-        if sampled is None:
-            return
-        self.count_pass()
-        rows = [
-            (self.get(slot, name), drafts)
-            for slot, name, drafts in zip(sampled.slots, sampled.names, sampled.drafts, strict=True)
-        ]
-        self._arrivals.ask(self._found(sampled, num_sampled), partial(self._take, rows))
-
-    def _found(self, sampled: Sampled, num_sampled: Tensor) -> Tensor:
-        """[B, 3 + 2 (K + 1)]: the index of the first generated token, how many there are, whether
-        drafts were of the text, then each one's id, and whether it is final."""
-        starts = sampled.ends[:-1].long()
-        slots = sampled.slot_of[starts].long()
-        position = sampled.positions[sampled.places[starts].long()].long() + 1
-        steps = torch.arange(1 + max(sampled.drafts, default=0), device=starts.device)
-        ids = sampled.known_ids
-        tokens = ids[slots[:, None], (position[:, None] + steps).clamp(max=ids.shape[1] - 1)]
-        is_final = torch.zeros_like(tokens)
-        if self._is_final is not None:
-            places = (starts[:, None] + steps).clamp(max=len(self._is_final) - 1)
-            is_final = self._is_final[places]
-        index = position - sampled.prompt_lengths[slots]
-        parts = (
-            index[:, None],
-            num_sampled[: len(slots), None],
-            self.from_text[slots, None],
-            tokens,
-            is_final,
-        )
-        return torch.cat([part.long() for part in parts], dim=1)
-
-    def _take(
-        self, rows: Sequence[tuple[Request | None, int]], found: Sequence[Sequence[int]]
-    ) -> None:
-        """Counts a pass: each row's request, None in warm-ups, and how many drafts it had; what
-        `_found` found."""
-        outcomes = []
-        for (request, drafts), (index, count, text, *pairs) in zip(rows, found, strict=True):
-            tokens, is_final = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-            if request is not None:
-                own = tokens[:count], bool(text), is_final[: 1 + drafts]
-                outcomes.append(Outcome(request, drafts, index, *own))
-        self.count(outcomes)
-
-    def update_counts(self) -> None:
-        """See `RunningRequests`; waits for the device."""
-        self._arrivals.drain(wait=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from exitserve.engine.early_exit.batch import HostRequests
+from exitserve.engine.recorder import check_trace
 from exitserve.engine.state import state_of
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitRules
-from exitserve.trace_keys import check_trace_of_client
 
 
 class RowsProcessor(LogitsProcessor):
@@ -42,8 +42,7 @@ class RowsProcessor(LogitsProcessor):
                     "and verify): vLLM's rejection sampling has no log-probabilities of given "
                     "tokens. Leave it out, or use a server of another --mode."
                 )
-        if cls.serves_clients:
-            check_trace_of_client(fields.get("exit_trace"))
+        check_trace(fields.get("exit_trace"), of_client=cls.serves_clients)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._state = state_of(vllm_config)

@@ -93,7 +93,7 @@ class ExitHead:
         """Takes the head's parts.
 
         Args:
-            model: a `Family`.
+            model: a `MultiExitMixin`.
             compute_logits: the model's own, of normed states.
             eos_token_ids: [K] ends of sequence.
             criterion: what confidence is, one of `exitserve.checkpoint.calibration.CRITERIA`.

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.engine.drafting.text import following
+from exitserve.engine.drafting.cpu import following
 
 
 @given(

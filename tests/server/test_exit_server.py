@@ -17,10 +17,9 @@ from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 from exitserve.server import routes
 from exitserve.server.engine_end import EngineEnd
-from exitserve.server.exit_server import ExitServer
+from exitserve.server.exit_server import ExitServer, LatestCounts, NoAnswerError, WorkerClient
 from exitserve.server.metrics import ExitMetrics
 from exitserve.server.stats_window import StatsWindow
-from exitserve.server.worker_client import LatestCounts, NoAnswerError, WorkerClient
 
 MODEL = "tiny"
 SOON = 0.02
