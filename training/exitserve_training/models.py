@@ -209,11 +209,12 @@ def build_config(
             raise ExitServeError(
                 f"recipe key 'config.{key}' is unknown to {family}.{nearest(key, sorted(known))}"
             )
-    special: dict[str, Any] = {}
+    # A list, which transformers reads where a family (deit) has two classes for a task.
+    special: dict[str, Any] = {"architectures": []}
     if tokenizer is not None:
         sizes.setdefault("vocab_size", len(tokenizer))
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        special = {name: getattr(tokenizer, name) for name in names}
+        special |= {name: getattr(tokenizer, name) for name in names}
     if classes is not None:
         special |= _names(classes)
     try:
