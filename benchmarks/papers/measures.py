@@ -13,8 +13,9 @@ from PIL import Image, ImageFilter, ImageOps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exitserve.calibration.outcomes import Piece
-from exitserve.calibration.scores import ExitScores, all_scores, read_exits
+from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
 from exitserve.checkpoint.decoder import capture_hidden
+from exitserve.evaluation.acceptance import DraftTally
 from exitserve.reference import load_reference
 from exitserve_training.classification import evaluation as classification
 from exitserve_training.classification.inputs import batch_rows, encoder
@@ -30,6 +31,8 @@ from exitserve_training.parts import model_parts
 
 Measured = dict[str, Any]
 Measure = Callable[[Path], Measured]
+DRAFTS = 3
+"""Of a step, where tokens a step are counted."""
 
 
 def quality(folder: Path) -> Measured:
@@ -75,7 +78,8 @@ def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Meas
 
 
 def exits_of_texts(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
-    """By depth loss and agreement with the last layer; depth speedup at some agreements.
+    """By depth loss and agreement with the last layer, and tokens a step of `DRAFTS` drafts; depth
+    speedup at some agreements.
 
     Keys and values are exact, and checks free.
     """
@@ -93,8 +97,18 @@ def exits_of_texts(folder: Path, texts: Sequence[str], rows: int = 32) -> Measur
             }
             for layer in sorted({*scores, last})
         },
+        "tokens_a_step": {str(layer): _tokens_a_step(readings, layer) for layer in scores},
         "speedup": {f"{least:g}": _speedup(scores, last, least) for least in (0.95, 0.98)},
     }
+
+
+def _tokens_a_step(readings: Sequence[Reading], layer: int) -> float:
+    """As `exitserve eval` counts them: the layers up to an exit draft, full depth judges."""
+    tally = DraftTally()
+    for one in readings:
+        tally.add(one.scores[layer].agrees.tolist())
+    (found,) = (entry for entry in tally.entries() if entry["drafts"] == DRAFTS)
+    return float(found["tokens_per_step"])
 
 
 def _speedup(scores: Mapping[int, ExitScores], num_layers: int, least: float) -> float:

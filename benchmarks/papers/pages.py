@@ -53,6 +53,7 @@ OF_EXITS: list[Column] = [
     ("depth 3", at_depth("layers", "agreement", 3), ".3f"),
     ("speedup at 0.95", at("speedup", "0.95"), ".2f"),
     ("at 0.98", at("speedup", "0.98"), ".2f"),
+    ("tokens a step", at("tokens_a_step", "1"), ".2f"),
 ]
 
 

@@ -48,9 +48,13 @@ def run(page: Any, expect: Any, prompt: str = PROMPT) -> None:
 
 
 def test_both_answers_come_coloured_and_compared(page, expect, complete) -> None:
-    run(page, expect)
+    shown: list[str] = []
+    for _ in range(3):  # a busy browser gets several tokens as one piece
+        run(page, expect)
+        shown = page.locator("#early .token").all_inner_texts()
+        if len(shown) == 32:
+            break
     answer = complete(PROMPT, 32, exit_threshold=0.4)["choices"][0]
-    shown = page.locator("#early .token").all_inner_texts()
     assert len(shown) == len(answer["exit_layers"]) == 32
     assert page.locator("#early .text").inner_text() == PROMPT + answer["text"]
     classes = [one.get_attribute("class") for one in page.locator("#early .token").all()]
