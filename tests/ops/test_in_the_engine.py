@@ -25,6 +25,8 @@ def engine(
     from exitserve.engine.launch import start_engine
 
     monkeypatch.setenv("EXITSERVE_KERNELS", "triton")
+    if device.type == "cpu":  # beside the tests of runner V2, vLLM would take that
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     started: Any = start_engine(
         make_checkpoint("gemma2"),
         dtype="float32",
