@@ -28,6 +28,7 @@ from exitserve.errors import ExitServeError
 from exitserve.windows import load_tokenizer
 from exitserve_training.adapters import with_adapters
 from exitserve_training.callbacks import stopped_by_term
+from exitserve_training.classification.images import ImageReader
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
@@ -247,7 +248,8 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
         case "images", _:
             changed = Augmentation(recipe.seed) if recipe.data.augment else None
             task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
-            return task_inputs, default_data_collator
+            side, channels = int(processor.size["height"]), len(processor.image_mean)
+            return task_inputs, ImageReader(recipe.data, side, channels)
         case "labelled", _:
             return class_of_text, DataCollatorWithPadding(with_padding(processor))
         case "chat", _:

@@ -119,7 +119,7 @@ def _read_examples(
     for name, side in {"train": train, "validation": held_out}.items():
         labels = class_numbers(side, names)
         if recipe.data.format == "images":
-            rows = encode_images(side, labels, processor)
+            rows = encode_images(side, labels)
         else:
             rows = encode_texts(side, labels, processor, recipe.data.sequence_length)
         # The names are part of the data, where resumed runs find them.

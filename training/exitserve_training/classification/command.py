@@ -9,6 +9,9 @@ from exitserve.errors import ExitServeError
 
 Settings = TypeVar("Settings")
 
+_OF_DATASET = ("dataset=", "dataset_config=", "split=")
+"""Keys of a recipe's `data` that --data takes, too."""
+
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
 stops at the first exit layer where it is confident enough, and the others go on without it.
@@ -19,8 +22,9 @@ examples:
   a table of texts with their classes, at two thresholds:
     python -m exitserve_training.classification runs/sst2 --data test.tsv --text-field sentence \\
       --exit-threshold 0.9,0.97 --out runs/sst2-exits
-  images in folders named after their classes:
+  images in folders named after their classes, and of a data set:
     ... runs/vit --data images/test --exit-threshold 0.9 --out runs/vit-exits
+    ... runs/vit --data dataset=uoft-cs/cifar10 split=test --out runs/vit-exits
   texts without classes: only predictions, no accuracy:
     ... runs/sst2 --data reviews.jsonl --exit-threshold 0.9 --out runs/reviews
 """
@@ -59,7 +63,12 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for labelled data, which inspections take too."""
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", required=True, nargs="+", metavar="FILE", help="files, globs, or image folders"
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="files, globs, image folders; or dataset=ID split=NAME dataset_config=NAME, as in "
+        "a recipe's data",
     )
     data.add_argument("--text-field", metavar="NAME", help="column of the text (default text)")
     data.add_argument("--pair-field", metavar="NAME", help="column of a second text")
@@ -77,9 +86,13 @@ def settings_of(args: argparse.Namespace, kind: type[Settings], **more: Any) -> 
         kind: a dataclass.
         **more: settings that are no arguments.
     """
-    given = vars(args)
-    fields = {name: given[name] for name in ("text_field", "pair_field", "label_field")}
+    files = [one for one in args.data if not one.startswith(_OF_DATASET)]
+    given = {**vars(args), "data": files}
+    fields: dict[str, Any] = {
+        name: given[name] for name in ("text_field", "pair_field", "label_field")
+    }
     fields["columns"] = words(args.columns) if args.columns else None
+    fields |= dict(one.split("=", 1) for one in args.data if one not in files)
     more["fields"] = {name: value for name, value in fields.items() if value is not None}
     names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: given[name] for name in names if name in given} | more)

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import ImageProcessingMixin, PreTrainedConfig
 
 from exitserve.windows import load_tokenizer
-from exitserve_training.classification.labelled import Examples, read_pixels, tokenized
+from exitserve_training.classification.images import ImageReader
+from exitserve_training.classification.labelled import Examples, tokenized
+from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.parts import VISION
 from exitserve_training.tasks import ClassOfImage
 
@@ -42,21 +42,20 @@ def data_format(config: PreTrainedConfig) -> str:
     return "images" if config.model_type in VISION else "labelled"
 
 
-def encoder(model: str, config: PreTrainedConfig) -> Encode:
-    """How the examples of a classifier become its inputs.
+def encoder(model: str, config: PreTrainedConfig, recipe: DataRecipe) -> Encode:
+    """How the examples of a classifier, read by a recipe's `data`, become its inputs.
 
     Raises:
         ExitServeError: it has no tokenizer.
     """
     if config.model_type in VISION:
         channels = int(getattr(config, "num_channels", 3))
-        task_inputs, side = ClassOfImage(*channel_statistics(model, channels)), image_side(config)
+        task_inputs = ClassOfImage(*channel_statistics(model, channels))
+        reader = ImageReader(recipe, image_side(config), channels)
 
         def images(examples: Examples) -> dict[str, Tensor]:
-            pixels = torch.from_numpy(read_pixels(examples, side, channels, shows_progress=False))
-            return task_inputs(
-                None, {"pixels": pixels, "labels": torch.zeros(len(examples))}
-            ).inputs
+            batch = reader([{"image": name, "labels": 0} for name in examples.inputs])
+            return task_inputs(None, batch).inputs
 
         return images
     tokenizer: Any = load_tokenizer(model)
@@ -71,7 +70,7 @@ def encoder(model: str, config: PreTrainedConfig) -> Encode:
 def batch_rows(examples: Examples, size: int) -> list[list[int]]:
     """Rows of each batch; texts of like length together, so that little is padding."""
     order: Sequence[int] = range(len(examples))
-    if examples.inputs and not isinstance(examples.inputs[0], Path):
+    if examples.inputs and not isinstance(examples.inputs[0], str):
         texts: list[Any] = list(examples.inputs)
         order = sorted(order, key=lambda row: sum(len(text or "") for text in texts[row]))
     return [list(order[start : start + size]) for start in range(0, len(examples), size)]

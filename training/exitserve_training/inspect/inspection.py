@@ -69,7 +69,7 @@ def inspect(settings: InspectionSettings) -> Inspection:
         "task": data.task,
         "num_layers": measured.num_layers,
         "exit_layers": exits,
-        "rows": sum(len(batch.labels) for batch in data.batches),
+        "rows": measured.ranked,
         "said": measured.labelled,
         "samples": len(measured.classes()),
         "seed": settings.seed,
