@@ -89,7 +89,9 @@ def test_images_are_decoded_from_folders_arrays_and_data_sets(images: Path, tmp_
         label_names=names,
     )
     shutil.copytree(images, tmp_path / "set" / "test")
-    recipe = DataRecipe(format="images", files=[str(file)], dataset=str(tmp_path / "set"))
+    recipe = DataRecipe(
+        format="images", files=[str(file)], dataset=str(tmp_path / "set"), split="test"
+    )
     found = read_examples(recipe, recipe.files, "test")
     assert found.inputs[0] == f"{file}#0"
     assert found.inputs[-1] == "test#179"

@@ -27,8 +27,11 @@ class ImageReader:
 
     def __init__(self, recipe: DataRecipe, side: int, channels: int) -> None:
         """Takes where images are, and the size to which they are brought."""
-        self.recipe, self.side, self.channels = recipe, side, channels
-        self._tables: dict[str, datasets.Dataset] = {}
+        self.side, self.channels = side, channels
+        splits = (recipe.dataset_split, recipe.validation_split) if recipe.dataset else ()
+        arrays = [name for name in (*recipe.files, *recipe.validation_files) if _is_table(name)]
+        # Now, because processes that load batches begin with what is there.
+        self._tables = {one: _table(recipe, one) for one in {*splits, *arrays} - {None}}
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Returns `pixels` (uint8 [B, channels, side, side]) and `labels` [B].
@@ -52,8 +55,6 @@ class ImageReader:
         try:
             if not row.isdigit():
                 return datasets.Image().decode_example({"path": name, "bytes": None})
-            if source not in self._tables:
-                self._tables[source] = _table(self.recipe, source)
             return self._tables[source][int(row)]["image"]
         except (UnidentifiedImageError, OSError) as error:
             raise ExitServeError(f"data file '{name}' is not a readable image.") from error
@@ -80,10 +81,10 @@ def named_images(
     classes: list[str] = []
     splits = [] if recipe.dataset is None or split is None else [split]
     for source in (*patterns, *splits):
-        if source in splits or source.endswith(".npz"):
+        if source in splits or _is_table(source):
             table = _table(recipe, source)
             names += [f"{source}#{row}" for row in range(len(table))]
-            classes += _classes(table, source, needs_classes)
+            classes += _classes(table, recipe, needs_classes)
         else:
             found = _in_folder(source, needs_classes)
             names += map(str, found)
@@ -91,9 +92,14 @@ def named_images(
     return names, classes
 
 
+def _is_table(name: str) -> bool:
+    """Whether a file has many images."""
+    return name.endswith(".npz")
+
+
 def _table(recipe: DataRecipe, source: str) -> datasets.Dataset:
     """Columns `image` and `label`, the second where there is one; nothing is decoded yet."""
-    if source.endswith(".npz"):
+    if _is_table(source):
         return _arrays(source)
     table = load_dataset(recipe, source)
     kinds = table.features
@@ -119,12 +125,15 @@ def _arrays(source: str) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def _classes(table: datasets.Dataset, source: str, needs_classes: bool) -> list[str]:
+def _classes(table: datasets.Dataset, recipe: DataRecipe, needs_classes: bool) -> list[str]:
     """The name of each row's class."""
     if "label" not in table.column_names:
         if not needs_classes:
             return [""] * len(table)
-        raise ExitServeError(f"'{source}' has no such column of classes; set data.label_field.")
+        raise ExitServeError(
+            f"'{recipe.dataset}' has no column {recipe.label_field!r} of classes; set "
+            f"data.label_field."
+        )
     kind = table.features["label"]
     named = kind.int2str if isinstance(kind, datasets.ClassLabel) else str
     return [named(number) for number in table["label"]]

@@ -50,6 +50,7 @@ class InspectionSettings:
     prompt_tokens: int = 32
     new_tokens: int = 64
     sentence_model: str | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
