@@ -136,7 +136,7 @@ CONTRADICTIONS = {
     "must be linear or cosine": ["max_minutes=1", "training.lr_scheduler_type=constant"],
     "'max_minutes': .*greater than 0": ["max_minutes=0"],
     r"config\.num_hidden_layers instead": ["grow_to_layers=8"],
-    "lr_milestones is a schedule of its own": ["lr_milestones=[0.5]", "max_minutes=1"],
+    "lr_milestones excludes": ["lr_milestones=[0.5]", "max_minutes=1"],
     "set bf16: true": ["weights=bfloat16"],
     "AdamW with Kahan sums": ["weights=bfloat16", "bf16=true", "optimizer=muon"],
     "leave optimizer and training.optim out": [
@@ -152,11 +152,11 @@ CONTRADICTIONS = {
 def test_the_rate_falls_at_milestones(
     make_recipe: MakeRecipe, train: Train, tmp_path: Path
 ) -> None:
-    training = {"max_steps": 8, "warmup_steps": 2, "learning_rate": 1.0, "logging_steps": 1}
+    training = {"max_steps": 8, "learning_rate": 1.0, "logging_steps": 1}
     train(make_recipe(lr_milestones=[0.5, 0.75], training=training))
     state = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
     rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
-    assert rates == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)

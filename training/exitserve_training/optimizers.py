@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
 from exitserve.errors import ExitServeError, install
@@ -128,16 +127,3 @@ def _groups(
         for params, share in ((kept, decay), (free, 0.0))
         if params
     ]
-
-
-def multi_step(
-    optimizer: Optimizer, arguments: TrainingArguments, steps: int, milestones: Sequence[float]
-) -> LambdaLR:
-    """The rate warms up, and falls to a tenth after each of these shares of all steps."""
-    warmup = arguments.get_warmup_steps(steps)
-
-    def factor(step: int) -> float:
-        passed = sum(step >= round(share * steps) for share in milestones)
-        return (step / warmup if step < warmup else 1.0) * 0.1**passed
-
-    return LambdaLR(optimizer, factor)

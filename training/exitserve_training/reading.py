@@ -16,7 +16,6 @@ from exitserve_training.classification.inputs import channel_statistics, image_s
 from exitserve_training.classification.labelled import (
     class_names,
     class_numbers,
-    encode_images,
     encode_texts,
     load_split_examples,
 )
@@ -119,7 +118,7 @@ def _read_examples(
     for name, side in {"train": train, "validation": held_out}.items():
         labels = class_numbers(side, names)
         if recipe.data.format == "images":
-            rows = encode_images(side, labels)
+            rows = datasets.Dataset.from_dict({"image": side.inputs, "labels": labels})
         else:
             rows = encode_texts(side, labels, processor, recipe.data.sequence_length)
         # The names are part of the data, where resumed runs find them.

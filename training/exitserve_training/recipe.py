@@ -164,11 +164,9 @@ class Recipe(Strict):
                 f"max_minutes lets the learning rate fall by the clock, so "
                 f"training.lr_scheduler_type must be linear or cosine, not {shape}"
             )
-        if self.lr_milestones and ("lr_scheduler_type" in self.training or self.max_minutes):
-            raise ValueError(
-                "lr_milestones is a schedule of its own; leave it out, or else max_minutes and "
-                "training.lr_scheduler_type"
-            )
+        others = {"lr_scheduler_type", "warmup_steps"} & self.training.keys()
+        if self.lr_milestones and (others or self.max_minutes):
+            raise ValueError("lr_milestones excludes max_minutes and other schedules and warm-ups")
         if self.adagc is not None and self.training.get("max_grad_norm"):
             raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
         if self.adagc is not None and self.training.get("fp16"):

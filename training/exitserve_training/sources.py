@@ -212,7 +212,7 @@ def names_invalid(path: Path) -> Iterator[None]:
         yield
     except ExitServeError:
         raise
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+    except (datasets.exceptions.DatasetGenerationError, LookupError, ValueError, OSError) as error:
         raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint.block import MultiExit
@@ -25,7 +26,7 @@ from exitserve_training.models import freeze_head
 from exitserve_training.objectives.aligned.options import SeparateClassifiersOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import NonFiniteLossError, Objectives
-from exitserve_training.optimizers import kahan_adamw, multi_step, muon_with_adamw
+from exitserve_training.optimizers import kahan_adamw, muon_with_adamw
 from exitserve_training.parts import ModelParts, model_parts
 from exitserve_training.recipe import Recipe
 from exitserve_training.routers import router_balance
@@ -153,16 +154,16 @@ class MultiExitTraining(MultiExitCheckpoints):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The recipe's learning rate, by steps, by the clock or down at milestones."""
-        of = self.optimizer if optimizer is None else optimizer
-        assert of is not None
-        milestones = self._recipe.lr_milestones
-        if self.lr_scheduler is None and (self.time_limit is not None or milestones):
+        """The recipe's learning rate, by steps or by the clock."""
+        if self.lr_scheduler is None:
+            of = self.optimizer if optimizer is None else optimizer
+            assert of is not None
             if self.time_limit is not None:
                 self.lr_scheduler = self.time_limit.scheduler(of, self.args, num_training_steps)
-            else:
-                self.lr_scheduler = multi_step(of, self.args, num_training_steps, milestones)
-            self._created_lr_scheduler = True
+            elif self._recipe.lr_milestones:
+                steps = [round(num_training_steps * one) for one in self._recipe.lr_milestones]
+                self.lr_scheduler = MultiStepLR(of, steps)
+            self._created_lr_scheduler = self.lr_scheduler is not None
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

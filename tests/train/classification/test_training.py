@@ -1,13 +1,16 @@
 """Classifiers trained with one classifier for all layers: what is learnt, kept and refused."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from transformers import (
+    AutoModel,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -15,6 +18,7 @@ from transformers import (
 
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
+from exitserve_training.inspect.generation import sentence_embedder
 
 Build = Callable[..., dict[str, Any]]
 MakeRecipe = Callable[..., Path]
@@ -46,6 +50,21 @@ def test_checkpoints_are_ordinary_ones(text_model: Path, image_model: Path) -> N
         "height": 8,
         "width": 8,
     }
+
+
+def test_simcse_takes_the_class_token_where_there_is_one(
+    reviews: Path, bundled: Path, text_model: Path, of_texts: Build, trained: Any, tmp_path: Path
+) -> None:
+    for folder, pooled in ((text_model, lambda states: states[0]), (bundled, lambda s: s.mean(0))):
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+        inputs = tokenizer("a good film", return_tensors="pt")
+        expected = pooled(model.eval()(**inputs).last_hidden_state[0].detach().float())
+        found = sentence_embedder(str(folder))("a good film")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, other batches
+    tree = of_texts(reviews, objectives=["aligned", "simcse"])
+    report = json.loads((trained(tmp_path, tree) / "report.json").read_text(encoding="utf-8"))
+    # The negatives are the other rows of a batch: one token a row is enough.
+    assert 0.0 < report["metrics"]["simcse_loss"] < math.log(64)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from exitserve.errors import ExitServeError
 Settings = TypeVar("Settings")
 
 _OF_DATASET = ("dataset=", "dataset_config=", "split=")
-"""Keys of a recipe's `data` that --data takes, too."""
 
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
@@ -22,9 +21,8 @@ examples:
   a table of texts with their classes, at two thresholds:
     python -m exitserve_training.classification runs/sst2 --data test.tsv --text-field sentence \\
       --exit-threshold 0.9,0.97 --out runs/sst2-exits
-  images in folders named after their classes, and of a data set:
+  images in folders named after their classes:
     ... runs/vit --data images/test --exit-threshold 0.9 --out runs/vit-exits
-    ... runs/vit --data dataset=uoft-cs/cifar10 split=test --out runs/vit-exits
   texts without classes: only predictions, no accuracy:
     ... runs/sst2 --data reviews.jsonl --exit-threshold 0.9 --out runs/reviews
 """
@@ -67,8 +65,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="FILE",
-        help="files, globs, image folders; or dataset=ID split=NAME dataset_config=NAME, as in "
-        "a recipe's data",
+        help="files, globs, image folders; or dataset=ID split=NAME, as in a recipe's data",
     )
     data.add_argument("--text-field", metavar="NAME", help="column of the text (default text)")
     data.add_argument("--pair-field", metavar="NAME", help="column of a second text")

@@ -18,8 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
-from exitserve.reporting.progress import counted
-from exitserve_training.classification.images import check_image, named_images
+from exitserve_training.classification.images import named_images
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.sources import load_dataset, matching_files, names_invalid, read_table
 
@@ -148,17 +147,6 @@ def tokenized(examples: Examples, tokenizer: Any, length: int, **options: Any) -
     first = [text for text, _ in texts]
     second = [text for _, text in texts] if texts and texts[0][1] is not None else None
     return tokenizer(first, second, truncation=True, max_length=length, **options)
-
-
-def encode_images(examples: Examples, labels: Sequence[int]) -> datasets.Dataset:
-    """Columns `image` (its name, for an `ImageReader`) and `labels`.
-
-    Raises:
-        ExitServeError: a file is not an image.
-    """
-    for name in counted(examples.inputs, "checking images"):
-        check_image(str(name))
-    return datasets.Dataset.from_dict({"image": examples.inputs, "labels": list(labels)})
 
 
 def _texts(
