@@ -247,9 +247,7 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
     match recipe.data.format, setup.task:
         case "images", _:
             changed = Augmentation(recipe.seed) if recipe.data.augment else None
-            task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
-            side, channels = int(processor.size["height"]), len(processor.image_mean)
-            return task_inputs, ImageReader(recipe.data, side, channels)
+            return ClassOfImage(changed), ImageReader(recipe.data, processor)
         case "labelled", _:
             return class_of_text, DataCollatorWithPadding(with_padding(processor))
         case "chat", _:

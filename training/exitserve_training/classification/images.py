@@ -27,33 +27,29 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 class ImageReader:
     """Makes batches of rows with `image`, a name, and `labels`."""
 
-    def __init__(self, recipe: DataRecipe, side: int, channels: int) -> None:
-        """Takes where images are, and the size to which they are brought."""
-        self.side, self.channels = side, channels
+    def __init__(self, recipe: DataRecipe, processor: Any) -> None:
+        """Takes where images are, and the processor that gives them size and scale."""
+        self.processor = processor
         # Opened now, because processes that load batches begin with what is there.
         files, splits = recipe.files + recipe.validation_files, recipe.validation_split
         self._tables = _tables(recipe, files, recipe.dataset_split, splits)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns `pixels` (uint8 [B, channels, side, side]) and `labels` [B].
+        """Returns `pixels` [B, C, H, W], normalised, and `labels` [B].
 
         Raises:
             ExitServeError: a file is not a readable image.
         """
-        pixels = np.stack([self._pixels(row["image"]) for row in rows])
-        labels = torch.tensor([row["labels"] for row in rows])
-        return {"pixels": torch.from_numpy(pixels).permute(0, 3, 1, 2), "labels": labels}
+        images = [self._image(row["image"]) for row in rows]
+        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixels": pixels, "labels": torch.tensor([row["labels"] for row in rows])}
 
-    def _pixels(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """uint8 [side, side, channels]."""
+    def _image(self, name: str) -> Image.Image:
         source, _, row = name.rpartition("#")
         with _readable(name):
             table = self._tables.get(source)
-            shown: Any = Image.open(name) if table is None else table[int(row)]["image"]
-            shown = shown.convert("RGB" if self.channels == 3 else "L")
-        if shown.size != (self.side, self.side):
-            shown = shown.resize((self.side, self.side), Image.Resampling.BILINEAR)
-        return np.asarray(shown, dtype=np.uint8).reshape(self.side, self.side, self.channels)
+            image: Image.Image = Image.open(name) if table is None else table[int(row)]["image"]
+            return image.convert("RGB" if len(self.processor.image_mean) == 3 else "L")
 
 
 @contextmanager

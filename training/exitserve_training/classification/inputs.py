@@ -5,36 +5,29 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from transformers import ImageProcessingMixin, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from exitserve.windows import load_tokenizer
 from exitserve_training.classification.images import ImageReader
 from exitserve_training.classification.labelled import Examples, tokenized
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.parts import VISION
-from exitserve_training.tasks import ClassOfImage
-
-HALF = (0.5, 0.5, 0.5)
-"""Default mean and deviation of image channels (ViT's)."""
 
 Encode = Callable[[Examples], dict[str, Tensor]]
 """Examples to what the model takes."""
 
 
-def channel_statistics(model: str | None, count: int) -> tuple[list[float], list[float]]:
-    """Mean and deviation of image channels in 0..1: of a `preprocessor_config.json`, else ViT's."""
-    known: dict[str, Any] = {}
-    if model is not None:
-        with suppress(OSError):
-            known, _ = ImageProcessingMixin.get_image_processor_dict(model)
-    mean, std = (known.get(key) or HALF[:count] for key in ("image_mean", "image_std"))
-    return list(mean), list(std)
-
-
-def image_side(config: PreTrainedConfig) -> int:
-    """Pixels of a side of the images a model takes."""
+def image_processor(model: str | None, config: PreTrainedConfig) -> ViTImageProcessorPil:
+    """The model's own, or ViT's, for images of its size and channels."""
     side: Any = config.image_size
-    return int(side if isinstance(side, int) else side[0])
+    height, width = (side, side) if isinstance(side, int) else side
+    size = {"height": height, "width": width}
+    with suppress(OSError):
+        if model is not None:
+            return ViTImageProcessorPil.from_pretrained(model, size=size)
+    half = [0.5] * int(getattr(config, "num_channels", 3))
+    return ViTImageProcessorPil(size=size, image_mean=half, image_std=half)
 
 
 def data_format(config: PreTrainedConfig) -> str:
@@ -49,13 +42,11 @@ def encoder(model: str, config: PreTrainedConfig, recipe: DataRecipe) -> Encode:
         ExitServeError: it has no tokenizer.
     """
     if config.model_type in VISION:
-        channels = int(getattr(config, "num_channels", 3))
-        task_inputs = ClassOfImage(*channel_statistics(model, channels))
-        reader = ImageReader(recipe, image_side(config), channels)
+        reader = ImageReader(recipe, image_processor(model, config))
 
         def images(examples: Examples) -> dict[str, Tensor]:
             batch = reader([{"image": name, "labels": 0} for name in examples.inputs])
-            return task_inputs(None, batch).inputs
+            return {"pixel_values": batch["pixels"]}
 
         return images
     tokenizer: Any = load_tokenizer(model)
