@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint.block import MultiExit
@@ -162,7 +162,7 @@ class MultiExitTraining(MultiExitCheckpoints):
                 self.lr_scheduler = self.time_limit.scheduler(of, self.args, num_training_steps)
             elif self._recipe.lr_milestones:
                 steps = [round(num_training_steps * one) for one in self._recipe.lr_milestones]
-                self.lr_scheduler = MultiStepLR(of, steps)
+                self.lr_scheduler = LambdaLR(of, lambda step: 0.1 ** sum(s <= step for s in steps))
             self._created_lr_scheduler = self.lr_scheduler is not None
         return super().create_scheduler(num_training_steps, optimizer)
 

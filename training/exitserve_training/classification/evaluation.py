@@ -74,7 +74,9 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
         ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
-    layers = _exit_layers(settings, config.num_hidden_layers)
+    known = settings.exit_layers or trained_exits(settings.model)
+    # A checkpoint that was not trained for exits may still be looked at: everywhere.
+    layers = list(range(1, config.num_hidden_layers)) if known is None else known
     recipe = data_from({"format": data_format(config), "files": settings.data, **settings.fields})
     examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
     model = model_to_run(settings.model, "class")
@@ -116,13 +118,6 @@ def _own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]
     objective.to(next(parts.layers.parameters()).device)
     objective.train(False)
     return objective.classifiers()
-
-
-def _exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
-    """Where inputs may stop: as the settings or the checkpoint say."""
-    known = settings.exit_layers or trained_exits(settings.model)
-    # A checkpoint that was not trained for exits may still be looked at: everywhere.
-    return list(range(1, num_layers)) if known is None else known
 
 
 def _rounds(

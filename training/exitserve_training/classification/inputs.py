@@ -20,14 +20,11 @@ Encode = Callable[[Examples], dict[str, Tensor]]
 
 def image_processor(model: str | None, config: PreTrainedConfig) -> ViTImageProcessorPil:
     """The model's own, or ViT's, for images of its size and channels."""
-    side: Any = config.image_size
-    height, width = (side, side) if isinstance(side, int) else side
-    size = {"height": height, "width": width}
     with suppress(OSError):
         if model is not None:
-            return ViTImageProcessorPil.from_pretrained(model, size=size)
+            return ViTImageProcessorPil.from_pretrained(model, size=config.image_size)
     half = [0.5] * int(getattr(config, "num_channels", 3))
-    return ViTImageProcessorPil(size=size, image_mean=half, image_std=half)
+    return ViTImageProcessorPil(size=config.image_size, image_mean=half, image_std=half)
 
 
 def data_format(config: PreTrainedConfig) -> str:

@@ -158,11 +158,28 @@ def _texts(
     texts: list[Text] = []
     classes: list[str] = []
     for name, table in tables:
-        if not needs_classes and recipe.label_field not in table.column_names:
-            table = table.add_column(recipe.label_field, ["?"] * len(table))
-        _add_rows(table, name, recipe, texts, classes)
-    unknown = not needs_classes and set(classes) == {"?"}
-    return Examples(texts, [""] * len(texts) if unknown else classes)
+        present = list(table.column_names)
+        has_classes = needs_classes or recipe.label_field in present
+        fields = {"text_field": recipe.text_field, "pair_field": recipe.pair_field}
+        fields |= {"label_field": recipe.label_field} if has_classes else {}
+        for key, field in fields.items():
+            if field is not None and field not in present:
+                raise ExitServeError(
+                    f"'{name}' has no column {field!r}; it has: {', '.join(map(str, present))}. "
+                    f"Set data.{key}, or data.columns if the file has no header."
+                    f"{nearest(field, present)}"
+                )
+        seconds = [None] * len(table) if recipe.pair_field is None else table[recipe.pair_field]
+        labels = table[recipe.label_field] if has_classes else [0] * len(table)
+        rows = zip(table[recipe.text_field], seconds, labels, strict=True)
+        for number, (text, second, label) in enumerate(rows, start=1):
+            if text is None or label is None or str(label) in ("", "nan"):
+                raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
+            texts.append((str(text), None if second is None else str(second)))
+            # Scores, such as STS-B's from 0 to 5, become the nearest whole number.
+            whole = round(label) if isinstance(label, float) else label
+            classes.append(str(whole) if has_classes else "")
+    return Examples(texts, classes)
 
 
 def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
@@ -179,30 +196,3 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
             # "None", "NA" and the like are texts, not gaps.
             keep_default_na=False,
         )
-
-
-def _add_rows(
-    rows: datasets.Dataset,
-    name: str,
-    recipe: DataRecipe,
-    texts: list[Text],
-    classes: list[str],
-) -> None:
-    fields = {"text_field": recipe.text_field, "label_field": recipe.label_field}
-    if recipe.pair_field is not None:
-        fields["pair_field"] = recipe.pair_field
-    present = list(rows.column_names)
-    for key, field in fields.items():
-        if field not in present:
-            raise ExitServeError(
-                f"'{name}' has no column {field!r}; it has: {', '.join(map(str, present))}. Set "
-                f"data.{key}, or data.columns if the file has no header.{nearest(field, present)}"
-            )
-    seconds = [None] * len(rows) if recipe.pair_field is None else rows[recipe.pair_field]
-    labels = zip(rows[recipe.text_field], seconds, rows[recipe.label_field], strict=True)
-    for number, (text, second, label) in enumerate(labels, start=1):
-        if text is None or label is None or str(label) in ("", "nan"):
-            raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
-        texts.append((str(text), None if second is None else str(second)))
-        # Scores, such as STS-B's from 0 to 5, become the nearest whole number.
-        classes.append(str(round(label) if isinstance(label, float) else label))

@@ -91,10 +91,12 @@ def load_inspection_data(settings: InspectionSettings) -> InspectionData:
     task_inputs: TaskInputs = next_token
     if task == "hidden token":
         task_inputs = MaskedToken(Masking.of(tokenizer, MASKED_SHARE, settings.seed))
+
+    def batch(part: Any) -> TaskBatch:
+        return task_inputs(None, {"input_ids": part})
+
     parts: Any = torch.split(ids, settings.batch_size)
-    batches: DataLoader[TaskBatch] = DataLoader(
-        parts, batch_size=None, collate_fn=lambda part: task_inputs(None, {"input_ids": part})
-    )
+    batches = DataLoader(parts, batch_size=None, collate_fn=batch)
     return InspectionData(task, batches, tokenizer, documents)
 
 

@@ -68,6 +68,7 @@ def measure_layers(
     for batch in counted(data.batches, "inspecting"):
         labels = batch.labels.to(device)
         mask = batch.inputs.get("attention_mask")
+        mask = None if mask is None else mask.bool().to(device)
         chosen = _drawn(labels, per_batch, generator)
         with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
             parts.body(**{name: tensor.to(device) for name, tensor in batch.inputs.items()})
@@ -103,8 +104,6 @@ def _measure(
     measured.right[depth] = measured.right.get(depth, 0.0) + float(right) * count
     kept = states.flatten(0, 1)[chosen].float().cpu()
     measured.states.setdefault(depth, []).append(kept)
-    whole = torch.ones_like(hidden[..., 0], dtype=torch.bool)
-    tokens = whole if mask is None else mask.bool().to(hidden.device)
-    measured.condensation.add(depth, hidden, tokens)
-    ranks = float(effective_rank(hidden.float(), mask=tokens)) * len(labels)
+    measured.condensation.add(depth, hidden, mask)
+    ranks = float(effective_rank(hidden.float(), mask=mask)) * len(labels)
     measured.ranks[depth] = measured.ranks.get(depth, 0.0) + ranks
