@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve_training.models import build_config
+from exitserve_training.models import build_config, build_model, task_for
 from exitserve_training.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").rglob("*.yaml"))
@@ -31,7 +32,9 @@ def test_committed_recipes_can_start_and_bound_their_data(path: Path) -> None:
     if path.parent.name == "papers":
         assert data.max_bytes or data.max_rows
     if recipe.config is not None:
-        build_config(recipe.config)
+        config = build_config(recipe.config)
+        with torch.device("meta"):
+            build_model(config, task_for(config.model_type, data.format))
 
 
 def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:

@@ -74,22 +74,13 @@ def test_early_exit_is_each_row_alone(kind: str, text_model: Path, image_model: 
     assert never.classes.tolist() == full.indices.tolist()
 
 
-@pytest.mark.parametrize("source", ["file", "data set"])
 def test_classify_reports_and_predicts(
-    source: str,
-    text_model: Path,
-    reviews: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    text_model: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    data = [str(reviews)]
-    if source == "data set":
-        data = [f"dataset={tmp_path / 'set'}", "split=validation"]
-        table = datasets.Dataset.from_csv(str(reviews), delimiter="\t", quoting=3)
-        table.to_json(tmp_path / "set" / "validation.jsonl")
-    command = [str(text_model), "--data", *data, "--text-field", "sentence"]
+    table = datasets.Dataset.from_csv(str(reviews), delimiter="\t", quoting=3)
+    table.to_json(tmp_path / "set" / "validation.jsonl")
+    data = ["--data", f"dataset={tmp_path / 'set'}", "split=validation", "--text-field", "sentence"]
+    command = [str(text_model), *data]
     command += ["--exit-threshold", "0.9,1", "--batch-size", "50", "--repeats", "2"]
     assert run(build_parser(), [*command, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
@@ -107,8 +98,8 @@ def test_classify_reports_and_predicts(
     assert [row["input"] for row in predictions] == sentences, "in the order of the file"
     assert sum(row["depth"] for row in predictions) == layers
     assert "wall speedup" in capsys.readouterr().out
-    looked = [str(text_model), "--data", *data, "--text-field", "sentence", "--rows", "600"]
-    assert run(inspection_parser(), [*looked, "--out", str(tmp_path / "inspected")]) == 0
+    looked = [str(text_model), *data, "--rows", "600", "--out", str(tmp_path / "inspected")]
+    assert run(inspection_parser(), looked) == 0
     inspected = json.loads((tmp_path / "inspected" / "report.json").read_text(encoding="utf-8"))
     assert inspected["rows"] == 600
     assert inspected["layers"]["3"]["accuracy"] == pytest.approx(report["full_accuracy"])

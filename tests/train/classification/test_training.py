@@ -1,7 +1,6 @@
 """Classifiers trained with one classifier for all layers: what is learnt, kept and refused."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,8 @@ def test_checkpoints_are_ordinary_ones(text_model: Path, image_model: Path) -> N
     }
 
 
-def test_simcse_takes_the_class_token_where_there_is_one(
-    reviews: Path, bundled: Path, text_model: Path, of_texts: Build, trained: Any, tmp_path: Path
+def test_the_class_token_embeds_a_sentence_where_there_is_one(
+    bundled: Path, text_model: Path
 ) -> None:
     for folder, pooled in ((text_model, lambda states: states[0]), (bundled, lambda s: s.mean(0))):
         tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
@@ -61,10 +60,6 @@ def test_simcse_takes_the_class_token_where_there_is_one(
         expected = pooled(model.eval()(**inputs).last_hidden_state[0].detach().float())
         found = sentence_embedder(str(folder))("a good film")
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, other batches
-    tree = of_texts(reviews, objectives=["aligned", "simcse"])
-    report = json.loads((trained(tmp_path, tree) / "report.json").read_text(encoding="utf-8"))
-    # The negatives are the other rows of a batch: one token a row is enough.
-    assert 0.0 < report["metrics"]["simcse_loss"] < math.log(64)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,7 @@ def test_data_that_cannot_be_read(
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "dogs" / f"{number}.png")
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"1{number}.png")
-    with pytest.raises(ExitServeError, match=r"cats/1.png' is not a readable image"):
+    with pytest.raises(ExitServeError, match=r"cats/1.png' is not valid png"):
         train(make_recipe(**of_images(tmp_path)))
 
 
@@ -129,4 +124,5 @@ def test_a_resumed_run_makes_the_same_steps(
 ) -> None:
     tree = of_texts(reviews) if kind == "texts" else of_images(images)
     del tree["training"]
+    tree["objectives"] = ["aligned", "simcse"]
     resumes(**{**tree, "data": {**tree["data"], "max_rows": 24}})

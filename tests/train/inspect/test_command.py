@@ -99,9 +99,7 @@ def test_writes_json_page_and_pictures(
     assert report["dtype"] == "bfloat16"
     exact = look(bundled, book, rows=8, length=64)["layers"]
     for depth, layer in report["layers"].items():
-        # Weights and states have 8 bits of precision: about 1 % of a loss of 2 to 12 nats.
-        assert layer["loss"] == pytest.approx(exact[depth]["loss"], rel=0.03)
-        assert layer["loss"] != exact[depth]["loss"], "16-bit weights were read"
+        assert 0 < abs(layer["loss"] / exact[depth]["loss"] - 1) < 0.03  # 8 bits of precision
     assert list(report["texts"]["diversity"]) == ["6", "12", "18", "24"]
     assert report["texts"]["prompts"] == 2, "one long text begins more than once"
     assert all(-1.0 <= value <= 1.0 for value in report["texts"]["coherence"].values())

@@ -84,10 +84,8 @@ def settings_of(args: argparse.Namespace, kind: type[Settings], **more: Any) -> 
         **more: settings that are no arguments.
     """
     files = [one for one in args.data if not one.startswith(_OF_DATASET)]
-    given = {**vars(args), "data": files}
-    fields: dict[str, Any] = {
-        name: given[name] for name in ("text_field", "pair_field", "label_field")
-    }
+    given: dict[str, Any] = {**vars(args), "data": files}
+    fields = {name: given[name] for name in ("text_field", "pair_field", "label_field")}
     fields["columns"] = words(args.columns) if args.columns else None
     fields |= dict(one.split("=", 1) for one in args.data if one not in files)
     more["fields"] = {name: value for name, value in fields.items() if value is not None}

@@ -171,15 +171,12 @@ def _report(
     results = []
     for threshold in settings.thresholds:
         found = predictions[threshold]
-        depth = found.depth.double()
+        depth, counts = found.depth.double(), Counter(found.depth.tolist())
         ratios = [a / b for a, b in zip(seconds[None], seconds[threshold], strict=True)]
         results.append(
             {
                 "threshold": threshold,
-                "exits": {
-                    str(layer): Counter(found.depth.tolist())[layer]
-                    for layer in (*layers, num_layers)
-                },
+                "exits": {str(layer): counts[layer] for layer in (*layers, num_layers)},
                 "mean_depth": float(depth.mean()),
                 # The paper's formula: sum of L m_i over sum of i m_i.
                 "depth_speedup": num_layers * len(depth) / float(depth.sum()),
@@ -222,13 +219,7 @@ def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) ->
 def _predictions(
     examples: Examples, names: Sequence[str], predictions: Predictions
 ) -> list[dict[str, Any]]:
-    rows = zip(
-        examples.inputs,
-        predictions.classes.tolist(),
-        predictions.confidence.tolist(),
-        predictions.depth.tolist(),
-        strict=True,
-    )
+    rows = zip(examples.inputs, *(column.tolist() for column in predictions), strict=True)
     return [
         {
             "input": given[0] if isinstance(given, tuple) else str(given),

@@ -5,15 +5,14 @@ An image goes by a name: a file's path, or `SOURCE#ROW` of a split or an .npz fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from exitserve.errors import ExitServeError
@@ -46,18 +45,10 @@ class ImageReader:
 
     def _image(self, name: str) -> Image.Image:
         source, _, row = name.rpartition("#")
-        with _readable(name):
+        with names_invalid(Path(name)):
             table = self._tables.get(source)
             image: Image.Image = Image.open(name) if table is None else table[int(row)]["image"]
             return image.convert("RGB" if len(self.processor.image_mean) == 3 else "L")
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (UnidentifiedImageError, OSError) as error:
-        raise ExitServeError(f"data file '{name}' is not a readable image.") from error
 
 
 def named_images(
@@ -118,19 +109,14 @@ def _arrays(file: Path) -> datasets.Dataset:
 
 def _in_folder(folder: Path, needs_classes: bool) -> list[Path]:
     """The images in folders of their classes, or else in the folder itself."""
-    if not folder.is_dir():
-        raise ExitServeError(
-            f"no folder '{folder}'; images lie in one folder for each class, such as "
-            f"'{folder}/cat/1.jpg'."
-        )
     for pattern in ("*/*",) if needs_classes else ("*/*", "*"):
         found = sorted(p for p in folder.glob(pattern) if p.suffix.lower() in IMAGE_SUFFIXES)
         for path in counted(found, "checking images"):
-            with _readable(str(path)):
+            with names_invalid(path):
                 Image.open(path).close()
         if found:
             return found
+    lacks = "has no images in folders of their classes" if folder.is_dir() else "does not exist"
     raise ExitServeError(
-        f"folder '{folder}' has no images in folders of their classes "
-        f"({', '.join(IMAGE_SUFFIXES)})."
+        f"folder '{folder}' {lacks}; images ({', '.join(IMAGE_SUFFIXES)}) are '{folder}/cat/1.jpg'."
     )

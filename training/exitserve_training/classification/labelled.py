@@ -170,15 +170,14 @@ def _texts(
                     f"{nearest(field, present)}"
                 )
         seconds = [None] * len(table) if recipe.pair_field is None else table[recipe.pair_field]
-        labels = table[recipe.label_field] if has_classes else [0] * len(table)
+        labels = table[recipe.label_field] if has_classes else [""] * len(table)
         rows = zip(table[recipe.text_field], seconds, labels, strict=True)
         for number, (text, second, label) in enumerate(rows, start=1):
-            if text is None or label is None or str(label) in ("", "nan"):
+            if text is None or label is None or (has_classes and str(label) in ("", "nan")):
                 raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
             texts.append((str(text), None if second is None else str(second)))
             # Scores, such as STS-B's from 0 to 5, become the nearest whole number.
-            whole = round(label) if isinstance(label, float) else label
-            classes.append(str(whole) if has_classes else "")
+            classes.append(str(round(label) if isinstance(label, float) else label))
     return Examples(texts, classes)
 
 

@@ -42,10 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint: directory or hub id")
     add_adapter(parser)
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the weights (default float32)",
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="weights"
     )
     add_out_flags(parser)
     add_data_arguments(parser)
