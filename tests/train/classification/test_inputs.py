@@ -38,11 +38,13 @@ def test_tables_are_read_as_they_are(tmp_path: Path) -> None:
 
 def test_one_recipe_reads_all_of_glue(tmp_path: Path) -> None:
     """MNLI's pairs, with STS-B's scores."""
+    folder = tmp_path / "glue"
+    folder.mkdir()
     for split, numbers in (("train", range(9)), ("validation", range(10, 13))):
         rows = [{"premise": f"a {n}", "hypothesis": "b", "label": n % 3 + 0.4} for n in numbers]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     changes = ["dataset_config=null", "text_field=premise", "pair_field=hypothesis"]
-    recipe = load_recipe(GLUE, [f"data.{one}" for one in (*changes, f"dataset={tmp_path}")])
+    recipe = load_recipe(GLUE, [f"data.{one}" for one in (*changes, f"dataset={folder}")])
     train, validation = load_split_examples(recipe.data, 0)
     assert sorted(train.inputs) == [(f"a {n}", "b") for n in range(9)]
     assert validation.inputs == [(f"a {n}", "b") for n in range(10, 13)]
