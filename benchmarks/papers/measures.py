@@ -220,13 +220,14 @@ def probes(folder: Path, data: Sequence[str], rows: int = 2000) -> Measured:
     model = load_model(str(folder), "class")
     model.train(False)
     parts = model_parts(model)
-    examples = read_examples(data_from({"format": "images", "files": list(data)}), data)
+    recipe = data_from({"format": "images", "files": list(data)})
+    examples = read_examples(recipe, data)
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))[:rows]
     examples = examples.at(order.tolist())
     names = sorted(set(examples.classes))
     depths = range(1, parts.num_layers + 1)
     states: dict[int, list[torch.Tensor]] = {depth: [] for depth in depths}
-    encode, labels = encoder(str(folder), config), []
+    encode, labels = encoder(str(folder), config, recipe), []
     for part in batch_rows(examples, 100):
         own = examples.at(part)
         labels += class_numbers(own, names)

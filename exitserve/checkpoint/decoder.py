@@ -19,10 +19,12 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "gpt2",
+    "gpt_neox",
     "llama",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen3",
@@ -73,8 +75,12 @@ def decoder_parts(model: Any) -> DecoderParts:
     Raises:
         ExitServeError: the model is of another family.
     """
-    if check_family(model.config.model_type) == "gpt2":
+    family = check_family(model.config.model_type)
+    if family == "gpt2":
         return DecoderParts(model.transformer.h, model.transformer.ln_f, model.lm_head)
+    if family == "gpt_neox":
+        body = model.gpt_neox
+        return DecoderParts(body.layers, body.final_layer_norm, model.get_output_embeddings())
     soft_cap = getattr(model.config, "final_logit_softcapping", None)
     return DecoderParts(model.model.layers, model.model.norm, model.lm_head, soft_cap)
 

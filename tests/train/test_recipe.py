@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
-from exitserve_training.models import build_config
+from exitserve_training.models import build_config, build_model, task_for
 from exitserve_training.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").rglob("*.yaml"))
@@ -31,7 +32,9 @@ def test_committed_recipes_can_start_and_bound_their_data(path: Path) -> None:
     if path.parent.name == "papers":
         assert data.max_bytes or data.max_rows
     if recipe.config is not None:
-        build_config(recipe.config)
+        config = build_config(recipe.config)
+        with torch.device("meta"):
+            build_model(config, task_for(config.model_type, data.format))
 
 
 def test_overrides_replace_nested_keys(make_recipe: MakeRecipe) -> None:
@@ -136,6 +139,7 @@ CONTRADICTIONS = {
     "must be linear or cosine": ["max_minutes=1", "training.lr_scheduler_type=constant"],
     "'max_minutes': .*greater than 0": ["max_minutes=0"],
     r"config\.num_hidden_layers instead": ["grow_to_layers=8"],
+    "lr_milestones excludes": ["lr_milestones=[0.5]", "max_minutes=1"],
     "set bf16: true": ["weights=bfloat16"],
     "AdamW with Kahan sums": ["weights=bfloat16", "bf16=true", "optimizer=muon"],
     "leave optimizer and training.optim out": [
@@ -146,6 +150,16 @@ CONTRADICTIONS = {
     "needs all lines in memory": ["data.order=source", "data.max_repeated_lines=0.5"],
     "data.order has no effect with data.format=chat": ["data.order=source", "data.format=chat"],
 }
+
+
+def test_the_rate_falls_at_milestones(
+    make_recipe: MakeRecipe, train: Train, tmp_path: Path
+) -> None:
+    training = {"max_steps": 8, "learning_rate": 1.0, "logging_steps": 1}
+    train(make_recipe(lr_milestones=[0.5, 0.75], training=training))
+    state = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
+    rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)

@@ -96,6 +96,8 @@ FAMILIES = {
     "qwen3": {"head_dim": 16},
     "mistral": {"head_dim": 16},
     "gpt2": {},
+    "gpt_neox": {"tie_word_embeddings": False, "num_key_value_heads": None},
+    "olmo3": {"sliding_window": 8},
 }
 
 

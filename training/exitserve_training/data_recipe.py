@@ -52,12 +52,10 @@ _ONLY_FOR = {
     **dict.fromkeys(("python_source", "exclude", "order", "document_end", "from_run"), ("text",)),
     **dict.fromkeys(("max_file_bytes", "max_package_bytes", "max_bytes"), ("text",)),
     "max_repeated_lines": ("text",),
-    **dict.fromkeys(
-        ("validation_split", "dataset", "sequence_length"), ("text", "chat", "labelled")
-    ),
+    "sequence_length": ("text", "chat", "labelled"),
     "text_field": ("text", "labelled"),
-    **dict.fromkeys(("pair_field", "label_field", "columns"), ("labelled",)),
-    "max_rows": ("labelled", "images"),
+    **dict.fromkeys(("pair_field", "columns"), ("labelled",)),
+    **dict.fromkeys(("label_field", "max_rows"), ("labelled", "images")),
     "augment": ("images",),
 }
 """Keys of `data` that some formats only can use."""
@@ -71,7 +69,7 @@ class DataRecipe(Strict):
 
     format: Literal["text", "chat", "labelled", "images"] = "text"
     """`chat`: rows with `messages`, or with `prompt` and `completion`; see `loss_on`.
-    `labelled`: rows with a text and its class. `images`: folders, one a class."""
+    `labelled`: rows with a text and its class. `images`: folders, one a class, or .npz."""
     loss_on: Literal["completion", "assistant", "all"] = "completion"
     """Of a chat: train on the last answer alone, on all of the assistant's, or on all of it."""
     packing: bool = False
@@ -97,7 +95,7 @@ class DataRecipe(Strict):
     pair_field: str | None = None
     """Of `labelled` rows: the column of a second text, where two are classified together."""
     label_field: str = "label"
-    """Of `labelled` rows: the column of the class."""
+    """Of `labelled` rows and of images in `dataset`: the column of the class."""
     columns: list[str] | None = None
     """Of `labelled` .tsv and .csv files without a header: the names of their columns."""
     augment: bool = True

@@ -113,21 +113,20 @@ class Augmentation:
     degrees: float = 15.0
     """Turned at most so far to either side."""
 
-    def __call__(self, step: int, pixels: Tensor, values: Tensor) -> Tensor:
-        """Returns `values` [B, C, H, W] changed; pixels from outside are 0, the mean.
+    def __call__(self, step: int, pixels: Tensor) -> Tensor:
+        """Returns `pixels` [B, C, H, W] changed; those from outside are 0, the mean.
 
         Args:
             step: the optimizer step.
-            pixels: [B, C, H, W], by which each image has draws of its own.
-            values: what to change, normalised.
+            pixels: normalised; each image has draws of its own by them.
         """
         rows = pixels.flatten(1)
         everything = torch.ones_like(rows, dtype=torch.bool)
         generators = row_generators("augmentation", self.seed, step, rows, everything)
         draws = torch.stack([torch.rand(4, generator=generator) for generator in generators])
-        maps = self._maps(draws, values.shape[-2], values.shape[-1]).to(values)
-        grid = functional.affine_grid(maps, list(values.shape), align_corners=False)
-        return functional.grid_sample(values, grid, align_corners=False)
+        maps = self._maps(draws, pixels.shape[-2], pixels.shape[-1]).to(pixels)
+        grid = functional.affine_grid(maps, list(pixels.shape), align_corners=False)
+        return functional.grid_sample(pixels, grid, align_corners=False)
 
     def _maps(self, draws: Tensor, height: int, width: int) -> Tensor:
         """The affine maps [B, 2, 3] of draws [B, 4] in 0..1."""

@@ -116,9 +116,11 @@ def load_model(
     return model
 
 
-def model_to_run(path: str, task: Task | None = None) -> PreTrainedModel:
+def model_to_run(
+    path: str, task: Task | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A model as `load_model` has it, in evaluation mode, on the GPU if there is one."""
-    model = load_model(path, task)
+    model = load_model(path, task, dtype=dtype)
     model.train(False)
     if torch.cuda.is_available():
         torch.nn.Module.cuda(model)

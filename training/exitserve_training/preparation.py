@@ -28,6 +28,7 @@ from exitserve.errors import ExitServeError
 from exitserve.windows import load_tokenizer
 from exitserve_training.adapters import with_adapters
 from exitserve_training.callbacks import stopped_by_term
+from exitserve_training.classification.images import ImageReader
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
 from exitserve_training.growth import grow, grown_config
@@ -246,8 +247,7 @@ def _task_inputs(recipe: Recipe, setup: TrainingSetup, processor: Any) -> tuple[
     match recipe.data.format, setup.task:
         case "images", _:
             changed = Augmentation(recipe.seed) if recipe.data.augment else None
-            task_inputs = ClassOfImage(processor.image_mean, processor.image_std, changed)
-            return task_inputs, default_data_collator
+            return ClassOfImage(changed), ImageReader(recipe.data, processor)
         case "labelled", _:
             return class_of_text, DataCollatorWithPadding(with_padding(processor))
         case "chat", _:

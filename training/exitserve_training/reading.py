@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError
 from exitserve.windows import load_tokenizer
-from exitserve_training.classification.inputs import channel_statistics, image_side
+from exitserve_training.classification.inputs import image_processor
 from exitserve_training.classification.labelled import (
     class_names,
     class_numbers,
-    encode_images,
     encode_texts,
     load_split_examples,
 )
@@ -39,7 +37,7 @@ def read_data(
 ) -> tuple[datasets.DatasetDict, Any]:
     """The data, ready to be batched, and the tokenizer or image processor they were made with."""
     if recipe.data.format == "images":
-        return _read_examples(recipe, setup, _image_processor(recipe, setup.config))
+        return _read_examples(recipe, setup, image_processor(recipe.model, setup.config))
     if recipe.data.format == "chat":
         return _read_chats(recipe)
     path = recipe.tokenizer.path if recipe.tokenizer else recipe.model
@@ -119,17 +117,9 @@ def _read_examples(
     for name, side in {"train": train, "validation": held_out}.items():
         labels = class_numbers(side, names)
         if recipe.data.format == "images":
-            rows = encode_images(side, labels, processor)
+            rows = datasets.Dataset.from_dict({"image": side.inputs, "labels": labels})
         else:
             rows = encode_texts(side, labels, processor, recipe.data.sequence_length)
         # The names are part of the data, where resumed runs find them.
         sides[name] = rows.cast_column("labels", datasets.ClassLabel(names=names))
     return sides, processor
-
-
-def _image_processor(recipe: Recipe, config: PreTrainedConfig) -> Any:
-    """The model's own, or one that fits its config."""
-    side = image_side(config)
-    mean, std = channel_statistics(recipe.model, int(getattr(config, "num_channels", 3)))
-    size = {"height": side, "width": side}
-    return ViTImageProcessorPil(size=size, image_mean=mean, image_std=std)

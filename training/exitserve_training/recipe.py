@@ -88,6 +88,8 @@ class Recipe(Strict):
     adagc: AdaGCClipping | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`adamw`: what `training.optim` says. `muon`: Muon for the matrices inside the layers."""
+    lr_milestones: list[Annotated[float, Field(gt=0.0, lt=1.0)]] = Field(default_factory=list)
+    """Divide the learning rate by 10 after each of these shares of the steps (MultiStepLR)."""
     grow_to_layers: int | None = Field(default=None, ge=2)
     """Make `model` deeper before training: so many layers, a multiple of its own."""
     head_from_embeddings: bool = False
@@ -162,6 +164,9 @@ class Recipe(Strict):
                 f"max_minutes lets the learning rate fall by the clock, so "
                 f"training.lr_scheduler_type must be linear or cosine, not {shape}"
             )
+        others = {"lr_scheduler_type", "warmup_steps"} & self.training.keys()
+        if self.lr_milestones and (others or self.max_minutes):
+            raise ValueError("lr_milestones excludes max_minutes and other schedules and warm-ups")
         if self.adagc is not None and self.training.get("max_grad_norm"):
             raise ValueError("adagc replaces training.max_grad_norm; leave one of them out")
         if self.adagc is not None and self.training.get("fp16"):

@@ -207,13 +207,15 @@ def _read_rows(path: Path, text_field: str) -> Iterator[Document]:
 
 @contextmanager
 def names_invalid(path: Path) -> Iterator[None]:
-    """Raises `ExitServeError` with a table's path where the block cannot read it."""
+    """Raises `ExitServeError` with a file's path where the block cannot read it."""
     try:
         yield
     except ExitServeError:
         raise
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise ExitServeError(f"data file '{path}' is not valid {path.suffix[1:]}.") from error
+    except (datasets.exceptions.DatasetGenerationError, LookupError, ValueError, OSError) as error:
+        raise ExitServeError(
+            f"data file '{path}' is not valid {path.suffix[1:] or 'data'}."
+        ) from error
 
 
 def _read_text(path: Path, in_pieces: bool) -> Iterator[Document]:

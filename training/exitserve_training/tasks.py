@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, S positions that predict (T, or 1 for a class), C chan
 pixels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,20 +68,14 @@ def class_of_text(step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
 class ClassOfImage:
     """The first position predicts the class of the image, which training augments."""
 
-    mean: Sequence[float]
-    """Of each channel, in 0..1."""
-    std: Sequence[float]
     augmentation: Augmentation | None = None
 
     def __call__(self, step: int | None, batch: Mapping[str, Tensor]) -> TaskBatch:
-        """See `TaskInputs`; the batch has `pixels` [B, C, H, W] in uint8."""
+        """See `TaskInputs`; the batch has `pixels` [B, C, H, W], normalised."""
         pixels = batch["pixels"]
-        values = pixels.float() / 255.0
-        mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (self.mean, self.std))
-        values = (values - mean[:, None, None]) / std[:, None, None]
         if step is not None and self.augmentation is not None:
-            values = self.augmentation(step, pixels, values)
-        return _class_batch({"pixel_values": values}, batch["labels"])
+            pixels = self.augmentation(step, pixels)
+        return _class_batch({"pixel_values": pixels}, batch["labels"])
 
 
 def _class_batch(inputs: dict[str, Tensor], labels: Tensor) -> TaskBatch:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from exitserve.checkpoint.block import MultiExit
@@ -154,13 +155,16 @@ class MultiExitTraining(MultiExitCheckpoints):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """The recipe's learning rate, by steps or by the clock."""
-        if self.time_limit is None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        of = self.optimizer if optimizer is None else optimizer
-        assert of is not None
-        self.lr_scheduler = self.time_limit.scheduler(of, self.args, num_training_steps)
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        if self.lr_scheduler is None:
+            of = self.optimizer if optimizer is None else optimizer
+            assert of is not None
+            if self.time_limit is not None:
+                self.lr_scheduler = self.time_limit.scheduler(of, self.args, num_training_steps)
+            elif self._recipe.lr_milestones:
+                steps = [round(num_training_steps * one) for one in self._recipe.lr_milestones]
+                self.lr_scheduler = LambdaLR(of, lambda step: 0.1 ** sum(s <= step for s in steps))
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Makes no step where a resumed run has made all; the Trainer would make one more."""

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
 from exitserve.cli import run
 from exitserve_training.classification.command import build_parser
 from exitserve_training.classification.early_exit import EarlyExitClassifier
+from exitserve_training.inspect.command import build_parser as inspection_parser
 from exitserve_training.models import load_model
 
 
@@ -75,7 +77,10 @@ def test_early_exit_is_each_row_alone(kind: str, text_model: Path, image_model: 
 def test_classify_reports_and_predicts(
     text_model: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [str(text_model), "--data", str(reviews), "--text-field", "sentence"]
+    table = datasets.Dataset.from_csv(str(reviews), delimiter="\t", quoting=3)
+    table.to_json(tmp_path / "set" / "validation.jsonl")
+    data = ["--data", f"dataset={tmp_path / 'set'}", "split=validation", "--text-field", "sentence"]
+    command = [str(text_model), *data]
     command += ["--exit-threshold", "0.9,1", "--batch-size", "50", "--repeats", "2"]
     assert run(build_parser(), [*command, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
@@ -93,6 +98,11 @@ def test_classify_reports_and_predicts(
     assert [row["input"] for row in predictions] == sentences, "in the order of the file"
     assert sum(row["depth"] for row in predictions) == layers
     assert "wall speedup" in capsys.readouterr().out
+    looked = [str(text_model), *data, "--rows", "600", "--out", str(tmp_path / "inspected")]
+    assert run(inspection_parser(), looked) == 0
+    inspected = json.loads((tmp_path / "inspected" / "report.json").read_text(encoding="utf-8"))
+    assert inspected["rows"] == 600
+    assert inspected["layers"]["3"]["accuracy"] == pytest.approx(report["full_accuracy"])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from transformers import (
+    AutoModel,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -15,6 +17,7 @@ from transformers import (
 
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
+from exitserve_training.inspect.generation import sentence_embedder
 
 Build = Callable[..., dict[str, Any]]
 MakeRecipe = Callable[..., Path]
@@ -46,6 +49,17 @@ def test_checkpoints_are_ordinary_ones(text_model: Path, image_model: Path) -> N
         "height": 8,
         "width": 8,
     }
+
+
+def test_the_class_token_embeds_a_sentence_where_there_is_one(
+    bundled: Path, text_model: Path
+) -> None:
+    for folder, pooled in ((text_model, lambda states: states[0]), (bundled, lambda s: s.mean(0))):
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+        inputs = tokenizer("a good film", return_tensors="pt")
+        expected = pooled(model.eval()(**inputs).last_hidden_state[0].detach().float())
+        found = sentence_embedder(str(folder))("a good film")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, other batches
 
 
 @pytest.mark.parametrize(
@@ -95,7 +109,7 @@ def test_data_that_cannot_be_read(
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "dogs" / f"{number}.png")
         Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"1{number}.png")
-    with pytest.raises(ExitServeError, match=r"cats/1.png' is not a readable image"):
+    with pytest.raises(ExitServeError, match=r"cats/1.png' is not valid png"):
         train(make_recipe(**of_images(tmp_path)))
 
 
@@ -112,4 +126,5 @@ def test_a_resumed_run_makes_the_same_steps(
     if kind == "images":
         tree["config"] = {**tree["config"], "architecture": "deit"}
     del tree["training"]
+    tree["objectives"] = ["aligned", "simcse"]
     resumes(**{**tree, "data": {**tree["data"], "max_rows": 24}})

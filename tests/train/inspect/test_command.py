@@ -91,10 +91,15 @@ def test_writes_json_page_and_pictures(
     out = tmp_path / "out"
     command = [str(bundled), "--data", str(book), "--rows", "8", "--out", str(out)]
     command += ["--sequence-length", "64", "--prompts", "2", "--new-tokens", "12"]
+    command += ["--dtype", "bfloat16"]
     assert run(build_parser(), [*command, "--sentence-model", str(bundled)]) == 0
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["schema_version"] == 1
     assert report["exit_layers"] == [6, 12, 18]
+    assert report["dtype"] == "bfloat16"
+    exact = look(bundled, book, rows=8, length=64)["layers"]
+    for depth, layer in report["layers"].items():
+        assert 0 < abs(layer["loss"] / exact[depth]["loss"] - 1) < 0.03  # 8 bits of precision
     assert list(report["texts"]["diversity"]) == ["6", "12", "18", "24"]
     assert report["texts"]["prompts"] == 2, "one long text begins more than once"
     assert all(-1.0 <= value <= 1.0 for value in report["texts"]["coherence"].values())

@@ -9,6 +9,8 @@ from exitserve.errors import ExitServeError
 
 Settings = TypeVar("Settings")
 
+_OF_DATASET = ("dataset=", "dataset_config=", "split=")
+
 _HELP = """\
 Runs a classifier (BERT on texts, ViT or DeiT on images) over a file with early exit: an input
 stops at the first exit layer where it is confident enough, and the others go on without it.
@@ -59,7 +61,11 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for labelled data, which inspections take too."""
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", required=True, nargs="+", metavar="FILE", help="files, globs, or image folders"
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="files, globs, image folders; or dataset=ID split=NAME, as in a recipe's data",
     )
     data.add_argument("--text-field", metavar="NAME", help="column of the text (default text)")
     data.add_argument("--pair-field", metavar="NAME", help="column of a second text")
@@ -77,9 +83,11 @@ def settings_of(args: argparse.Namespace, kind: type[Settings], **more: Any) -> 
         kind: a dataclass.
         **more: settings that are no arguments.
     """
-    given = vars(args)
+    files = [one for one in args.data if not one.startswith(_OF_DATASET)]
+    given: dict[str, Any] = {**vars(args), "data": files}
     fields = {name: given[name] for name in ("text_field", "pair_field", "label_field")}
     fields["columns"] = words(args.columns) if args.columns else None
+    fields |= dict(one.split("=", 1) for one in args.data if one not in files)
     more["fields"] = {name: value for name, value in fields.items() if value is not None}
     names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: given[name] for name in names if name in given} | more)

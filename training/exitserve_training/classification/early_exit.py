@@ -94,7 +94,8 @@ class EarlyExitClassifier:
             classes[gone], confidence[gone], depth[gone] = best[leaves], confident[leaves], number
             stays = ~leaves
             rows, hidden = rows[stays], hidden[stays]
-            mask = _rows_of(mask, stays)
+            # Masks are tensors with a row each, or None.
+            mask = mask[stays] if isinstance(mask, Tensor) and mask.shape[0] > 1 else mask
             if not len(rows):
                 break
         return Predictions(classes, confidence, depth)
@@ -113,8 +114,3 @@ class EarlyExitClassifier:
         hidden: Tensor = body.embeddings(**inputs)
         config = self.model.config
         return hidden, create_bidirectional_mask(config, hidden, mask)
-
-
-def _rows_of(mask: Any, stays: Tensor) -> Any:
-    """The mask of the rows that stay; masks are tensors with a row each, or None."""
-    return mask[stays] if isinstance(mask, Tensor) and mask.shape[0] > 1 else mask

@@ -8,9 +8,10 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,17 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
         ExitServeError: the model is not a classifier, or the data cannot be read.
     """
     config = check_model(settings.model, "class")
-    layers = _exit_layers(settings, config.num_hidden_layers)
+    known = settings.exit_layers or trained_exits(settings.model)
+    # A checkpoint that was not trained for exits may still be looked at: everywhere.
+    layers = list(range(1, config.num_hidden_layers)) if known is None else known
     recipe = data_from({"format": data_format(config), "files": settings.data, **settings.fields})
-    examples = read_examples(recipe, recipe.files, needs_classes=False)
+    examples = read_examples(recipe, recipe.files, recipe.dataset_split, needs_classes=False)
     model = model_to_run(settings.model, "class")
     own = _own_classifiers(settings.model, model_parts(model))
     runner = EarlyExitClassifier(model, layers, own)
     order = batch_rows(examples, settings.batch_size)
-    encode = encoder(settings.model, config)
-    inputs = [encode(examples.at(rows)) for rows in counted(order, "reading")]
+    encode = encoder(settings.model, config, recipe)
+    inputs = (encode(examples.at(rows)) for rows in counted(order, "classifying"))
     parts_of, seconds = _rounds(runner, model, inputs, settings)
     names = known_classes(config)
     # Of batches, put into the order of the inputs.
@@ -117,43 +120,33 @@ def _own_classifiers(folder: str, parts: ModelParts) -> Mapping[int, Classifier]
     return objective.classifiers()
 
 
-def _exit_layers(settings: ClassificationSettings, num_layers: int) -> list[int]:
-    """Where inputs may stop: as the settings or the checkpoint say."""
-    known = settings.exit_layers or trained_exits(settings.model)
-    # A checkpoint that was not trained for exits may still be looked at: everywhere.
-    return list(range(1, num_layers)) if known is None else known
-
-
 def _rounds(
     runner: EarlyExitClassifier,
     model: PreTrainedModel,
-    inputs: Sequence[Inputs],
+    inputs: Iterable[Inputs],
     settings: ClassificationSettings,
 ) -> tuple[dict[float, list[Predictions]], dict[float | None, list[float]]]:
     """Runs every batch by the model's own forward and at each threshold, in turn.
 
     Returns the predictions by threshold (1.0 is full depth) and the seconds of each round, None for
-    the model's own forward. The first round warms up and gives the predictions.
+    the model's own forward. The first round warms up and gives the predictions. A batch has all
+    its rounds before the next is read, so that one batch is in memory.
     """
     thresholds = dict.fromkeys([*settings.thresholds, 1.0])
     ways: dict[float | None, Callable[[Inputs], Any]] = {None: lambda batch: model(**batch)}
     ways |= {threshold: partial(runner, threshold=threshold) for threshold in thresholds}
     predictions: dict[float, list[Predictions]] = {threshold: [] for threshold in thresholds}
-    seconds: dict[float | None, list[float]] = {way: [] for way in ways}
-    for number in counted(range(settings.repeats + 1), "classifying"):
-        times = dict.fromkeys(ways, 0.0)
-        for given in inputs:
-            batch = {name: tensor.to(model.device) for name, tensor in given.items()}
-            for threshold, way in ways.items():
-                start = _now(model.device)
-                with torch.inference_mode():
-                    found = way(batch)
-                times[threshold] += _now(model.device) - start
-                if number == 0 and threshold is not None:
-                    predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
-        for threshold, time_of_all in times.items():
-            seconds[threshold] += [time_of_all] if number else []
-    return predictions, seconds
+    seconds: dict[float | None, list[float]] = {way: [0.0] * (settings.repeats + 1) for way in ways}
+    for given in inputs:
+        batch = {name: tensor.to(model.device) for name, tensor in given.items()}
+        for number, (threshold, way) in product(range(settings.repeats + 1), ways.items()):
+            start = _now(model.device)
+            with torch.inference_mode():
+                found = way(batch)
+            seconds[threshold][number] += _now(model.device) - start
+            if number == 0 and threshold is not None:
+                predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
+    return predictions, {way: times[1:] for way, times in seconds.items()}
 
 
 def _now(device: torch.device) -> float:
@@ -178,15 +171,12 @@ def _report(
     results = []
     for threshold in settings.thresholds:
         found = predictions[threshold]
-        depth = found.depth.double()
+        depth, counts = found.depth.double(), Counter(found.depth.tolist())
         ratios = [a / b for a, b in zip(seconds[None], seconds[threshold], strict=True)]
         results.append(
             {
                 "threshold": threshold,
-                "exits": {
-                    str(layer): Counter(found.depth.tolist())[layer]
-                    for layer in (*layers, num_layers)
-                },
+                "exits": {str(layer): counts[layer] for layer in (*layers, num_layers)},
                 "mean_depth": float(depth.mean()),
                 # The paper's formula: sum of L m_i over sum of i m_i.
                 "depth_speedup": num_layers * len(depth) / float(depth.sum()),
@@ -229,13 +219,7 @@ def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) ->
 def _predictions(
     examples: Examples, names: Sequence[str], predictions: Predictions
 ) -> list[dict[str, Any]]:
-    rows = zip(
-        examples.inputs,
-        predictions.classes.tolist(),
-        predictions.confidence.tolist(),
-        predictions.depth.tolist(),
-        strict=True,
-    )
+    rows = zip(examples.inputs, *(column.tolist() for column in predictions), strict=True)
     return [
         {
             "input": given[0] if isinstance(given, tuple) else str(given),

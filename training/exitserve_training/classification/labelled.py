@@ -1,4 +1,4 @@
-"""Inputs with a class: rows of a table with a text (or two), or images in a folder for each class.
+"""Inputs with a class: rows of a table with a text (or two), or images.
 
 What training, classification and inspection read. GLUE's .tsv files are read as
 they are: tab-separated, no quoting, with a header or with `columns`.
@@ -15,15 +15,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from transformers import PreTrainedTokenizerBase
 
 from exitserve.errors import ExitServeError, nearest
-from exitserve.reporting.progress import counted
+from exitserve_training.classification.images import named_images
 from exitserve_training.data_recipe import DataRecipe
 from exitserve_training.sources import load_dataset, matching_files, names_invalid, read_table
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 Text = tuple[str, str | None]
 """A text, and the second one where two are classified together."""
@@ -33,7 +30,8 @@ Text = tuple[str, str | None]
 class Examples:
     """Inputs and the name of each one's class."""
 
-    inputs: list[Text] | list[Path]
+    inputs: list[Text] | list[str]
+    """Texts, or the names of images."""
     classes: list[str]
     """As the data write them."""
 
@@ -57,16 +55,16 @@ def read_examples(
 
     Args:
         recipe: how to read.
-        patterns: globs of tables, or folders of images.
+        patterns: globs of tables, or folders and .npz files of images.
         split: the split of `data.dataset` to read too; None: nothing of it.
-        needs_classes: if False, tables may lack the column of classes, and images may lie in
-            the folder itself; their class is then "".
+        needs_classes: if False, the column of classes may lack, and images may lie in the
+            folder itself; their class is then "".
 
     Raises:
         ExitServeError: nothing is found, or an input cannot be read.
     """
     if recipe.format == "images":
-        return _images(patterns, needs_classes)
+        return Examples(*named_images(recipe, patterns, split, needs_classes))
     return _texts(recipe, patterns, split, needs_classes)
 
 
@@ -151,48 +149,6 @@ def tokenized(examples: Examples, tokenizer: Any, length: int, **options: Any) -
     return tokenizer(first, second, truncation=True, max_length=length, **options)
 
 
-def encode_images(examples: Examples, labels: Sequence[int], processor: Any) -> datasets.Dataset:
-    """Columns `pixels` (uint8 [channels, side, side], as the processor has them) and `labels`.
-
-    Raises:
-        ExitServeError: a file is not a readable image.
-    """
-    side, channels = int(processor.size["height"]), len(processor.image_mean)
-    features = datasets.Features(
-        pixels=datasets.Array3D((channels, side, side), "uint8"), labels=datasets.Value("int64")
-    )
-    columns = {"pixels": read_pixels(examples, side, channels), "labels": np.asarray(labels)}
-    table = datasets.Dataset.from_dict(columns, features=features)
-    return table.with_format("torch")
-
-
-def read_pixels(
-    examples: Examples, side: int, channels: int = 3, *, shows_progress: bool = True
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 [N, channels, side, side].
-
-    Raises:
-        ExitServeError: a file is not a readable image.
-    """
-    pixels = np.zeros((len(examples), channels, side, side), dtype=np.uint8)
-    shown = counted(examples.inputs, "reading images") if shows_progress else examples.inputs
-    for row, path in enumerate(shown):
-        pixels[row] = _pixels(Path(str(path)), side, channels)
-    return pixels
-
-
-def _pixels(path: Path, side: int, channels: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    try:
-        with Image.open(path) as image:
-            shown = image.convert("RGB" if channels == 3 else "L")
-            if shown.size != (side, side):
-                shown = shown.resize((side, side), Image.Resampling.BILINEAR)
-            values = np.asarray(shown, dtype=np.uint8)
-    except (UnidentifiedImageError, OSError) as error:
-        raise ExitServeError(f"data file '{path}' is not a readable image.") from error
-    return values.reshape(side, side, channels).transpose(2, 0, 1)
-
-
 def _texts(
     recipe: DataRecipe, patterns: Sequence[str], split: str | None, needs_classes: bool
 ) -> Examples:
@@ -202,11 +158,27 @@ def _texts(
     texts: list[Text] = []
     classes: list[str] = []
     for name, table in tables:
-        if not needs_classes and recipe.label_field not in table.column_names:
-            table = table.add_column(recipe.label_field, ["?"] * len(table))
-        _add_rows(table, name, recipe, texts, classes)
-    unknown = not needs_classes and set(classes) == {"?"}
-    return Examples(texts, [""] * len(texts) if unknown else classes)
+        present = list(table.column_names)
+        has_classes = needs_classes or recipe.label_field in present
+        fields = {"text_field": recipe.text_field, "pair_field": recipe.pair_field}
+        fields |= {"label_field": recipe.label_field} if has_classes else {}
+        for key, field in fields.items():
+            if field is not None and field not in present:
+                raise ExitServeError(
+                    f"'{name}' has no column {field!r}; it has: {', '.join(map(str, present))}. "
+                    f"Set data.{key}, or data.columns if the file has no header."
+                    f"{nearest(field, present)}"
+                )
+        seconds = [None] * len(table) if recipe.pair_field is None else table[recipe.pair_field]
+        labels = table[recipe.label_field] if has_classes else [""] * len(table)
+        rows = zip(table[recipe.text_field], seconds, labels, strict=True)
+        for number, (text, second, label) in enumerate(rows, start=1):
+            if text is None or label is None or (has_classes and str(label) in ("", "nan")):
+                raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
+            texts.append((str(text), None if second is None else str(second)))
+            # Scores, such as STS-B's from 0 to 5, become the nearest whole number.
+            classes.append(str(round(label) if isinstance(label, float) else label))
+    return Examples(texts, classes)
 
 
 def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
@@ -223,58 +195,3 @@ def _table(path: Path, recipe: DataRecipe) -> datasets.Dataset:
             # "None", "NA" and the like are texts, not gaps.
             keep_default_na=False,
         )
-
-
-def _add_rows(
-    rows: datasets.Dataset,
-    name: str,
-    recipe: DataRecipe,
-    texts: list[Text],
-    classes: list[str],
-) -> None:
-    fields = {"text_field": recipe.text_field, "label_field": recipe.label_field}
-    if recipe.pair_field is not None:
-        fields["pair_field"] = recipe.pair_field
-    present = list(rows.column_names)
-    for key, field in fields.items():
-        if field not in present:
-            raise ExitServeError(
-                f"'{name}' has no column {field!r}; it has: {', '.join(map(str, present))}. Set "
-                f"data.{key}, or data.columns if the file has no header.{nearest(field, present)}"
-            )
-    seconds = [None] * len(rows) if recipe.pair_field is None else rows[recipe.pair_field]
-    labels = zip(rows[recipe.text_field], seconds, rows[recipe.label_field], strict=True)
-    for number, (text, second, label) in enumerate(labels, start=1):
-        if text is None or label is None or str(label) == "":
-            raise ExitServeError(f"'{name}', row {number}: its text or its class is missing.")
-        texts.append((str(text), None if second is None else str(second)))
-        classes.append(str(label))
-
-
-def _images(patterns: Sequence[str], needs_classes: bool) -> Examples:
-    """Images in folders named after their classes."""
-    paths: list[Path] = []
-    classes: list[str] = []
-    for pattern in patterns:
-        folder = Path(pattern)
-        if not folder.is_dir():
-            raise ExitServeError(
-                f"no folder '{pattern}'; images lie in one folder for each class, such as "
-                f"'{pattern}/cat/1.jpg'."
-            )
-        found = _images_in(folder, "*/*")
-        classes += [path.parent.name for path in found]
-        if not found and not needs_classes:
-            found = _images_in(folder, "*")
-            classes += [""] * len(found)
-        if not found:
-            raise ExitServeError(
-                f"folder '{pattern}' has no images in folders of their classes "
-                f"({', '.join(IMAGE_SUFFIXES)})."
-            )
-        paths += found
-    return Examples(paths, classes)
-
-
-def _images_in(folder: Path, pattern: str) -> list[Path]:
-    return sorted(p for p in folder.glob(pattern) if p.suffix.lower() in IMAGE_SUFFIXES)

@@ -41,6 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint: directory or hub id")
     add_adapter(parser)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="weights"
+    )
     add_out_flags(parser)
     add_data_arguments(parser)
     sizes = parser.add_argument_group("how much")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from exitserve.errors import ExitServeError
@@ -49,6 +50,7 @@ class InspectionSettings:
     prompt_tokens: int = 32
     new_tokens: int = 64
     sentence_model: str | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,8 @@ class InspectionData:
     """The batches of one inspection."""
 
     task: Task
-    batches: list[TaskBatch]
-    masks: list[torch.Tensor]
-    """Bool [B, T] for each batch: positions that are tokens or image patches, not padding."""
+    batches: DataLoader[TaskBatch]
+    """Made as they are read."""
     tokenizer: Any
     """None for images."""
     documents: list[Document]
@@ -90,10 +91,13 @@ def load_inspection_data(settings: InspectionSettings) -> InspectionData:
     task_inputs: TaskInputs = next_token
     if task == "hidden token":
         task_inputs = MaskedToken(Masking.of(tokenizer, MASKED_SHARE, settings.seed))
-    parts = torch.split(ids, settings.batch_size)
-    batches = [task_inputs(None, {"input_ids": part}) for part in parts]
-    masks = [torch.ones_like(part, dtype=torch.bool) for part in parts]
-    return InspectionData(task, batches, masks, tokenizer, documents)
+
+    def batch(part: Any) -> TaskBatch:
+        return task_inputs(None, {"input_ids": part})
+
+    parts: Any = torch.split(ids, settings.batch_size)
+    batches = DataLoader(parts, batch_size=None, collate_fn=batch)
+    return InspectionData(task, batches, tokenizer, documents)
 
 
 def _drawn(count: int, settings: InspectionSettings) -> list[int]:
@@ -109,15 +113,15 @@ def _classifier_data(settings: InspectionSettings, config: PreTrainedConfig) -> 
     )
     examples = read_examples(recipe, recipe.files, recipe.dataset_split)
     examples = examples.at(_drawn(len(examples), settings))
-    names, encode = known_classes(config), encoder(settings.model, config)
-    batches, masks = [], []
-    for part in batch_rows(examples, settings.batch_size):
-        some = examples.at(part)
-        inputs = encode(some)
-        labels = torch.tensor(class_numbers(some, names))[:, None]
-        batches.append(TaskBatch(inputs, labels, torch.ones_like(labels, dtype=torch.bool)))
-        masks.append(inputs.get("attention_mask", torch.ones(len(some), 0)).bool())
-    return InspectionData("class", batches, masks, None, [])
+    names, encode = known_classes(config), encoder(settings.model, config, recipe)
+    labels = torch.tensor(class_numbers(examples, names))[:, None]
+
+    def batch(part: list[int]) -> TaskBatch:
+        known = labels[part]
+        return TaskBatch(encode(examples.at(part)), known, torch.ones_like(known, dtype=torch.bool))
+
+    order: Any = batch_rows(examples, settings.batch_size)
+    return InspectionData("class", DataLoader(order, batch_size=None, collate_fn=batch), None, [])
 
 
 def prompts(data: InspectionData, count: int, tokens: int) -> Iterator[list[int]]:

@@ -118,7 +118,8 @@ def cut_to(model: PreTrainedModel, depth: int) -> Iterator[None]:
 
 
 def sentence_embedder(path: str) -> Embed:
-    """Embeds texts by a model of the user's choice: the mean of its last states over the tokens.
+    """Embeds texts by a model of the user's choice: the last state of [CLS], as SimCSE does, or
+    where there is none the mean over the tokens.
 
     Raises:
         ExitServeError: there is no such model.
@@ -128,9 +129,11 @@ def sentence_embedder(path: str) -> Embed:
     except (OSError, ValueError) as error:
         raise ExitServeError(f"no sentence model could be loaded from '{path}'.") from error
     cut = {"truncation": True, "max_length": 256}
+    tokenizer = states_of.tokenizer
+    has_class = tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]
 
     def embed(text: str) -> Tensor:
         states: Tensor = states_of(text, return_tensors=True, tokenize_kwargs=cut)
-        return states[0].float().mean(0)
+        return states[0, 0].float() if has_class else states[0].float().mean(0)
 
     return embed

@@ -58,7 +58,7 @@ def inspect(settings: InspectionSettings) -> Inspection:
     data = load_inspection_data(settings)
     if settings.prompts and data.task != "next token":
         raise ExitServeError("--prompts is for causal language models, which continue texts.")
-    model = model_to_run(settings.model, data.task)
+    model = model_to_run(settings.model, data.task, getattr(torch, settings.dtype))
     exits = trained_exits(settings.model) or []
     measured = measure_layers(model, data, settings.samples, settings.seed)
     with_last = _with_last(measured)
@@ -67,9 +67,10 @@ def inspect(settings: InspectionSettings) -> Inspection:
         "model": Path(settings.model).name,
         "architecture": type(model).__name__,
         "task": data.task,
+        "dtype": settings.dtype,
         "num_layers": measured.num_layers,
         "exit_layers": exits,
-        "rows": sum(len(batch.labels) for batch in data.batches),
+        "rows": measured.ranked,
         "said": measured.labelled,
         "samples": len(measured.classes()),
         "seed": settings.seed,

@@ -65,16 +65,17 @@ def measure_layers(
     generator = torch.Generator().manual_seed(seed)
     per_batch = max(1, -(-samples // len(data.batches)))
     device = next(model.parameters()).device
-    pairs = list(zip(data.batches, data.masks, strict=True))
-    for batch, mask in counted(pairs, "inspecting"):
+    for batch in counted(data.batches, "inspecting"):
         labels = batch.labels.to(device)
+        mask = batch.inputs.get("attention_mask")
+        mask = None if mask is None else mask.bool().to(device)
         chosen = _drawn(labels, per_batch, generator)
         with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
             parts.body(**{name: tensor.to(device) for name, tensor in batch.inputs.items()})
         measured.labelled += int((labels != IGNORED).sum())
         measured.labels.append(labels.flatten()[chosen].cpu())
         for depth in depths:
-            _measure(measured, depth, hidden.pop(depth), parts, labels, mask.to(device), chosen)
+            _measure(measured, depth, hidden.pop(depth), parts, labels, mask, chosen)
         measured.ranked += len(labels)
     return measured
 
@@ -92,10 +93,10 @@ def _measure(
     hidden: Tensor,
     parts: ModelParts,
     labels: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     chosen: Tensor,
 ) -> None:
-    """Adds the states [B, T, D] of one depth."""
+    """Adds the states [B, T, D] of one depth; without a mask there is no padding."""
     states = parts.predicting(hidden)
     count = int((labels != IGNORED).sum())
     nats, right = layer_quality(states, parts.head, labels)
@@ -103,7 +104,6 @@ def _measure(
     measured.right[depth] = measured.right.get(depth, 0.0) + float(right) * count
     kept = states.flatten(0, 1)[chosen].float().cpu()
     measured.states.setdefault(depth, []).append(kept)
-    tokens = mask if mask.shape[1] else torch.ones_like(hidden[..., 0], dtype=torch.bool)
-    measured.condensation.add(depth, hidden, tokens)
-    ranks = float(effective_rank(hidden.float(), mask=tokens)) * len(labels)
+    measured.condensation.add(depth, hidden, mask)
+    ranks = float(effective_rank(hidden.float(), mask=mask)) * len(labels)
     measured.ranks[depth] = measured.ranks.get(depth, 0.0) + ranks

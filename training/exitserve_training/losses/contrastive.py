@@ -29,8 +29,8 @@ def simcse(
         l_i = -log( exp(cos(h_i, h'_i) / tau) / sum over j of exp(cos(h_i, h'_j) / tau) )
 
     A sentence is a row of the batch, and its embedding the mean over its counted tokens: a
-    decoder has no [CLS] token. With one row alone the loss is 0. Labels only say which tokens
-    count.
+    decoder has no [CLS] token, and of a classifier it alone counts. With one row alone the loss
+    is 0. Labels only say which tokens count.
 
     Args:
         embeddings: hidden states.

@@ -34,6 +34,8 @@ class SimRegOptions(ContrastOptions):
 class SimCSEOptions(ContrastOptions):
     """The baseline SimCSE, adapted to pretraining (table 1)."""
 
+    for_classifiers = True
+
     name: Literal["simcse"] = "simcse"
     temperature: float = Field(default=0.05, ge=1e-6, allow_inf_nan=False)
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
