@@ -131,7 +131,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-digits": lambda: numbers_table("aligned-digits", OF_DIGITS),
     "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
-    "simreg-baselines": lambda: against("simreg-baselines", GRID, []),
+    "simreg-baselines": lambda: against("simreg-baselines", ("simreg-baselines", "plain"), []),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
