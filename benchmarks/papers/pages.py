@@ -29,7 +29,6 @@ from tables import (
     numbers_table,
     runs_of,
     spread,
-    steps_to,
     values,
     variants,
 )
@@ -51,13 +50,13 @@ OF_GPT2: list[Column] = [
 GRID = ("simreg-grid", "plain")
 OF_DIGITS: list[Column] = [
     ("accuracy, depth 1", at_depth("layers", "accuracy", 1), ".2f"),
-    ("depth 5", at_depth("layers", "accuracy", 5), ".2f"),
-    ("depth 9", at_depth("layers", "accuracy", 9), ".2f"),
+    ("at 5", at_depth("layers", "accuracy", 5), ".2f"),
+    ("at 9", at_depth("layers", "accuracy", 9), ".2f"),
     ("COS, depth 5", at_depth("layers", "cos", 5), ".2f"),
     ("CKA, depth 5", at_depth("layers", "cka", 5), ".2f"),
     ("norm ratio, depth 5", at_depth("layers", "norm_ratio", 5), ".2f"),
-    ("two components", at("two_components"), ".2f"),
-    ("steps to a loss of 0.1", lambda run: steps_to(run["curve"], 0.1), ".0f"),
+    ("two components, %", lambda run: 100 * run["two_components"], ".0f"),
+    ("loss after 200 steps", at("curve", "200"), ".2f"),
 ]
 OF_EXITS: list[Column] = [
     ("agreement, depth 1", at_depth("layers", "agreement", 1), ".3f"),
