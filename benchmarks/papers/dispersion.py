@@ -4,13 +4,11 @@
     python benchmarks/papers/dispersion.py losses --data NOVELS/*.txt
     python benchmarks/papers/dispersion.py middle --data NOVELS/*.txt
     python benchmarks/papers/dispersion.py settings --data NOVELS/*.txt
-    python benchmarks/papers/dispersion.py pretraining --data NOVELS/*.txt
 
 `family`: condensation in three sizes, from initialisation along training (its figures 2 and 4).
-`losses`: with and without the dispersion loss and its three alternatives (table 2, figure 6).
+`losses`: with and without the dispersion loss and its three alternatives (tables 2, 4, figure 6).
 `middle`: the same after plain training, as the paper's mid-training (table 2).
 `settings`: weights and temperatures of the dispersion loss, from scratch (table 3).
-`pretraining`: Qwen3s with and without it, four times as many steps (table 4).
 Three seeds a variant; results go to docs/papers/results.
 """
 
@@ -28,7 +26,6 @@ from study import Run, Study, seeds_of, study_command, train_quietly
 SIZES = {"4 layers, D = 64": (4, 64), "6 layers, D = 128": (6, 128), "8 layers, D = 192": (8, 192)}
 STEPS = 200
 MORE_STEPS = 300
-LONGER = 800
 SAVED = 50
 """A checkpoint each so many steps is measured."""
 
@@ -43,7 +40,6 @@ LOSSES: dict[str, list[Any]] = {
     "orthogonalization": ["ce", "orthogonalization"],
 }
 """Weights are the paper's 0.1 where nothing is said."""
-PRETRAINED = {name: LOSSES[name] for name in ("plain", "dispersion")}
 SETTINGS: dict[str, list[Any]] = {
     **{f"λ {one:g}": ["ce", {"name": "dispersion", "weight": one}] for one in (0.01, 0.5)},
     **{f"τ {one:g}": ["ce", {"name": "dispersion", "temperature": one}] for one in (0.1, 0.5, 2)},
@@ -78,11 +74,6 @@ def middle(novels: list[str]) -> Study:
     return _compared("dispersion-middle", novels, LOSSES, _gone_on, begin)
 
 
-def pretraining(novels: list[str]) -> Study:
-    """Another family, for longer."""
-    return _compared("dispersion-pretraining", novels, PRETRAINED, _qwen3)
-
-
 def _compared(
     name: str,
     novels: list[str],
@@ -112,16 +103,6 @@ def _gone_on(novels: list[str], objectives: list[Any]) -> Recipe:
     training = {**recipe["training"], "max_steps": MORE_STEPS, "warmup_steps": 15}
     training["learning_rate"] = training["learning_rate"] / 4
     return {**recipe, "training": training}
-
-
-def _qwen3(novels: list[str], objectives: list[Any]) -> Recipe:
-    """800 steps, of text that none of them sees twice."""
-    layers = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    recipe = decoder(novels, objectives, architecture="qwen3", **layers, **heads)
-    recipe["data"]["max_bytes"] = 4_000_000
-    recipe["training"] |= {"max_steps": LONGER, "eval_steps": 100}
-    return recipe
 
 
 def _gpt2(novels: list[str], objectives: list[Any], layers: int, hidden: int) -> Recipe:
@@ -156,5 +137,5 @@ def _along(name: str, seed: int, recipe: Recipe, texts: list[str]) -> Run:
 
 
 if __name__ == "__main__":
-    studies = (family, losses, middle, settings, pretraining)
+    studies = (family, losses, middle, settings)
     study_command(__doc__, {study.__name__: study for study in studies})

@@ -130,16 +130,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-digits": lambda: numbers_table("aligned-digits", OF_DIGITS),
     "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
-    "simreg-baselines": lambda: against("simreg-baselines", ("simreg-baselines", "plain"), []),
+    "simreg-baselines": lambda: against(
+        "simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2[:1]
+    ),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
     "dispersion-settings": lambda: against(
         "dispersion-settings", ("dispersion-losses", "plain"), OF_GPT2
-    ),
-    "dispersion-pretraining": lambda: against(
-        "dispersion-pretraining", ("dispersion-pretraining", "plain"), OF_GPT2
     ),
     "headless-decoders": lambda: numbers_table(
         "headless-decoders",
