@@ -79,7 +79,8 @@ def run(has_residual: bool, is_aligned: bool, seed: int) -> dict[str, Any]:
         reads_all = is_aligned and step % 2 == 0
         weighted = sum(w * one for w, one in zip(weights, losses, strict=True))
         optimizer.zero_grad()
-        torch.as_tensor(weighted if reads_all else losses[-1]).backward()
+        loss = torch.as_tensor(weighted if reads_all else losses[-1])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
         states = model(test)
@@ -116,5 +117,8 @@ def _two_components(states: list[Tensor], classes: Tensor) -> float:
 if __name__ == "__main__":
     write_results(
         RESULTS / "aligned-digits.json",
-        {f"{name}/{seed}": run(*how, seed) for seed, name, how in seeds_of(VARIANTS)},
+        {
+            f"{name}/{seed}": run(has_residual, is_aligned, seed)
+            for seed, name, (has_residual, is_aligned) in seeds_of(VARIANTS)
+        },
     )

@@ -8,6 +8,7 @@ effective rank of the states. Three seeds a variant; results go to docs/papers/r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +36,21 @@ class DistanceOptions(NITPOptions):
 OBJECTIVES["nitp_distance"] = DistanceOptions
 
 
+def divergence(predicted: Tensor, target: Tensor) -> Tensor:
+    """Mean of KL(target | prediction), after a softmax over D of both."""
+    ours, theirs = predicted.log_softmax(-1), target.log_softmax(-1)
+    return functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "smooth_l1": functional.smooth_l1_loss,
+    "kl": divergence,
+}
+"""Of predictions and targets [N, D]."""
+
+
 class Distance(NITP):
-    """Smooth L1, the mean over D; or the divergence of states that a softmax over D has made
-    distributions, of the prediction from the target."""
+    """NITP with one of `DISTANCES`."""
 
     def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
         """See `Objective`."""
@@ -46,11 +59,7 @@ class Distance(NITP):
         last = batch.norm(batch.hidden[self.num_layers])
         predicted = self.projector(last[:, :-1][counted])
         target = batch.hidden[self.target_layer].detach()[:, 1:][counted]
-        if self.options.distance == "smooth_l1":
-            loss = functional.smooth_l1_loss(predicted, target)
-        else:
-            ours, theirs = predicted.log_softmax(-1), target.log_softmax(-1)
-            loss = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+        loss = DISTANCES[self.options.distance](predicted, target)
         return loss, {f"{self.name}_loss": loss.detach()}
 
 
