@@ -3,16 +3,19 @@
     python benchmarks/papers/dispersion.py family --data NOVELS/*.txt
     python benchmarks/papers/dispersion.py losses --data NOVELS/*.txt
     python benchmarks/papers/dispersion.py middle --data NOVELS/*.txt
+    python benchmarks/papers/dispersion.py settings --data NOVELS/*.txt
 
 `family`: condensation in three sizes, from initialisation along training (its figures 2 and 4).
-`losses`: with and without the dispersion loss and its three alternatives (table 2, figure 6).
+`losses`: with and without the dispersion loss and its three alternatives (tables 2, 4, figure 6).
 `middle`: the same after plain training, as the paper's mid-training (table 2).
+`settings`: weights and temperatures of the dispersion loss, from scratch (table 3).
 Three seeds a variant; results go to docs/papers/results.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,11 @@ LOSSES: dict[str, list[Any]] = {
     "orthogonalization": ["ce", "orthogonalization"],
 }
 """Weights are the paper's 0.1 where nothing is said."""
+SETTINGS: dict[str, list[Any]] = {
+    **{f"λ {one:g}": ["ce", {"name": "dispersion", "weight": one}] for one in (0.01, 0.5)},
+    **{f"τ {one:g}": ["ce", {"name": "dispersion", "temperature": one}] for one in (0.1, 0.5, 2)},
+}
+"""What table 3 has beside λ 0.1 and 1 at τ 1, which are among `LOSSES`."""
 
 
 def family(novels: list[str]) -> Study:
@@ -52,39 +60,46 @@ def family(novels: list[str]) -> Study:
 
 def losses(novels: list[str]) -> Study:
     """What the losses do to the smallest size."""
+    return _compared("dispersion-losses", novels, LOSSES, _smallest)
 
-    def measure(folder: Path) -> dict[str, Any]:
-        return {**measures.curve(folder), **measures.spread_of_states(folder, novels[-1:])}
 
-    size = SIZES["4 layers, D = 64"]
-    return Study(
-        "dispersion-losses",
-        [
-            Run(variant, seed, _gpt2(novels, objectives, *size), measure)
-            for seed, variant, objectives in seeds_of(LOSSES)
-        ],
-    )
+def settings(novels: list[str]) -> Study:
+    """What other weights and temperatures do to the same."""
+    return _compared("dispersion-settings", novels, SETTINGS, _smallest)
 
 
 def middle(novels: list[str]) -> Study:
     """The same losses from plain weights on: what table 2 has, of a model trained here."""
+    begin = _smallest(novels, ["ce"])
+    return _compared("dispersion-middle", novels, LOSSES, _gone_on, begin)
 
+
+def _compared(
+    name: str,
+    novels: list[str],
+    variants: dict[str, list[Any]],
+    recipe: Callable[[list[str], list[Any]], Recipe],
+    begin: Recipe | None = None,
+) -> Study:
     def measure(folder: Path) -> dict[str, Any]:
         return {**measures.curve(folder), **measures.spread_of_states(folder, novels[-1:])}
 
-    size = SIZES["4 layers, D = 64"]
-    begin = _gpt2(novels, ["ce"], *size)
     return Study(
-        "dispersion-middle",
+        name,
         [
-            Run(variant, seed, _gone_on(_gpt2(novels, objectives, *size)), measure, begin)
-            for seed, variant, objectives in seeds_of(LOSSES)
+            Run(variant, seed, recipe(novels, objectives), measure, begin)
+            for seed, variant, objectives in seeds_of(variants)
         ],
     )
 
 
-def _gone_on(recipe: Recipe) -> Recipe:
+def _smallest(novels: list[str], objectives: list[Any]) -> Recipe:
+    return _gpt2(novels, objectives, *SIZES["4 layers, D = 64"])
+
+
+def _gone_on(novels: list[str], objectives: list[Any]) -> Recipe:
     """300 steps more, at a quarter of the rate."""
+    recipe = _smallest(novels, objectives)
     training = {**recipe["training"], "max_steps": MORE_STEPS, "warmup_steps": 15}
     training["learning_rate"] = training["learning_rate"] / 4
     return {**recipe, "training": training}
@@ -122,4 +137,5 @@ def _along(name: str, seed: int, recipe: Recipe, texts: list[str]) -> Run:
 
 
 if __name__ == "__main__":
-    study_command(__doc__, {"family": family, "losses": losses, "middle": middle})
+    studies = (family, losses, middle, settings)
+    study_command(__doc__, {study.__name__: study for study in studies})

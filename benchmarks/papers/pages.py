@@ -48,6 +48,16 @@ OF_GPT2: list[Column] = [
     ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
 ]
 GRID = ("simreg-grid", "plain")
+OF_DIGITS: list[Column] = [
+    ("accuracy, depth 1", at_depth("layers", "accuracy", 1), ".2f"),
+    ("at 5", at_depth("layers", "accuracy", 5), ".2f"),
+    ("at 9", at_depth("layers", "accuracy", 9), ".2f"),
+    ("COS, depth 5", at_depth("layers", "cos", 5), ".2f"),
+    ("CKA, depth 5", at_depth("layers", "cka", 5), ".2f"),
+    ("norm ratio, depth 5", at_depth("layers", "norm_ratio", 5), ".2f"),
+    ("two components, %", lambda run: 100 * run["two_components"], ".0f"),
+    ("loss after 200 steps", at("curve", "200"), ".2f"),
+]
 OF_EXITS: list[Column] = [
     ("agreement, depth 1", at_depth("layers", "agreement", 1), ".3f"),
     ("depth 3", at_depth("layers", "agreement", 3), ".3f"),
@@ -118,11 +128,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-texts-loss": lambda: _by_depth("aligned-texts", "loss"),
     "aligned-images-accuracy": lambda: _by_depth("aligned-images", "accuracy"),
     "aligned-sentences-exits": lambda: exits_table("aligned-sentences", ("0.8",)),
+    "aligned-digits": lambda: numbers_table("aligned-digits", OF_DIGITS),
     "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
+    "simreg-baselines": lambda: against(
+        "simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2[:1]
+    ),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
+    ),
+    "dispersion-settings": lambda: against(
+        "dispersion-settings", ("dispersion-losses", "plain"), OF_GPT2
     ),
     "headless-decoders": lambda: numbers_table(
         "headless-decoders",

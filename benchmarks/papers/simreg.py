@@ -2,11 +2,12 @@
 
     python benchmarks/papers/simreg.py grid --data NOVELS/*.txt
     python benchmarks/papers/simreg.py places --data NOVELS/*.txt
+    python benchmarks/papers/simreg.py baselines --data NOVELS/*.txt
 
 `grid`: the loss against steps without SimReg and with it, over temperatures and weights (its
 figure 4, table 6). `places`: the layer it acts on (figure 5), chunks (table 2), and whether plain
-training at another learning rate gains as much. Three seeds a variant; results go to
-docs/papers/results.
+training at another learning rate gains as much. `baselines`: the contrastive losses that it is
+compared with (table 1). Three seeds a variant; results go to docs/papers/results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,21 @@ TEMPERATURES = (0.01, 0.03, 0.1)
 WEIGHTS = (0.1, 0.3, 3.0)
 """The paper's rule gives 10 * sqrt(96 / 1024) = 3.06 for this size."""
 PLACED = {"weight": 0.3}
-"""Where places and chunks are compared: the best of the grid."""
+"""Where places, chunks and baselines are compared: the best of the grid."""
+BASELINES = {
+    "SimReg": "simreg",
+    "SimCSE": "simcse",
+    "CPretrain": "cpretrain",
+    "CReg": "creg",
+    "SCE": "sce",
+}
+SMALLER = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def grid(novels: list[str]) -> Study:
@@ -46,6 +61,17 @@ def places(novels: list[str]) -> Study:
     rates = {"plain, half the learning rate": 1.0e-3, "plain, twice the learning rate": 4.0e-3}
     variants |= {name: ["ce"] for name in rates}
     return _study("simreg-places", novels, variants, rates)
+
+
+def baselines(novels: list[str]) -> Study:
+    """Other contrastive losses at the same weight, on a smaller model for half the steps."""
+    variants: dict[str, list[Any]] = {"plain": ["ce"]}
+    variants |= {shown: ["ce", {"name": name, **PLACED}] for shown, name in BASELINES.items()}
+    study = _study("simreg-baselines", novels, variants)
+    for run in study.runs:
+        run.recipe["config"] |= SMALLER
+        run.recipe["training"] |= {"max_steps": 200, "warmup_steps": 20}
+    return study
 
 
 def _with(**options: Any) -> list[Any]:
@@ -71,4 +97,4 @@ def _study(
 
 
 if __name__ == "__main__":
-    study_command(__doc__, {"grid": grid, "places": places})
+    study_command(__doc__, {"grid": grid, "places": places, "baselines": baselines})

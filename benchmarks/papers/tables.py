@@ -52,11 +52,13 @@ def values(runs: Runs, variant: str, of: Of) -> list[float]:
 
 
 def spread(found: Sequence[float], form: str = ".3f") -> str:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds; of one seed its number alone."""
     if not found:
         return "-"
-    deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-    return f"{format(statistics.mean(found), form)} ± {format(deviation, form.lstrip('+'))}"
+    mean = format(statistics.mean(found), form)
+    if len(found) == 1:
+        return mean
+    return f"{mean} ± {format(statistics.stdev(found), form.lstrip('+'))}"
 
 
 def at_depth(group: str, key: str, depth: int) -> Of:
