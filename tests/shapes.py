@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from exitserve.checkpoint.calibration import Calibration, OperatingPoint
 from exitserve.costs.byte_costs import DecoderShape
 
 SHAPES = Path(__file__).parents[1] / "docs" / "shapes"
@@ -48,3 +49,10 @@ BERT: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+def calibration_of(chosen: OperatingPoint, *points: OperatingPoint, **fields: Any) -> Calibration:
+    """A calibration, in mode "defer" by the largest probability where `fields` say nothing else."""
+    target = f"agreement>={chosen.agreement:g}"
+    usual = {"mode": "defer", "criterion": "max_prob", "confidence_level": 0.95}
+    return Calibration(target=target, chosen=chosen, points=points, **{**usual, **fields})

@@ -58,7 +58,7 @@ def spread(found: Sequence[float], form: str = ".3f") -> str:
     mean = format(statistics.mean(found), form)
     if len(found) == 1:
         return mean
-    return f"{mean} ± {format(statistics.stdev(found), form.lstrip('+'))}"
+    return f"{mean}±{format(statistics.stdev(found), form.lstrip('+'))}"
 
 
 def at_depth(group: str, key: str, depth: int) -> Of:

@@ -13,9 +13,11 @@ from exitserve.bench import prompts
 from exitserve.bench.command import add_command, job_of
 from exitserve.bench.settings import rotated
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.errors import ExitServeError
 from exitserve.settings import OFF, PLAIN, Setting
+
+from ..shapes import calibration_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,18 +38,12 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def calibrated(model: Path) -> Path:
     point = OperatingPoint(agreement=0.98, thresholds={4: 0.5}, eos_thresholds={4: 0.8})
-    found = Calibration(
-        target="agreement>=0.98",
-        mode="defer",
+    found = calibration_of(
+        point,
+        replace(point, agreement=0.9, thresholds={4: 0.3}),
+        replace(point, agreement=0.8, thresholds={2: 0.2}),
         criterion="margin",
-        confidence_level=0.95,
-        exit_rows="all",
         num_layers=6,
-        chosen=point,
-        points=(
-            replace(point, agreement=0.9, thresholds={4: 0.3}),
-            replace(point, agreement=0.8, thresholds={2: 0.2}),
-        ),
     )
     block = MultiExit(exit_layers=(2, 4), criterion="margin", calibration=found)
     write_multi_exit(model, block)

@@ -16,19 +16,19 @@ from transformers import AutoModelForCausalLM
 
 from exitserve.checkpoint.adapters import merged_checkpoint
 from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.checkpoint.exit_rows import load_exit_rows, save_exit_rows
 from exitserve.cli import main
 from exitserve.engine.launch import check_rules
 
-CALIBRATION = Calibration(
-    target="agreement>=0.99",
+from ..shapes import calibration_of
+
+CALIBRATION = calibration_of(
+    OperatingPoint(agreement=0.99, thresholds={6: 0.5}, eos_thresholds={6: 1.0}),
     mode="confidence",
     criterion="margin",
-    confidence_level=0.95,
     num_layers=24,
     exit_rows="frequent",
-    chosen=OperatingPoint(agreement=0.99, thresholds={6: 0.5}, eos_thresholds={6: 1.0}),
 )
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _read_only: list[Path] = []

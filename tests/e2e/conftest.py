@@ -14,10 +14,11 @@ import pytest
 from openai import OpenAI
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 
 from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, stop
 from ..scripts import ROOT, script
+from ..shapes import calibration_of
 
 NAME = "exit-py"
 KEY = "none"
@@ -146,15 +147,7 @@ def calibrated(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         thresholds=dict.fromkeys((6, 12, 18), 0.4),
         eos_thresholds=dict.fromkeys((6, 12, 18), 0.7),
     )
-    calibration = Calibration(
-        target=f"agreement>={point.agreement}",
-        mode="confidence",
-        criterion="max_prob",
-        confidence_level=0.95,
-        exit_rows="all",
-        num_layers=24,
-        chosen=point,
-    )
+    calibration = calibration_of(point, mode="confidence", num_layers=24)
     write_multi_exit(directory, MultiExit(exit_layers=(6, 12, 18), calibration=calibration))
     return directory
 

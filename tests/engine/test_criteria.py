@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
+
+from ..shapes import calibration_of
 
 THRESHOLDS = {
     # Of each criterion, such that a random model's tokens leave at every exit layer.
@@ -42,15 +44,13 @@ def calibrated(make_checkpoint, tmp_path, criterion: str, mode: str = "confidenc
     shutil.copytree(make_checkpoint("llama"), directory)
     strict, loose = THRESHOLDS[criterion]
     never = dict.fromkeys(strict, 1.0)
-    calibration = Calibration(
-        target="agreement>=0.99",
+    calibration = calibration_of(
+        OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
+        OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),
         mode=mode,
         criterion=criterion,
-        confidence_level=0.95,
         num_layers=6,
         exit_rows="frequent",
-        chosen=OperatingPoint(agreement=0.99, thresholds=strict, eos_thresholds=never),
-        points=(OperatingPoint(agreement=0.9, thresholds=loose, eos_thresholds=loose),),
     )
     block = replace(read_multi_exit(directory), criterion=criterion, calibration=calibration)
     write_multi_exit(directory, block)

@@ -10,11 +10,13 @@ import pytest
 
 from exitserve.arguments import any_mode, thresholds_of
 from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.engine.launch import check_rules
 from exitserve.errors import ExitServeError
 from exitserve.policy import NEVER
 from exitserve.settings import make_settings
+
+from ..shapes import calibration_of
 
 POINT = OperatingPoint(
     agreement=0.98, thresholds={6: 0.8, 18: 0.6}, eos_thresholds={6: 0.9, 18: 0.9}
@@ -27,15 +29,8 @@ def calibrated(bundled: Path, tmp_path: Path) -> Path:
         shutil.copy(bundled / name, tmp_path)
     block = read_multi_exit(bundled)
     assert block is not None
-    found = Calibration(
-        target="agreement>=0.98",
-        mode="defer",
-        criterion="max_prob",
-        confidence_level=0.95,
-        exit_rows="all",
-        num_layers=24,
-        chosen=POINT,
-        points=(replace(POINT, agreement=0.9, thresholds={18: 0.2}),),
+    found = calibration_of(
+        POINT, replace(POINT, agreement=0.9, thresholds={18: 0.2}), num_layers=24
     )
     write_multi_exit(tmp_path, replace(block, calibration=found))
     return tmp_path

@@ -17,7 +17,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.engine.recorder import TraceKeys
 from exitserve.errors import ExitServeError
 from exitserve.policy import ExitPolicy, ExitRules
@@ -26,6 +26,8 @@ from exitserve.server.metrics import ShadowMetrics
 from exitserve.server.response_fields import Traced
 from exitserve.server.shadow_evaluation import ShadowEvaluation, traced_params
 from exitserve.server.unsupported_features import check_shadow_rate
+
+from ..shapes import calibration_of
 
 MODEL = "tiny"
 POINT = OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 0.8})
@@ -36,15 +38,7 @@ RULES = ExitRules(
     default=ExitPolicy.calibrated(POINT, mode="confidence"),
     num_drafts=4,
     modes=("off", "confidence", "defer", "verify", "fixed"),
-    calibration=Calibration(
-        target="agreement>=0.9",
-        mode="confidence",
-        criterion="max_prob",
-        confidence_level=0.95,
-        num_layers=6,
-        chosen=POINT,
-        points=(CHEAPER,),
-    ),
+    calibration=calibration_of(POINT, CHEAPER, mode="confidence", num_layers=6),
 )
 EARLY = {"exit_threshold": "auto"}
 PROMPT = tokens_input([7, 8, 9], cache_salt="mine")

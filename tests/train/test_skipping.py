@@ -12,19 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from exitserve.checkpoint.decoder import decoder_parts
-from exitserve_training.objectives.objective import LossInputs
 
-MakeSkips = Callable[..., Any]
-Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, LossInputs]]
-
-NUM_LAYERS, EXITS = 6, (2, 4)
-FAMILIES = ("llama", "qwen3", "gpt2")
-# The same float32 sums over 128 to 256 numbers, in another order because matrices of a batch are
-# multiplied otherwise than those of one row or one token: about 10 roundings of 6e-8 in each of 6
-# layers, relative to states and logits of up to 30.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
+from .test_freezing import CLOSE, EXITS, FAMILIES, NUM_LAYERS, Ids, MakeSkips, Pass
 
 # --- frozen at random: token-by-token decoding ---------------------------------------------------
 

@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.engine.options import make_rules
 from exitserve.errors import ExitServeError
 
+from ..shapes import calibration_of
+
 
 def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin") -> dict[str, Any]:
-    calibration = Calibration(
-        target="agreement>=0.98",
-        mode=mode,
-        criterion=criterion,
-        confidence_level=0.95,
-        num_layers=12,
-        exit_rows="all",
-        chosen=OperatingPoint(
+    calibration = calibration_of(
+        OperatingPoint(
             agreement=0.98, thresholds={6: 0.8, 9: 0.5}, eos_thresholds={6: 1.0, 9: 1.0}
         ),
+        mode=mode,
+        criterion=criterion,
+        num_layers=12,
     )
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -11,25 +11,22 @@ from exitserve.checkpoint.block import (
     read_multi_exit,
     write_multi_exit,
 )
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.errors import ExitServeError
 
-CALIBRATION = Calibration(
-    target="agreement>=0.99",
-    mode="confidence",
-    criterion="max_prob",
-    confidence_level=0.95,
-    num_layers=6,
-    chosen=OperatingPoint(
+from ..shapes import calibration_of
+
+CALIBRATION = calibration_of(
+    OperatingPoint(
         agreement=0.99,
         thresholds={2: 0.9, 4: 0.8},
         eos_thresholds={2: 1.0, 4: 0.95},
         found={"mean_depth": 4.5},
     ),
-    points=(
-        OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 1.0}),
-        OperatingPoint(agreement=0.95, thresholds={2: 0.7}, eos_thresholds={2: 1.0}),
-    ),
+    OperatingPoint(agreement=0.9, thresholds={2: 0.5}, eos_thresholds={2: 1.0}),
+    OperatingPoint(agreement=0.95, thresholds={2: 0.7}, eos_thresholds={2: 1.0}),
+    mode="confidence",
+    num_layers=6,
     provenance={"tokens": 1000},
 )
 

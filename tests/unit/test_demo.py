@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.demo import compared, shown, verdict
+
+from ..shapes import calibration_of
 
 
 @pytest.fixture
@@ -24,15 +26,7 @@ def promising(tmp_path: Path) -> Path:
         )
         for agreement, threshold in ((0.98, 0.8), (0.95, 0.6))
     )
-    calibration = Calibration(
-        target="agreement>=0.98",
-        mode="defer",
-        criterion="max_prob",
-        confidence_level=0.95,
-        num_layers=12,
-        chosen=better,
-        points=(cheaper,),
-    )
+    calibration = calibration_of(better, cheaper, num_layers=12)
     write_multi_exit(tmp_path, MultiExit(exit_layers=layers, calibration=calibration))
     return tmp_path
 

@@ -7,26 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitserve.checkpoint.calibration import Calibration, ModeCalibration, OperatingPoint
+from exitserve.checkpoint.calibration import ModeCalibration, OperatingPoint
 from exitserve.errors import LONGEST_LINE, ExitServeError
 from exitserve.policy import FIELDS, NEVER, ExitPolicy, ExitRules
+
+from ..shapes import calibration_of
 
 RULES = ExitRules(num_layers=12, exit_layers=(3, 6, 9))
 CALIBRATED = replace(
     RULES,
-    calibration=Calibration(
-        target="agreement>=0.98",
+    calibration=calibration_of(
+        OperatingPoint(agreement=0.98, thresholds={3: 0.9, 6: 0.8}, eos_thresholds={3: 0.95}),
+        OperatingPoint(agreement=0.9, thresholds={6: 0.4}, eos_thresholds={6: 1.0}),
+        OperatingPoint(agreement=0.999, thresholds={6: 1.5}, eos_thresholds={6: 2.0}),
         mode="confidence",
-        criterion="max_prob",
-        confidence_level=0.95,
         num_layers=12,
-        chosen=OperatingPoint(
-            agreement=0.98, thresholds={3: 0.9, 6: 0.8}, eos_thresholds={3: 0.95}
-        ),
-        points=(
-            OperatingPoint(agreement=0.9, thresholds={6: 0.4}, eos_thresholds={6: 1.0}),
-            OperatingPoint(agreement=0.999, thresholds={6: 1.5}, eos_thresholds={6: 2.0}),
-        ),
     ),
 )
 

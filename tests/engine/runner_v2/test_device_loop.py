@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
+
+from ...shapes import calibration_of
 
 EXITS = {"exit_rows": "frequent"}
 
@@ -110,14 +112,7 @@ def test_calibrated_thresholds_of_another_criterion(
     directory = tmp_path / criterion
     shutil.copytree(model, directory)
     point = OperatingPoint(agreement=0.9, thresholds=thresholds, eos_thresholds={2: 1.0, 4: 1.0})
-    calibration = Calibration(
-        target="agreement>=0.9",
-        mode="confidence",
-        criterion=criterion,
-        confidence_level=0.95,
-        num_layers=6,
-        chosen=point,
-    )
+    calibration = calibration_of(point, mode="confidence", criterion=criterion, num_layers=6)
     block = replace(read_multi_exit(directory), criterion=criterion, calibration=calibration)
     write_multi_exit(directory, block)
     reference = load_reference(str(directory))

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import Calibration, OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.checkpoint.decoder import FAMILIES, capture_hidden, decoder_parts
 from exitserve.checkpoint.weights import INDEX
 from exitserve.cli import main
+
+from ...shapes import calibration_of
 
 EXPERTS = {"num_experts_per_tok": 2}
 WINDOWS = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}
@@ -81,14 +83,7 @@ def test_all_layers_are_the_identity(make_checkpoint, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     shutil.copytree(make_checkpoint("llama"), model_dir)
     point = OperatingPoint(agreement=0.99, thresholds={2: 0.5}, eos_thresholds={2: 1.0})
-    calibration = Calibration(
-        target="agreement>=0.99",
-        mode="defer",
-        criterion="max_prob",
-        confidence_level=0.95,
-        num_layers=6,
-        chosen=point,
-    )
+    calibration = calibration_of(point, num_layers=6)
     write_multi_exit(model_dir, MultiExit(exit_layers=(2, 4), calibration=calibration))
     assert _truncate(model_dir, tmp_path / "all", "--layers", "6") == 0
     assert (tmp_path / "all/config.json").read_bytes() == (model_dir / "config.json").read_bytes()
