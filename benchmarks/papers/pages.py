@@ -54,8 +54,6 @@ OF_DIGITS: list[Column] = [
     ("at 9", at_depth("layers", "accuracy", 9), ".2f"),
     ("COS, depth 5", at_depth("layers", "cos", 5), ".2f"),
     ("CKA, depth 5", at_depth("layers", "cka", 5), ".2f"),
-    ("norm ratio, depth 5", at_depth("layers", "norm_ratio", 5), ".2f"),
-    ("two components, %", lambda run: 100 * run["two_components"], ".0f"),
     ("loss after 200 steps", at("curve", "200"), ".2f"),
 ]
 OF_EXITS: list[Column] = [
@@ -146,7 +144,6 @@ TABLES: dict[str, Callable[[], str]] = {
         [
             ("held-out loss", at("loss"), ".3f"),
             ("embeddings as head", at("embeddings_as_head"), ".3f"),
-            ("training seconds", at("training_seconds"), ".0f"),
         ],
     ),
     "headless-batches": _heads_taught,
