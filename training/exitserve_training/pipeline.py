@@ -260,7 +260,8 @@ def _add_exit_rows(trainer: MultiExitTraining, folder: Path) -> None:
         shape = shape_of(read_config(folder), "bfloat16")
     except ExitServeError:  # of a kind whose costs are not known
         return
-    if shape.exit_rows is None or not trainer.exits.exit_layers or trainer.parts.task == "class":
+    is_served = trainer.parts.task == "next token" and bool(trainer.exits.exit_layers)
+    if shape.exit_rows is None or not is_served:
         return
     data: Any = trainer.train_dataset
     step = 1 + len(data) * len(data[0]["input_ids"]) // COUNTED_TOKENS
