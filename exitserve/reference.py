@@ -24,6 +24,8 @@ Shapes: T tokens, L layers, D hidden, V vocabulary, K exit rows. One sequence at
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -354,6 +356,7 @@ def load_reference(
     from exitserve.checkpoint.block import MultiExit, read_multi_exit
     from exitserve.checkpoint.exit_rows import load_exit_rows
 
+    _give_memory_back()
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     model = model.to(roomy_device(model) if device == "auto" else device)
     block = read_multi_exit(model_dir) or MultiExit(exit_layers=())
@@ -364,6 +367,16 @@ def load_reference(
     if block.rows_file is not None and exit_rows == FREQUENT:
         rows = load_exit_rows(model_dir, block.rows_file)
     return Reference(model, layers, ends, kind, rows)
+
+
+def _give_memory_back() -> None:
+    """Large tensors on a CPU go back to the system once they are freed.
+
+    By default glibc comes to keep those of up to 32 MB, which logits are; before 2.38 it may not
+    use that memory again for aligned tensors (bug 14581), and a calibration grew to 13 GB.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD
 
 
 def roomy_device(model: nn.Module) -> torch.device:
