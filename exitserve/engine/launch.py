@@ -233,9 +233,9 @@ def start_engine(
 
 def check_requests_by(engine: Any) -> None:
     """Has this process check its requests by the rules of a `vllm.LLM` with exits."""
-    from exitserve.engine.hooks.rows_processor import RowsProcessor
+    from exitserve.engine.requests import FieldCheck
 
-    RowsProcessor.rules = rules_from(engine.llm_engine.vllm_config)
+    FieldCheck.rules = rules_from(engine.llm_engine.vllm_config)
 
 
 def stop_engine(engine: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from vllm.sampling_params import SamplingType
 
 from exitserve.costs.drafting import PRIOR, SAMPLED, Acceptance
+from exitserve.engine.recorder import check_trace
+from exitserve.errors import ExitServeError
 from exitserve.policy import DRAFT_SOURCES, ExitPolicy, ExitRules
 
 MOST_PREEMPTED = 4096
@@ -68,6 +70,32 @@ class Request:
         """Keeps the depth of generated token `index`; tokens skipped before it ran full depth."""
         self.depths += [full_depth] * (index - len(self.depths))
         self.depths[index:] = [depth]
+
+
+class FieldCheck:
+    """Checks the `exit_*` fields of every request on its way to the engine, by whatever route.
+
+    vLLM asks the logits processors about parameters; those of both runners inherit this.
+    """
+
+    rules: ExitRules | None = None
+    """Set on this class in the front-end process, once the model is known."""
+    serves_clients = False
+    """Set in a server, whose clients may ask for a trace but not name its keys."""
+
+    @staticmethod
+    def validate_params(sampling_params: Any) -> None:
+        """Raises `ValueError` (HTTP 400) for bad fields."""
+        fields, rules = sampling_params.extra_args or {}, FieldCheck.rules
+        if rules is not None:
+            rules.policy_for(fields)
+            if rules.num_drafts and sampling_params.logprob_token_ids:
+                raise ExitServeError(
+                    "logprob_token_ids is not supported where the first layers draft (modes defer "
+                    "and verify): vLLM's rejection sampling has no log-probabilities of given "
+                    "tokens. Leave it out, or use a server of another --mode."
+                )
+        check_trace(fields.get("exit_trace"), of_client=FieldCheck.serves_clients)
 
 
 def policy_of(params: Any, rules: ExitRules) -> ExitPolicy:

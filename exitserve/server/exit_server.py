@@ -16,9 +16,9 @@ from typing import Any
 
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from exitserve.engine.hooks.rows_processor import RowsProcessor
 from exitserve.engine.options import rules_from
 from exitserve.engine.recorder import TraceKeys
+from exitserve.engine.requests import FieldCheck
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,
@@ -179,7 +179,7 @@ class ExitServer:
 
     async def start(self) -> None:
         """Attaches to the worker and starts to read its counts."""
-        RowsProcessor.rules, RowsProcessor.serves_clients = self.rules, True
+        FieldCheck.rules, FieldCheck.serves_clients = self.rules, True
         await self.worker.attach()
         await self.counts.read()
         self._poller = asyncio.create_task(self._poll())

@@ -95,7 +95,7 @@ class Pool:
 
     def engine(self, model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
         """An engine without requests, with an empty prefix cache."""
-        from exitserve.engine.hooks.rows_processor import RowsProcessor
+        from exitserve.engine.requests import FieldCheck
 
         chosen = USUAL | options | {"exits": DEFAULTS | (options.get("exits") or {})}
         key = json.dumps([str(model), plain, chosen], sort_keys=True, default=str)
@@ -106,9 +106,9 @@ class Pool:
             if "experts" in (Path(model) / "config.json").read_text():
                 self.close()  # process groups have one of experts only if the first engine has
             self._end(*list(self._alive)[: -ALIVE + 1])
-            self._alive[key] = (launch(model, options, plain=plain), RowsProcessor.rules)
+            self._alive[key] = (launch(model, options, plain=plain), FieldCheck.rules)
         self._alive.move_to_end(key)
-        engine, RowsProcessor.rules = self._alive[key]
+        engine, FieldCheck.rules = self._alive[key]
         engine.reset_prefix_cache()
         return engine
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.platforms import current_platform
 
 from exitserve_kernels.exit_check import Head
 
@@ -50,18 +46,15 @@ def readable_head(
     )
 
 
-class PackedLinear(nn.Module):
-    """A linear map [N, D] to [N, K], packed as vLLM packs its own."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Takes a weight [K, D] and a bias [K]."""
-        super().__init__()
-        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.cpu_linear: Callable[..., Tensor] = functional.linear
-        if current_platform.is_cpu():
-            dispatch_cpu_unquantized_gemm(self, remove_weight=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, K] of [N, D]."""
-        return self.cpu_linear(x, self.weight, self.bias)
+def packed_linear(weight: Tensor, bias: Tensor | None) -> ReplicatedLinear:
+    """A linear map [N, D] to [N, K] of a weight [K, D] and a bias [K], packed as vLLM packs its
+    own."""
+    (width, depth), has_bias = weight.shape, bias is not None
+    made = ReplicatedLinear(
+        depth, width, bias=has_bias, params_dtype=weight.dtype, return_bias=False
+    )
+    made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    made.quant_method.process_weights_after_loading(made)
+    return made

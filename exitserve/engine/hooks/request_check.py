@@ -5,16 +5,11 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from exitserve.engine.hooks.rows_processor import RowsProcessor
+from exitserve.engine.requests import FieldCheck
 
 
-class RequestCheck(LogitsProcessor):
+class RequestCheck(FieldCheck, LogitsProcessor):
     """A logits processor in name only: vLLM asks it about parameters when a request comes."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises `ValueError` (HTTP 400) for bad `exit_*` fields."""
-        RowsProcessor.validate_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """False: logits stay as they are."""

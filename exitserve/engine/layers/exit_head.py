@@ -34,7 +34,7 @@ from vllm.distributed import (
 )
 
 from exitserve.engine.compat.compiled import compiled_module
-from exitserve.engine.compat.weights import PackedLinear, readable_head
+from exitserve.engine.compat.weights import packed_linear, readable_head
 from exitserve_kernels.dispatch import choose
 from exitserve_kernels.exit_check import (
     Criterion,
@@ -168,7 +168,7 @@ class ExitHead:
         if choose("exit_check", device) == "triton":
             self._readable = found
         if self.rows is not None and self._readable is None:
-            self._product = PackedLinear(found.weight, found.bias)
+            self._product = packed_linear(found.weight, found.bias)
         elif self.rows is not None:
             self._product = partial(linear, weight=found.weight, bias=found.bias)
 

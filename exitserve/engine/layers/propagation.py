@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from exitserve.engine.compat.caches import CacheWriter, layer_caches, layer_slots
 from exitserve.engine.compat.compiled import compiled_module
-from exitserve.engine.compat.weights import PackedLinear
+from exitserve.engine.compat.weights import packed_linear
 from exitserve.engine.layers.key_values import LayerKV, Norm, rotation_table
 from exitserve_kernels.propagate_kv import (
     KeyNorm,
@@ -110,11 +110,11 @@ class Propagation(nn.Module):
         above.fill(state, positions, tokens)
 
 
-def _projection(layers: Sequence[LayerKV], like: Tensor) -> PackedLinear:
+def _projection(layers: Sequence[LayerKV], like: Tensor) -> nn.Module:
     """Makes keys and values of normalised states [N, D]: layer by layer, keys first."""
     weights, biases = zip(*(layer.folded(like) for layer in layers), strict=True)
     bias = torch.cat(biases)
-    return PackedLinear(torch.cat(weights), bias if bias.any() else None)
+    return packed_linear(torch.cat(weights), bias if bias.any() else None)
 
 
 class Projected(nn.Module):
@@ -128,7 +128,7 @@ class Projected(nn.Module):
 
     def take(
         self,
-        spans: Sequence[PackedLinear],
+        spans: Sequence[nn.Module],
         layers: Sequence[LayerKV],
         tables: Sequence[Tensor | None],
     ) -> None:
