@@ -1,14 +1,29 @@
-"""Response fields: `exit_layers` per choice, the others per response.
+"""Response fields, and what is asked of workers for them: `exit_layers` of each choice, the others
+of the response.
 
 vLLM names the requests behind one HTTP call `cmpl-X-{prompt}-{random}` or `chatcmpl-X-{random}`,
 with `{sample}_` in front if n > 1. These names tell which choice a trace belongs to.
+
+Every wait for a worker has an end. vLLM answers between two steps of its engine. A step may take
+seconds, and an engine that hangs or has died never answers: a request that waited for it would not
+end, and the server waits for its requests before it stops.
 """
 
+from __future__ import annotations
+
+import asyncio
 import json
+import logging
 import re
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+
+from exitserve.engine.recorder import TraceKeys
+from exitserve.server.metrics import Snapshot
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE = re.compile(r"^(\d+)_(?:cmpl|chatcmpl)-")
 _PROMPT = re.compile(r"-(\d+)-[0-9a-f]{8}$")
@@ -16,6 +31,12 @@ _PROMPT = re.compile(r"-(\d+)-[0-9a-f]{8}$")
 Traced = dict[int, tuple[int, str]]
 """Index of a generated token to the depth at which it stopped, and the source of the draft that it
 was, empty for none."""
+
+
+ANSWER_SECONDS = 30.0
+"""The longest wait for an answer: long enough for a step with long prompts on a CPU."""
+FAILURE_SECONDS = 0.25
+"""How soon a failure of the engine ends a wait."""
 
 
 def choice_index(request_id: str, samples: int, *, chat: bool) -> int:
@@ -43,6 +64,69 @@ def exit_metrics(
         "depth_speedup": num_layers * len(depths) / total if depths else None,
         "accepted_drafts": Counter(source for choice in known for _, source in choice if source),
     }
+
+
+class NoAnswerError(RuntimeError):
+    """The worker gave no answer: its engine failed, is stopping, or takes too long."""
+
+
+class WorkerClient:
+    """Calls of `exitserve.engine.hooks.worker_extension.ExitWorkerExtension`, of every engine."""
+
+    def __init__(self, engine_client: Any, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        """Asks nothing yet; waits so many seconds for each answer at most."""
+        self._engine = engine_client
+        self._answer_seconds = answer_seconds
+
+    async def attach(self) -> None:
+        """Tells the workers that vLLM's engines are complete."""
+        await self._ask("exit_attach")
+
+    async def counts(self) -> dict[int, Snapshot]:
+        """By engine, its data-parallel rank, the counts since its worker's start."""
+        counts: list[Snapshot] = await self._ask("exit_stats")
+        return dict(zip(self._engine.engine_core.engine_ranks_managed, counts, strict=True))
+
+    async def take_traces(self, key: str) -> dict[str, Traced]:
+        """Removes and returns the depths that the workers recorded under `key`.
+
+        None if a worker is away: a finished answer is worth more than its depths.
+        """
+        try:
+            # Each sample of a request runs on one engine, several on as many as the router chose.
+            found: list[dict[str, Traced]] = await self._ask("exit_take_traces", key)
+        except NoAnswerError:
+            return {}
+        return {name: one for engine in found for name, one in engine.items()}
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Of each engine, its first rank's answer.
+
+        Raises:
+            NoAnswerError: there is none.
+        """
+        # One that comes later finds nobody waiting for it: vLLM drops it.
+        # vLLM's own `collective_rpc` of a client gives the first engine's answers only.
+        ask = self._engine.engine_core.call_utility_all_async
+        call = asyncio.ensure_future(ask("collective_rpc", method, None, args, None))
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._answer_seconds
+        try:
+            while not call.done():
+                # Nothing ends a call when the engine fails (`AsyncMPClient.utility_results`).
+                if self._engine.errored:
+                    raise NoAnswerError("the engine has failed.")
+                if clock() >= end:
+                    logger.warning("the engine did not answer in %.0f s", self._answer_seconds)
+                    raise NoAnswerError("the engine does not answer.")
+                await asyncio.wait({call}, timeout=min(FAILURE_SECONDS, max(0, end - clock())))
+            return [ranks[0] for ranks in call.result()]
+        except NoAnswerError:
+            raise
+        except Exception as error:  # vLLM's refusals, as of a server that stops, have no type
+            raise NoAnswerError(f"the engine cannot be asked: {error}") from error
+        finally:
+            call.cancel()
 
 
 class RequestTrace:
@@ -75,6 +159,20 @@ class RequestTrace:
         self._keep_token_ids = keep_token_ids
         self._traced: dict[int, Traced] = {}
         self._counts: dict[int, int | None] = {}
+
+    @classmethod
+    def of(cls, request: Any, worker: WorkerClient, num_layers: int, *, chat: bool) -> RequestTrace:
+        """The trace of a request, under a new key, which the request takes."""
+        key = uuid.uuid4().hex
+        request.vllm_xargs["exit_trace"] = TraceKeys([key])
+        keep_token_ids, request.return_token_ids = bool(request.return_token_ids), True
+        return cls(
+            lambda: worker.take_traces(key),
+            samples=request.n or 1,
+            chat=chat,
+            num_layers=num_layers,
+            keep_token_ids=keep_token_ids,
+        )
 
     def count(self, body: dict[str, Any]) -> None:
         """Counts the tokens of a response or chunk, and removes ids that were not asked for."""

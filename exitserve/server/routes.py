@@ -84,7 +84,7 @@ async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: b
         del request.vllm_xargs["exit_trace"]
     trace: RequestTrace | None = None
     if fields.get("exit_trace"):
-        trace = server.trace_of(request, chat=chat)
+        trace = RequestTrace.of(request, server.worker, server.rules.num_layers, chat=chat)
     contradiction = _contradiction(request)
     try:
         response = await handler(request, raw_request)

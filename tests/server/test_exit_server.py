@@ -17,8 +17,9 @@ from exitserve.engine.recorder import Recorder
 from exitserve.policy import ExitRules
 from exitserve.server import routes
 from exitserve.server.engine_end import EngineEnd
-from exitserve.server.exit_server import ExitServer, LatestCounts, NoAnswerError, WorkerClient
+from exitserve.server.exit_server import ExitServer, LatestCounts
 from exitserve.server.metrics import ExitMetrics
+from exitserve.server.response_fields import NoAnswerError, WorkerClient
 from exitserve.server.stats_window import StatsWindow
 
 MODEL = "tiny"
@@ -75,7 +76,7 @@ def tokens(registry: CollectorRegistry) -> float:
 def test_an_engine_that_fails_ends_every_wait() -> None:
     async def test(engine: Engine) -> None:
         engine.answering.clear()
-        waits = [asyncio.ensure_future(WorkerClient(engine).take_traces("k")) for _ in range(3)]
+        waits = [asyncio.ensure_future(WorkerClient(engine).counts()) for _ in range(3)]
         await asyncio.sleep(SOON)
         engine.errored = True
         began = time.monotonic()
@@ -102,7 +103,7 @@ def test_nothing_is_left_waiting() -> None:
 
     async def test(engine: Engine) -> None:
         engine.answering.clear()
-        wait = asyncio.ensure_future(WorkerClient(engine).take_traces("k"))
+        wait = asyncio.ensure_future(WorkerClient(engine).counts())
         await asyncio.sleep(SOON)
         wait.cancel()
         await asyncio.sleep(SOON)
@@ -207,11 +208,12 @@ def server() -> Any:
     return make
 
 
-def test_a_trace_that_cannot_be_had_is_empty(server: Any) -> None:
+def test_a_trace_that_cannot_be_had_is_empty() -> None:
     async def test(engine: Engine) -> None:
-        assert await server(engine).take_traces("k") == {"r": {0: [6, ""]}}
+        worker = WorkerClient(engine)
+        assert await worker.take_traces("k") == {"r": {0: [6, ""]}}
         engine.refusal = Exception("Server shutting down")
-        assert await server(engine).take_traces("k") == {}
+        assert await worker.take_traces("k") == {}
 
     run(test)
 
