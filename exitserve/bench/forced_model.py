@@ -19,11 +19,11 @@ from exitserve.bench.forced import KEY
 from exitserve.engine.architectures.decoders import MultiExitLlamaForCausalLM
 from exitserve.engine.early_exit.batch import Candidate, Step
 from exitserve.engine.early_exit.check import Checks
-from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
+from exitserve.engine.early_exit.device.batch import DeviceRequests, PassRows
 from exitserve.engine.early_exit.device.rows import DeviceRows, Put, Slots
 from exitserve.engine.layers.exit_head import ExitHead
 from exitserve.engine.recorder import Recorder
-from exitserve.engine.requests import Request
+from exitserve.engine.request import Request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import upload
 from exitserve.policy import ALWAYS

@@ -233,7 +233,7 @@ def start_engine(
 
 def check_requests_by(engine: Any) -> None:
     """Has this process check its requests by the rules of a `vllm.LLM` with exits."""
-    from exitserve.engine.requests import FieldCheck
+    from exitserve.engine.request import FieldCheck
 
     FieldCheck.rules = rules_from(engine.llm_engine.vllm_config)
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from exitserve.checkpoint.exit_rows import load_exit_rows
 from exitserve.engine.compat.config import refuse_unsupported
 from exitserve.engine.drafting.forward import DraftingLoop
+from exitserve.engine.early_exit.device.batch import DeviceRequests
 from exitserve.engine.early_exit.device.loop import DeviceLoop
-from exitserve.engine.early_exit.device.requests import DeviceRequests
 from exitserve.engine.early_exit.device.rows import DeviceRows
 from exitserve.engine.early_exit.forward import HostLoop
 from exitserve.engine.layers.exit_head import ExitHead

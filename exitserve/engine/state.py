@@ -10,7 +10,7 @@ from torch import Tensor
 from exitserve.engine.compat.config import eos_token_ids
 from exitserve.engine.options import rules_from
 from exitserve.engine.recorder import Recorder
-from exitserve.engine.requests import RunningRequests
+from exitserve.engine.request import RunningRequests
 from exitserve.policy import ExitRules
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from exitserve.engine.options import rules_from
-from exitserve.engine.requests import FieldCheck
+from exitserve.engine.request import FieldCheck
 from exitserve.server.metrics import (
     ExitMetrics,
     ShadowMetrics,

@@ -29,7 +29,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from exitserve.checkpoint.calibration import CALIBRATED_MODES
 from exitserve.engine.recorder import TraceKeys
-from exitserve.engine.requests import policy_of
+from exitserve.engine.request import policy_of
 from exitserve.policy import AUTO, ExitRules
 from exitserve.server.metrics import ShadowMetrics, Thresholds
 from exitserve.server.response_fields import Traced

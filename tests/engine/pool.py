@@ -95,7 +95,7 @@ class Pool:
 
     def engine(self, model: Path | str, options: Mapping[str, Any], *, plain: bool = False) -> Any:
         """An engine without requests, with an empty prefix cache."""
-        from exitserve.engine.requests import FieldCheck
+        from exitserve.engine.request import FieldCheck
 
         chosen = USUAL | options | {"exits": DEFAULTS | (options.get("exits") or {})}
         key = json.dumps([str(model), plain, chosen], sort_keys=True, default=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from exitserve.engine.compat.runner import watch_ends
-from exitserve.engine.early_exit.device.requests import DeviceRequests
+from exitserve.engine.early_exit.device.batch import DeviceRequests
 from exitserve.engine.hooks.model_state import ExitModelState
 from exitserve.engine.state import EngineState
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
+from exitserve.engine.early_exit.device.batch import DeviceRequests, PassRows
 from exitserve.engine.early_exit.device.rows import DeviceRows
 from exitserve.engine.early_exit.masked_loop import MaskedLoop, MaskedSegment
 from exitserve.engine.layers.branches import when
-from exitserve.engine.requests import Request
+from exitserve.engine.request import Request
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitPolicy, ExitRules
 from exitserve_kernels.exit_check import check_logits

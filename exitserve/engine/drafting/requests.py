@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from exitserve.engine.requests import Request, RunningRequests, read_request
+from exitserve.engine.request import Request, RunningRequests, read_request
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals, upload
 from exitserve.policy import NEVER

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from exitserve.engine.compat.context import BatchShape
-from exitserve.engine.requests import PreemptedRequests, Request, RunningRequests, read_request
+from exitserve.engine.request import PreemptedRequests, Request, RunningRequests, read_request
 from exitserve.engine.state import EngineState
 from exitserve.policy import ExitRules
 

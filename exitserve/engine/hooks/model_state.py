@@ -14,8 +14,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from exitserve.engine.drafting.requests import Sampled, SlotRequests
-from exitserve.engine.early_exit.device.requests import DeviceRequests, PassRows
-from exitserve.engine.requests import read_request
+from exitserve.engine.early_exit.device.batch import DeviceRequests, PassRows
+from exitserve.engine.request import read_request
 from exitserve.engine.state import state_of
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from exitserve.engine.requests import FieldCheck
+from exitserve.engine.request import FieldCheck
 
 
 class RequestCheck(FieldCheck, LogitsProcessor):

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from exitserve.engine.early_exit.batch import HostRequests
-from exitserve.engine.requests import FieldCheck
+from exitserve.engine.request import FieldCheck
 from exitserve.engine.state import state_of
 
 

@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from exitserve.engine.compat.parents import end_core_with_parent
 from exitserve.engine.options import drafts_from, rules_from
-from exitserve.engine.requests import policy_of
+from exitserve.engine.request import policy_of
 from exitserve.policy import ExitPolicy
 
 

@@ -6,7 +6,7 @@ from exitserve.engine.compat.config import check_version
 from exitserve.engine.compat.runner import watch_ends
 from exitserve.engine.compat.seeds import seed_keeper
 from exitserve.engine.early_exit.batch import HostRequests
-from exitserve.engine.early_exit.device.requests import DeviceRequests
+from exitserve.engine.early_exit.device.batch import DeviceRequests
 from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 

@@ -21,7 +21,7 @@ from exitserve.engine.early_exit.device.rows import (
     Put,
     Slots,
 )
-from exitserve.engine.requests import PreemptedRequests, Request, RunningRequests
+from exitserve.engine.request import PreemptedRequests, Request, RunningRequests
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
 from exitserve.policy import EXACT, ExitPolicy
