@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter, ImageOps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exitserve.calibration.outcomes import Piece
-from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
+from exitserve.calibration.scores import ExitScores, PieceReading, all_scores, read_exits
 from exitserve.checkpoint.decoder import capture_hidden
 from exitserve.evaluation.acceptance import DraftTally
 from exitserve.reference import load_reference
@@ -102,7 +102,7 @@ def exits_of_texts(folder: Path, texts: Sequence[str], rows: int = 32) -> Measur
     }
 
 
-def _tokens_a_step(readings: Sequence[Reading], layer: int) -> float:
+def _tokens_a_step(readings: Sequence[PieceReading], layer: int) -> float:
     """As `exitserve eval` counts them: the layers up to an exit draft, full depth judges."""
     tally = DraftTally()
     for one in readings:

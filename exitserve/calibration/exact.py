@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from exitserve.calibration.outcomes import Outcome
-from exitserve.calibration.scores import ExitScores, Reading, all_scores
+from exitserve.calibration.scores import ExitScores, PieceReading, all_scores
 from exitserve.policy import ExitPolicy
 from exitserve.reference import Reference
 
@@ -24,7 +24,7 @@ from exitserve.reference import Reference
 class ExactOutcomes:
     """What any policy of mode "defer" gives on some pieces, all at once."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
+    def __init__(self, readings: Sequence[PieceReading]) -> None:
         """Takes the readings of P pieces."""
         self.pieces = [one.piece for one in readings]
         self._scores = all_scores(readings)

@@ -37,7 +37,7 @@ from exitserve.calibration.proposals import (
     propose,
 )
 from exitserve.calibration.rows import RowsEntry
-from exitserve.calibration.scores import ExitScores, Reading, all_scores, read_exits
+from exitserve.calibration.scores import ExitScores, PieceReading, all_scores, read_exits
 from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
 from exitserve.checkpoint.calibration import ALL, FREQUENT, Calibration, OperatingPoint
@@ -285,7 +285,7 @@ class Calibrator:
 
     def _read(
         self, part: str, pieces: Sequence[Piece], advance: Callable[[], None]
-    ) -> list[Reading]:
+    ) -> list[PieceReading]:
         found = []
         for index, piece in enumerate(pieces):
 
@@ -293,7 +293,7 @@ class Calibrator:
                 return read_exits(self._reference, piece).plain()
 
             plain = self._recall(f"reading {part} {index}", read)
-            found.append(Reading.of_plain(piece, plain))
+            found.append(PieceReading.of_plain(piece, plain))
             advance()
         return found
 

@@ -35,7 +35,7 @@ class ExitScores:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PieceReading:
     """What every exit predicts for the decode tokens of one piece, at full depth's states."""
 
     piece: Piece
@@ -50,14 +50,14 @@ class Reading:
         return {"scores": scores, "nats": dict(self.nats)}
 
     @classmethod
-    def of_plain(cls, piece: Piece, plain: Mapping[str, Any]) -> Reading:
+    def of_plain(cls, piece: Piece, plain: Mapping[str, Any]) -> PieceReading:
         """The reading of a piece from its `plain` form."""
         scores = {layer: ExitScores(**one) for layer, one in plain["scores"].items()}
         return cls(piece, scores, plain["nats"])
 
 
 @torch.no_grad()
-def read_exits(reference: Reference, piece: Piece) -> Reading:
+def read_exits(reference: Reference, piece: Piece) -> PieceReading:
     """Reads a piece by the oracle, in one full-depth pass."""
     states, final = exit_states(reference, piece.token_ids, piece.prompt_length)
     full, parts = reference.parts.num_layers, reference.parts
@@ -77,10 +77,10 @@ def read_exits(reference: Reference, piece: Piece) -> Reading:
             (greedy == token).cpu(),
             torch.isin(greedy, reference.eos_token_ids).cpu(),
         )
-    return Reading(piece, scores, nats)
+    return PieceReading(piece, scores, nats)
 
 
-def all_scores(readings: Sequence[Reading]) -> dict[int, ExitScores]:
+def all_scores(readings: Sequence[PieceReading]) -> dict[int, ExitScores]:
     """The scores of all decode tokens of several pieces, by exit layer."""
     layers = readings[0].scores if readings else {}
     return {layer: _joined([one.scores[layer] for one in readings]) for layer in layers}

@@ -12,8 +12,8 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from exitserve.engine.options import rules_from
 from exitserve.engine.request import FieldCheck
 from exitserve.server.metrics import (
-    ExitMetrics,
     ShadowMetrics,
+    WorkerMetrics,
     export_calibrated_agreement,
 )
 from exitserve.server.response_fields import NoAnswerError, WorkerClient
@@ -35,7 +35,7 @@ class LatestCounts:
     """
 
     def __init__(
-        self, worker: WorkerClient, metrics: ExitMetrics | None, window: StatsWindow
+        self, worker: WorkerClient, metrics: WorkerMetrics | None, window: StatsWindow
     ) -> None:
         """Knows no counts yet; takes no metrics where another API process raises them."""
         self._worker = worker
@@ -95,7 +95,7 @@ class ExitServer:
         """Whether no other API process serves the same engines."""
         self._exports = core.client_index == 0
         """Whether this one exports what it reads from them: `/metrics` adds up all processes."""
-        metrics = ExitMetrics(get_prometheus_registry(), model_name) if self._exports else None
+        metrics = WorkerMetrics(get_prometheus_registry(), model_name) if self._exports else None
         self.counts = LatestCounts(self.worker, metrics, StatsWindow())
         self.open_requests = 0
         self.unsampled = False

@@ -250,7 +250,7 @@ def advance(last: Counts, current: Counts) -> Counts:
     return {key: count - base.get(key, 0) for key, count in current.items()}
 
 
-class ExitMetrics:
+class WorkerMetrics:
     """The counters of one served model that are read from its engines' workers."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exitserve_kernels.exit_check import (
     CRITERIA,
     Criterion,
-    Reading,
+    HostReading,
     check_logits,
     finish,
     summarise_logits,
@@ -101,7 +101,7 @@ def test_of_the_margin_too(rows: list[list[float]], eos: int, copies: int) -> No
 def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) -> None:
     width = min(map(len, rows))
     logits = torch.tensor([row[:width] for row in rows])
-    found = Reading.of(read(logits, criterion))
+    found = HostReading.of(read(logits, criterion))
     whole = check_logits(logits, torch.zeros(len(rows)), criterion=criterion)
     # Both are float32, computed in another order.
     assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-6)
@@ -112,10 +112,10 @@ def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) ->
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_a_host_reads_what_cannot_be_read(criterion: Criterion) -> None:
-    found = Reading.of(read(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion))
+    found = HostReading.of(read(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion))
     assert all(math.isnan(one) for one in found.confidence)
-    assert Reading.of(read(torch.ones(1, 1), criterion)) == ([0], [1.0])
-    assert Reading.of(read(torch.zeros(0, 5), criterion)) == ([], [])
+    assert HostReading.of(read(torch.ones(1, 1), criterion)) == ([0], [1.0])
+    assert HostReading.of(read(torch.zeros(0, 5), criterion)) == ([], [])
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)

@@ -18,7 +18,7 @@ from exitserve.policy import ExitRules
 from exitserve.server import routes
 from exitserve.server.engine_end import EngineEnd
 from exitserve.server.exit_server import ExitServer, LatestCounts
-from exitserve.server.metrics import ExitMetrics
+from exitserve.server.metrics import WorkerMetrics
 from exitserve.server.response_fields import NoAnswerError, WorkerClient
 from exitserve.server.stats_window import StatsWindow
 
@@ -65,7 +65,7 @@ def run(test: Callable[[Engine], Awaitable[None]]) -> None:
 def counts_of(engine: Engine, **options: Any) -> tuple[LatestCounts, CollectorRegistry]:
     registry = CollectorRegistry()
     worker = WorkerClient(engine, **options)
-    return LatestCounts(worker, ExitMetrics(registry, MODEL), StatsWindow()), registry
+    return LatestCounts(worker, WorkerMetrics(registry, MODEL), StatsWindow()), registry
 
 
 def tokens(registry: CollectorRegistry) -> float:

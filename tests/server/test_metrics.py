@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from exitserve.engine.recorder import Recorder
 from exitserve.server.metrics import (
     METRICS,
-    ExitMetrics,
     ShadowMetrics,
+    WorkerMetrics,
     export_calibrated_agreement,
 )
 
@@ -63,7 +63,7 @@ def total(values: dict[tuple[str, str], float], name: str) -> float:
 @given(EVENTS)
 def test_counters_never_decrease_and_reconcile(events: list[tuple[Any, ...]]) -> None:
     registry, recorder = CollectorRegistry(), Recorder(LAYERS, EXITS)
-    metrics = ExitMetrics(registry, MODEL)
+    metrics = WorkerMetrics(registry, MODEL)
     before = samples(registry)
     depths: list[int] = []
     for event in events:
@@ -84,7 +84,7 @@ def test_counters_never_decrease_and_reconcile(events: list[tuple[Any, ...]]) ->
 
 def test_a_restarted_worker_is_counted_on_top() -> None:
     registry = CollectorRegistry()
-    metrics = ExitMetrics(registry, MODEL)
+    metrics = WorkerMetrics(registry, MODEL)
     for tokens in (5, 2):  # the second worker has counted less than the first
         recorder = Recorder(LAYERS, EXITS)
         for _ in range(tokens):
@@ -95,7 +95,7 @@ def test_a_restarted_worker_is_counted_on_top() -> None:
 
 def test_every_place_a_token_can_stop_has_a_series_before_any_traffic() -> None:
     registry = CollectorRegistry()
-    ExitMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
+    WorkerMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
     layers = {layer for name, layer in samples(registry) if name == "exitserve_tokens_total"}
     assert layers == {"2", "4", "6"}
 
@@ -103,7 +103,7 @@ def test_every_place_a_token_can_stop_has_a_series_before_any_traffic() -> None:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_each_metric_is_exported_with_its_promql(metric: Any) -> None:
     registry = CollectorRegistry()
-    ExitMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
+    WorkerMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())
     ShadowMetrics(registry, MODEL, (*EXITS, LAYERS))
     export_calibrated_agreement(registry, MODEL, 0.0)
     text = generate_latest(registry).decode()

@@ -36,7 +36,7 @@ class Judged:
     """[S] bool, takes which tokens are final."""
 
 
-class Outcome(NamedTuple):
+class PassOutcome(NamedTuple):
     """What a pass gave one request."""
 
     request: Request
@@ -92,7 +92,7 @@ class DraftingRequests(RunningRequests):
         self._recorder.layer_reads += self._recorder.num_layers
         self._recorder.final_heads += 1
 
-    def count(self, outcomes: Iterable[Outcome]) -> None:
+    def count(self, outcomes: Iterable[PassOutcome]) -> None:
         """Counts and traces a pass."""
         checks = passed = 0
         for one in outcomes:
@@ -106,7 +106,7 @@ class DraftingRequests(RunningRequests):
         if checks:
             self._recorder.count_checks(self.layer, checks, passed)
 
-    def _count_tokens(self, outcome: Outcome) -> None:
+    def _count_tokens(self, outcome: PassOutcome) -> None:
         request, full = outcome.request, self._recorder.num_layers
         pairs = zip(outcome.tokens, outcome.is_final, strict=False)
         source, last = "text" if outcome.from_text else "layers", len(outcome.tokens) - 1
@@ -191,7 +191,7 @@ class RowRequests(DraftingRequests):
             if drafts and tokens:
                 request.acceptance[source].accepted += len(tokens) - 1
                 request.acceptance[source].expected += sum(expected[:drafts])
-            outcomes.append(Outcome(request, drafts, index, tokens, source == "text", own))
+            outcomes.append(PassOutcome(request, drafts, index, tokens, source == "text", own))
             start = end
         self.count(outcomes)
         self._expected.clear()
@@ -351,7 +351,7 @@ class SlotRequests(DraftingRequests):
             tokens, is_final = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
             if request is not None:
                 own = tokens[:count], bool(text), is_final[: 1 + drafts]
-                outcomes.append(Outcome(request, drafts, index, *own))
+                outcomes.append(PassOutcome(request, drafts, index, *own))
         self.count(outcomes)
 
     def update_counts(self) -> None:

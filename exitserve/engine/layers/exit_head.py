@@ -41,7 +41,7 @@ from exitserve_kernels.exit_check import (
     Decision,
     ExitCheck,
     Head,
-    Reading,
+    HostReading,
     check_logits,
     criterion_of,
     finish,
@@ -74,7 +74,7 @@ class HeadReading(nn.Module):
         self.compute_logits, self.criterion = compute_logits, criterion
 
     def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`Reading`)."""
+        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`HostReading`)."""
         logits = self.compute_logits(normed)
         return logits, read(logits, self.criterion)
 
@@ -228,7 +228,7 @@ class ExitHead:
         self.prepare(normed.device)
         if self._is_plain:
             logits, columns = self._reading(normed)
-            tokens, confidence = Reading.of(columns[:, : len(limits)])
+            tokens, confidence = HostReading.of(columns[:, : len(limits)])
             exits = [
                 found > _rounded(end if ends else other)
                 for found, ends, (other, end) in zip(

@@ -28,7 +28,7 @@ __all__ = [
     "Decision",
     "ExitCheck",
     "Head",
-    "Reading",
+    "HostReading",
     "check_logits",
     "criterion_of",
     "finish",
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
     """[B] bool: confidence above the row's threshold; False where it is NaN."""
 
 
-class Reading(NamedTuple):
+class HostReading(NamedTuple):
     """What the logits of some rows say, for a host that decides."""
 
     tokens: list[int]
@@ -66,7 +66,7 @@ class Reading(NamedTuple):
     """[B]; NaN where a logit is NaN or infinite."""
 
     @classmethod
-    def of(cls, read: Tensor) -> Reading:
+    def of(cls, read: Tensor) -> HostReading:
         """As numbers of Python's, what `reference.read` found [2, B]."""
         tokens, confidence = read.tolist()
         return cls([int(token) for token in tokens], confidence)

@@ -21,7 +21,7 @@ from exitserve_training.losses.head import Classifier
 from exitserve_training.parts import model_parts
 
 
-class Predictions(NamedTuple):
+class ClassPredictions(NamedTuple):
     """The predictions for the rows of a batch."""
 
     classes: Tensor
@@ -67,7 +67,7 @@ class EarlyExitClassifier:
         self.exit_heads = dict(exit_heads or {})
 
     @torch.inference_mode()
-    def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> Predictions:
+    def __call__(self, inputs: Mapping[str, Tensor], threshold: float) -> ClassPredictions:
         """Predicts the class of each row.
 
         Args:
@@ -98,7 +98,7 @@ class EarlyExitClassifier:
             mask = mask[stays] if isinstance(mask, Tensor) and mask.shape[0] > 1 else mask
             if not len(rows):
                 break
-        return Predictions(classes, confidence, depth)
+        return ClassPredictions(classes, confidence, depth)
 
     def _predict(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Confidence and class [B] of states [B, T, D]."""

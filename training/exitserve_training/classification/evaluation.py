@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from exitserve.reporting.progress import counted
 from exitserve.reporting.report import machine, versions
 from exitserve_training.checkpoints import OBJECTIVES_FILE
-from exitserve_training.classification.early_exit import EarlyExitClassifier, Predictions
+from exitserve_training.classification.early_exit import ClassPredictions, EarlyExitClassifier
 from exitserve_training.classification.inputs import batch_rows, data_format, encoder
 from exitserve_training.classification.labelled import Examples, class_numbers, read_examples
 from exitserve_training.data_recipe import data_from
@@ -90,7 +90,7 @@ def classify(settings: ClassificationSettings) -> ClassificationResult:
     # Of batches, put into the order of the inputs.
     back = torch.argsort(torch.tensor([row for batch in order for row in batch]))
     predictions = {
-        threshold: Predictions(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
+        threshold: ClassPredictions(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
         for threshold, parts in parts_of.items()
     }
     report = _report(settings, config, layers, examples, names, predictions, seconds)
@@ -125,7 +125,7 @@ def _rounds(
     model: PreTrainedModel,
     inputs: Iterable[Inputs],
     settings: ClassificationSettings,
-) -> tuple[dict[float, list[Predictions]], dict[float | None, list[float]]]:
+) -> tuple[dict[float, list[ClassPredictions]], dict[float | None, list[float]]]:
     """Runs every batch by the model's own forward and at each threshold, in turn.
 
     Returns the predictions by threshold (1.0 is full depth) and the seconds of each round, None for
@@ -135,7 +135,7 @@ def _rounds(
     thresholds = dict.fromkeys([*settings.thresholds, 1.0])
     ways: dict[float | None, Callable[[Inputs], Any]] = {None: lambda batch: model(**batch)}
     ways |= {threshold: partial(runner, threshold=threshold) for threshold in thresholds}
-    predictions: dict[float, list[Predictions]] = {threshold: [] for threshold in thresholds}
+    predictions: dict[float, list[ClassPredictions]] = {threshold: [] for threshold in thresholds}
     seconds: dict[float | None, list[float]] = {way: [0.0] * (settings.repeats + 1) for way in ways}
     for given in inputs:
         batch = {name: tensor.to(model.device) for name, tensor in given.items()}
@@ -145,7 +145,7 @@ def _rounds(
                 found = way(batch)
             seconds[threshold][number] += _now(model.device) - start
             if number == 0 and threshold is not None:
-                predictions[threshold].append(Predictions(*(one.cpu() for one in found)))
+                predictions[threshold].append(ClassPredictions(*(one.cpu() for one in found)))
     return predictions, {way: times[1:] for way, times in seconds.items()}
 
 
@@ -162,7 +162,7 @@ def _report(
     layers: Sequence[int],
     examples: Examples,
     names: Sequence[str],
-    predictions: Mapping[float, Predictions],
+    predictions: Mapping[float, ClassPredictions],
     seconds: Mapping[float | None, Sequence[float]],
 ) -> dict[str, Any]:
     full = predictions[1.0]
@@ -204,7 +204,7 @@ def _report(
     }
 
 
-def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) -> Scores:
+def _scores(predictions: ClassPredictions, known: Tensor | None, num_classes: int) -> Scores:
     """F1 is that of the second of two classes; with more there is none."""
     if known is None:
         return dict.fromkeys(("accuracy", "f1", "matthews"))
@@ -217,7 +217,7 @@ def _scores(predictions: Predictions, known: Tensor | None, num_classes: int) ->
 
 
 def _predictions(
-    examples: Examples, names: Sequence[str], predictions: Predictions
+    examples: Examples, names: Sequence[str], predictions: ClassPredictions
 ) -> list[dict[str, Any]]:
     rows = zip(examples.inputs, *(column.tolist() for column in predictions), strict=True)
     return [
