@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.errors import ExitServeError
 from exitserve_training.callbacks import Gradients
@@ -208,8 +209,11 @@ def test_two_processes_overwrite_resume_and_stop_together(
 def test_sharded_training_is_that_of_one_process(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
-    """FSDP2: each layer and the rest in shards, in the real command, stopped and resumed."""
-    keys = {**PROJECTOR, "data": validation(text_file), "adagc": None}
+    """FSDP2: each layer and the rest in shards, in the real command, stopped and resumed.
+
+    With AdaGC, whose norms are of whole gradients; a model in bfloat16 is saved as it was given.
+    """
+    keys = {**PROJECTOR, "data": validation(text_file)}
     one, out = tmp_path / "one", tmp_path / "out"
     assert train(with_accumulation(make_recipe, one, **keys)) == 0
     shards = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
@@ -217,21 +221,30 @@ def test_sharded_training_is_that_of_one_process(
     recipe = str(make_recipe(**{**keys, "training": training}))
     sharded = json.dumps({**shards, "state_dict_type": "SHARDED_STATE_DICT"})
     elsewhere = [f"output_dir={tmp_path / 'shards'}", f"training.fsdp_config={sharded}"]
+    half = AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16)
+    for saves in (half, AutoTokenizer.from_pretrained(one)):
+        saves.save_pretrained(tmp_path / "half")
+    tuned = [f"model={tmp_path / 'half'}", "config=null", "tokenizer=null"]
     given = [
         ["train", recipe, "NaN"],
         ["train", recipe, "resume=true"],
         ["train", recipe, *elsewhere, "NaN"],
         ["train", recipe, *elsewhere, "resume=true"],
-        ["train", recipe, "adagc={warmup_steps: 2}", f"output_dir={tmp_path / 'adagc'}"],
+        ["train", recipe, *tuned, f"output_dir={tmp_path / 'tuned'}"],
     ]
     first, second = run_commands(tmp_path, "fsdp", given)
-    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 2], first
-    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 2]
+    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 0], first
+    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 0]
     for folder in (out, tmp_path / "shards"):
         assert_same_run(folder, one, 1e-4)
     assert (out / "checkpoint-7" / "pytorch_model_fsdp.bin").is_file()
     assert (tmp_path / "shards" / "checkpoint-7" / "pytorch_model_fsdp_0").is_dir()
-    assert "adagc needs each gradient whole" in first[4]["errors"]
+    given_as, saved_as = (
+        {name: (tensor.dtype, tensor.shape) for name, tensor in load_file(file).items()}
+        for file in (tmp_path / name / "model.safetensors" for name in ("half", "tuned"))
+    )
+    assert saved_as == given_as
+    assert AutoConfig.from_pretrained(tmp_path / "tuned").dtype == torch.bfloat16
     for differences in (first[-1]["differences"], second[-1]["differences"]):
         assert {case["parameters"] for case in differences.values()} == {40, 41}
         for case in differences.values():
