@@ -16,6 +16,7 @@ from exitserve_training.objectives.registry import OBJECTIVES
 from exitserve_training.routers import router_balance
 
 from ..shapes import LLAMA
+from .passes import random_ids, wrap
 
 MIXTURES = ["mixtral", "qwen3_moe"]
 
@@ -30,7 +31,7 @@ def gate(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_loss_is_that_of_the_model_s_own_forward(
-    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, family: str
+    load: Callable[[str], Any], family: str
 ) -> None:
     model, ids = load(family), random_ids(2, 12)
     padded = torch.ones_like(ids)
