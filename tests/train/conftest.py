@@ -143,6 +143,12 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in TIMES} for entry in entries]
 
 
+def logged(out: Path) -> list[dict[str, Any]]:
+    """What the newest checkpoint's history has of each step."""
+    newest = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return [entry for entry in history(newest) if "loss" in entry]
+
+
 @pytest.fixture
 def resumes(
     stopped: Callable[..., tuple[Path, Path]], tmp_path: Path, train: Callable[..., int]

@@ -21,6 +21,7 @@ from exitserve_training.callbacks import Gradients
 from exitserve_training.objectives.registry import OBJECTIVES
 
 from ..shapes import LLAMA
+from .conftest import history, logged
 
 pytestmark = pytest.mark.nightly
 
@@ -52,7 +53,6 @@ PROJECTOR: dict[str, Any] = {
     "training": TRAINING,
 }
 TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
@@ -70,15 +70,9 @@ def run_commands(folder: Path, kind: str, given: Sequence[Sequence[str]]) -> lis
     return [json.loads((folder / f"said-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def history(out: Path) -> list[dict[str, Any]]:
-    state = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())
-    entries: list[dict[str, Any]] = state["log_history"]
-    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in entries]
-
-
 def assert_same_run(found: Path, expected: Path, tolerance: float) -> None:
     """The same losses and metrics at each step, evaluation, and weights."""
-    entries = list(zip(history(found), history(expected), strict=True))
+    entries = list(zip(*(history(out / "checkpoint-7") for out in (found, expected)), strict=True))
     assert len([None for entry, _ in entries if "loss" in entry]) == 7
     for entry, other in entries:
         # The last of an epoch's batches is not as full, so a step is another share of it.
@@ -150,7 +144,7 @@ def test_torchrun_trains_what_one_process_trains(
     whole = tmp_path / "whole"
     of_four = {**TRAINING, "per_device_train_batch_size": 4}
     assert train(make_recipe(**{**keys, "training": of_four, "output_dir": str(whole)})) == 0
-    losses = [[e["loss"] for e in history(run) if "loss" in e] for run in (out, whole)]
+    losses = [[e["loss"] for e in logged(run)] for run in (out, whole)]
     # Rounding, which Adam's division enlarges step by step.
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert_close_weights(out, whole, 1e-4)
@@ -158,7 +152,7 @@ def test_torchrun_trains_what_one_process_trains(
     # One table, one line of each log: the second process is silent.
     assert done.stdout.count("Checkpoint and report") == 1
     assert done.stdout.count(" tokens/s") == 7
-    frozen = [entry["frozen_share"] for entry in history(out) if "loss" in entry]
+    frozen = [entry["frozen_share"] for entry in logged(out)]
     assert sum(frozen) / len(frozen) > 0.1
 
 

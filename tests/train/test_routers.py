@@ -16,6 +16,7 @@ from exitserve_training.objectives.registry import OBJECTIVES
 from exitserve_training.routers import router_balance
 
 from ..shapes import LLAMA
+from .conftest import history
 from .passes import random_ids, wrap
 
 MIXTURES = ["mixtral", "qwen3_moe"]
@@ -92,8 +93,7 @@ def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
         objectives=names,
     )
     assert train(recipe, "training.save_steps=4") == 0
-    state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
-    logged = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    logged = history(tmp_path / "out" / "checkpoint-4")
     found = {name: value for entry in logged for name, value in entry.items()}
     assert {f"{name}_loss" for name in names} <= found.keys()
     assert all(math.isfinite(found[f"{name}_loss"]) for name in names)
