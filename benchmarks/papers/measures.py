@@ -68,7 +68,7 @@ def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Meas
         "states": {
             str(depth): {
                 "mean_cosine": round(means[depth], 4),
-                "effective_rank": round(measured.ranks[depth] / measured.ranked, 3),
+                "effective_rank": round(measured.means(depth)["effective_rank"], 3),
             }
             for depth in means
         },
@@ -208,8 +208,8 @@ def shifted(folder: Path, images: Path, rows: int = 1000) -> Measured:
         measured = measure_layers(model, data, 1, 0)
     return {
         "shifted": {
-            str(depth): {"accuracy": round(right / measured.labelled, 5)}
-            for depth, right in measured.right.items()
+            str(depth): {"accuracy": round(measured.means(depth)["accuracy"], 5)}
+            for depth in measured.sums
         }
     }
 

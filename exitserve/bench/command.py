@@ -239,9 +239,8 @@ def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.bench import page
     from exitserve.reporting.report import publish, terminal_table
 
-    rows = page.short_rows(data["cases"])
     shown = [
-        terminal_table(page.title_of(data), page.SHORT_HEADERS, rows),
+        terminal_table(page.title_of(data), *page.short_table(data["cases"])),
         *([page.SYNTHETIC] if data["synthetic"] else []),
         *(f"Warning: {note}" for note in data["notes"]),
     ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.reporting.report import (
     cell,
+    columns,
     legend_below,
     machine_line,
     markdown_page,
@@ -19,64 +20,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEADERS = (
-    "setting",
-    "batch",
-    "tokens/s",
-    "TPOT ms median",
-    "TPOT ms p99",
-    "mean depth",
-    "layers run",
-    "depth speedup",
-    "wall speedup (min to max)",
-    "under load",
-    "limit",
-    "efficiency",
-    "agreement",
-    "perplexity",
-    "accepted",
-)
-SHORT_HEADERS = (
-    "setting",
-    "batch",
-    "depth\nspeedup",
-    "wall\nspeedup",
-    "min-max",
-    "under\nload",
-    "limit",
-    "agree-\nment",
-)
-"""Columns of the terminal table, which fits 80 characters."""
-
 SYNTHETIC = (
     "SYNTHETIC: random weights and forced exits. These numbers measure the machinery at this "
     "shape, not a model: no quality is implied, and agreement is not defined."
 )
 
 
-def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row of text for each case, in the order of `HEADERS`."""
+def table_rows(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row of texts by their headers for each case."""
     rows = []
     for case in cases:
         wall, load = case["wall_speedup"], case["load_wall_speedup"]
         rows.append(
-            [
-                label_of(case),
-                str(case["batch_size"]),
-                f"{case['tokens_per_second']:.1f}",
-                f"{case['tpot_ms']['median']:.2f}",
-                f"{case['tpot_ms']['p99']:.2f}",
-                f"{case['mean_depth']:.2f}",
-                f"{case['mean_layers_run']:.2f}",
-                f"{case['depth_speedup']:.2f}",
-                _spread(wall),
-                "-" if load is None else _spread(load),
-                cell(case["limit_speedup"], ".2f"),
-                cell(case["efficiency"], ".2f"),
-                cell(case["agreement"], ".3f"),
-                cell(case["perplexity"], ".3f"),
-                _accepted(case),
-            ]
+            {
+                "setting": label_of(case),
+                "batch": str(case["batch_size"]),
+                "tokens/s": f"{case['tokens_per_second']:.1f}",
+                "TPOT ms median": f"{case['tpot_ms']['median']:.2f}",
+                "TPOT ms p99": f"{case['tpot_ms']['p99']:.2f}",
+                "mean depth": f"{case['mean_depth']:.2f}",
+                "layers run": f"{case['mean_layers_run']:.2f}",
+                "depth speedup": f"{case['depth_speedup']:.2f}",
+                "wall speedup (min to max)": _spread(wall),
+                "under load": "-" if load is None else _spread(load),
+                "limit": cell(case["limit_speedup"], ".2f"),
+                "efficiency": cell(case["efficiency"], ".2f"),
+                "agreement": cell(case["agreement"], ".3f"),
+                "perplexity": cell(case["perplexity"], ".3f"),
+                "accepted": _accepted(case),
+            }
         )
     return rows
 
@@ -95,15 +67,24 @@ def _spread(found: Mapping[str, float]) -> str:
     return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
 
-def short_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row of text for each case, in the order of `SHORT_HEADERS`."""
+def short_table(cases: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The headers and rows that fit a terminal of 80 characters."""
     rows = []
     for case, row in zip(cases, table_rows(cases), strict=True):
         wall = case["wall_speedup"]
-        spread = f"{wall['min']:.2f}-{wall['max']:.2f}"
-        load = cell((case["load_wall_speedup"] or {}).get("median"), ".2f")
-        rows.append([*row[:2], row[7], f"{wall['median']:.2f}", spread, load, row[10], row[12]])
-    return rows
+        rows.append(
+            {
+                "setting": row["setting"],
+                "batch": row["batch"],
+                "depth\nspeedup": row["depth speedup"],
+                "wall\nspeedup": f"{wall['median']:.2f}",
+                "min-max": f"{wall['min']:.2f}-{wall['max']:.2f}",
+                "under\nload": cell((case["load_wall_speedup"] or {}).get("median"), ".2f"),
+                "limit": row["limit"],
+                "agree-\nment": row["agreement"],
+            }
+        )
+    return columns(rows)
 
 
 def title_of(data: Mapping[str, Any]) -> str:
@@ -125,7 +106,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"**{SYNTHETIC}**" if data["synthetic"] else "",
         forced,
         *(f"> **Warning.** {note}" for note in data["notes"]),
-        markdown_table(HEADERS, table_rows(cases)),
+        markdown_table(*columns(table_rows(cases))),
         "![wall speedup](wall_speedup.png)",
         "## Tokens by the layer they stopped at",
         _exit_table(cases),

@@ -169,8 +169,7 @@ def _publish(out: Path, data: dict[str, Any]) -> None:
     from exitserve.evaluation import page
     from exitserve.reporting.report import publish, terminal_table
 
-    rows = page.text_rows(data["cases"])
-    shown = [terminal_table(page.title_of(data), page.HEADERS, rows)]
+    shown = [terminal_table(page.title_of(data), *page.text_table(data["cases"]))]
     if data["drafting"]:
         shown.append(terminal_table(page.DRAFTING_TITLE, *page.drafting_table(data)))
     warning = f"Warning: {page.warning_of(data)}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitserve.reporting.report import (
     cell,
+    columns,
     legend_below,
     machine_line,
     markdown_page,
@@ -25,15 +26,6 @@ LOSSY = (
 )
 LOSSLESS = "Only mode verify was measured, whose answers are those of full depth."
 
-HEADERS = (
-    "setting",
-    "mean\ndepth",
-    "depth\nspeedup",
-    "agree-\nment",
-    "perplexity",
-    "perplexity\nretained",
-)
-"""In a terminal the table fits 80 characters."""
 DRAFTING_LEGEND = (
     "Tokens that a step gives, on average, if the layers up to an exit draft k tokens and full "
     "depth judges them: the accepted drafts, and one more. Every token is drafted, whatever its "
@@ -41,34 +33,34 @@ DRAFTING_LEGEND = (
     "plan` tells which wall speedup that allows."
 )
 DRAFTING_TITLE = "tokens a step, if the first layers drafted (mode verify)"
-DEPTH_HEADERS = ("setting", "depth", "share of tokens", "agreement", "perplexity")
 
 
-def text_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row for each case, in the order of `HEADERS`."""
-    return [
-        [
-            _label(case),
-            cell(case["mean_depth"], ".2f"),
-            cell(case["depth_speedup"], ".2f"),
-            cell(case["agreement"], ".3f"),
-            cell(case["perplexity"], ".3f"),
-            cell(case["perplexity_retention"], ".1%"),
-        ]
+def text_table(cases: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and a row for each case. In a terminal the table fits 80 characters."""
+    rows = [
+        {
+            "setting": _label(case),
+            "mean\ndepth": cell(case["mean_depth"], ".2f"),
+            "depth\nspeedup": cell(case["depth_speedup"], ".2f"),
+            "agree-\nment": cell(case["agreement"], ".3f"),
+            "perplexity": cell(case["perplexity"], ".3f"),
+            "perplexity\nretained": cell(case["perplexity_retention"], ".1%"),
+        }
         for case in cases
     ]
+    return columns(rows)
 
 
-def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row for each case with exits and each depth, in the order of `DEPTH_HEADERS`."""
+def depth_rows(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row of texts by their headers for each case with exits and each depth."""
     return [
-        [
-            _label(case),
-            str(part["depth"]),
-            cell(part["share"], ".1%"),
-            cell(part["agreement"], ".3f"),
-            cell(part["perplexity"], ".3f"),
-        ]
+        {
+            "setting": _label(case),
+            "depth": str(part["depth"]),
+            "share of tokens": cell(part["share"], ".1%"),
+            "agreement": cell(part["agreement"], ".3f"),
+            "perplexity": cell(part["perplexity"], ".3f"),
+        }
         for case in cases
         if case["mode"] not in ("off", "verify")
         for part in case["by_depth"]
@@ -104,10 +96,10 @@ def warning_of(data: Mapping[str, Any]) -> str:
 def markdown(data: Mapping[str, Any]) -> str:
     """The page `report.md`."""
     cases = data["cases"]
-    parts = [markdown_table(HEADERS, text_rows(cases)), "![retained quality](retention.png)"]
+    parts = [markdown_table(*text_table(cases)), "![retained quality](retention.png)"]
     if by_depth := depth_rows(cases):
         parts.append("## By the depth at which tokens stopped")
-        parts.append(markdown_table(DEPTH_HEADERS, by_depth))
+        parts.append(markdown_table(*columns(by_depth)))
     if data["drafting"]:
         parts += ["## Several tokens a step", DRAFTING_LEGEND]
         parts.append(markdown_table(*drafting_table(data)))

@@ -159,6 +159,11 @@ def cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def columns(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of at least one row, each cell under its header."""
+    return list(rows[0]), [list(row.values()) for row in rows]
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned also as plain text; the first one to the left.
 

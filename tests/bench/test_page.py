@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from exitserve.bench.page import SHORT_HEADERS, markdown, plot, short_rows
+from exitserve.bench.page import markdown, plot, short_table
 from exitserve.reporting.report import terminal_table
 
 
@@ -117,7 +117,7 @@ def test_the_terminal_table_fits_80_characters_unbroken() -> None:
     cases = report()["cases"]
     cases[0] |= {"mode": "confidence", "exit_threshold": "auto:0.95"}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(terminal_table("title", SHORT_HEADERS, short_rows(cases)))
+    console.print(terminal_table("title", *short_table(cases)))
     text = console.export_text()
     assert "…" not in text
     assert "threshold auto:0.95" in text

@@ -8,19 +8,12 @@ import pytest
 from exitserve.bench.rivals import check_rivals, extra_memory, speculation_of
 from exitserve.errors import ExitServeError
 
-CONFIG = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+from ..shapes import TINY
 
 
 def checkpoint(place: Path, **changes: int) -> Path:
     place.mkdir()
-    (place / "config.json").write_text(json.dumps(CONFIG | changes))
+    (place / "config.json").write_text(json.dumps(TINY | changes))
     (place / "model.safetensors").write_bytes(b"x" * 1000)
     return place
 
@@ -33,8 +26,8 @@ def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
         "model": str(draft),
         "num_speculative_tokens": 3,
     }
-    # Two layers, keys and values, 2 heads of 16 numbers of 2 bytes.
-    assert extra_memory(rival) == {"weight_bytes": 1000, "cache_bytes_per_token": 256}
+    # Four layers, keys and values, 2 heads of 16 numbers of 2 bytes.
+    assert extra_memory(rival) == {"weight_bytes": 1000, "cache_bytes_per_token": 512}
     assert extra_memory("ngram") == {"weight_bytes": 0, "cache_bytes_per_token": 0}
 
 

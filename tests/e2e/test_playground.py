@@ -80,6 +80,26 @@ def test_where_the_texts_part(page, expect, complete) -> None:
 FIXED_AND_FULL: tuple[dict[str, Any], ...] = ({"exit_layer": 6}, {"exit_mode": "off"})
 
 
+def test_a_piece_of_several_tokens_shows_the_depth_of_each(page, expect) -> None:
+    """As a step with accepted drafts gives it."""
+
+    def answer(route: Any) -> None:
+        ids = [1, 2, 4 if "off" in route.request.post_data else 3]
+        choice = {"index": 0, "text": "ab", "token_ids": ids, "exit_layers": [6, 6, 24]}
+        event = json.dumps({"choices": [choice | {"finish_reason": "length"}]})
+        route.fulfill(body=f"data: {event}\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/completions", answer)
+    run(page, expect)
+    piece = page.locator("#early-0")
+    drawn = piece.evaluate("(piece) => getComputedStyle(piece).backgroundImage")
+    shallow, again, full = re.findall(r"rgb\([^)]*\)", drawn)[::2]
+    assert shallow == again != full
+    assert piece.get_attribute("aria-label") == "ab: layer 6, full depth (24)"
+    expect(page.locator("#parting")).to_contain_text("part after 2 tokens: “ab” here, “ab” at")
+    assert page.locator(".parts").count() == 2
+
+
 def test_why_here_by_keyboard(page, expect, trace_file) -> None:
     page.locator("#file").set_input_files(trace_file)
     expect(page.locator("#early .token")).to_have_count(TRACED)

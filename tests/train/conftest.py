@@ -1,12 +1,9 @@
-"""Small models, texts, chats and recipes, and what tests share to train and skip by hand.
-
-Shapes: B rows, T tokens, L layers.
-"""
+"""Small models, texts, chats and recipes."""
 
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch import Tensor
 
 from exitserve_training.commands import add_commands
 from exitserve_training.models import build_config, build_model
-from exitserve_training.objectives.aligned.options import AlignedOptions
-from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
-from exitserve_training.objectives.options import BuildContext
-from exitserve_training.objectives.registry import AnyObjective
-from exitserve_training.objectives.weighted_sum import Objectives
-from exitserve_training.parts import model_parts
-from exitserve_training.recipe import ExitAware
-from exitserve_training.skipping import SkippedPositions, SkipSampler
 
 from ..shapes import LLAMA
 
 MakeCheckpoint = Callable[..., Path]
 
-# Of the models of `make_checkpoint`.
-NUM_LAYERS, EXITS, VOCAB = 6, (2, 4), 128
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -155,6 +141,12 @@ def history(folder: Path) -> list[dict[str, Any]]:
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     entries: list[dict[str, Any]] = state["log_history"]
     return [{k: v for k, v in entry.items() if k not in TIMES} for entry in entries]
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """What the newest checkpoint's history has of each step."""
+    newest = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return [entry for entry in history(newest) if "loss" in entry]
 
 
 @pytest.fixture
@@ -304,9 +296,6 @@ def chat_recipe(
     return make
 
 
-# --- the training forward, and what it skips -----------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def load(make_checkpoint: MakeCheckpoint) -> Callable[[str], Any]:
     """A tiny random model whose confidences spread, in training mode but without dropout."""
@@ -318,126 +307,3 @@ def load(make_checkpoint: MakeCheckpoint) -> Callable[[str], Any]:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
     return make
-
-
-@pytest.fixture(scope="session")
-def random_ids() -> Callable[..., Tensor]:
-    """Token ids [B, T] of the tiny models."""
-
-    def make(rows: int, length: int, seed: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(2, VOCAB, (rows, length), generator=generator)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def wrap() -> Callable[..., Any]:
-    """The training forward around a tiny model, of one aligned loss if no objective is given."""
-    from exitserve_training.forward import MultiExitForward
-
-    def make(
-        model: Any, *objectives: AnyObjective, skipping: Any = None, balance: Any = None
-    ) -> MultiExitForward:
-        parts = model_parts(model)
-        context = BuildContext(EXITS, NUM_LAYERS, model.config.hidden_size, parts.head, seed=0)
-        built = Objectives(objectives or [AlignedOptions(alternate=False)], context)
-        layers = (*EXITS, NUM_LAYERS)
-        return MultiExitForward(model, parts, built, layers, skipping, balance=balance)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def all_skipping() -> Callable[..., SkipSampler]:
-    """Freezing, so often that every row has some."""
-
-    def make() -> SkipSampler:
-        aware = ExitAware(share=1.0, thresholds=(0.05, 0.3))
-        return SkipSampler(aware, EXITS, NUM_LAYERS, seed=0)
-
-    return make
-
-
-class FixedSkips:
-    """Stands in for `SkipSampler`: returns skipped positions that a test makes."""
-
-    def __init__(self, make: Callable[[Tensor], SkippedPositions]) -> None:
-        self.make = make
-
-    def draw(self, _step: int, _total: int, _ids: Tensor, _labels: Tensor, mask: Tensor) -> Any:
-        return self.make(mask)
-
-
-@pytest.fixture(scope="session")
-def fixed_skips() -> type[FixedSkips]:
-    """The class of stand-ins for `SkipSampler`, for tests that make what is skipped."""
-    return FixedSkips
-
-
-@pytest.fixture(scope="session")
-def at_depths() -> Callable[..., FixedSkips]:
-    """Positions frozen at given depths [B, T]."""
-
-    def freeze(depth: Tensor) -> FixedSkips:
-        def make(mask: Tensor) -> SkippedPositions:
-            none, thresholds = torch.zeros_like(mask), torch.ones(len(mask))
-            skipped = SkippedPositions(EXITS, NUM_LAYERS, mask, none, thresholds)
-            skipped.depth = depth.clone()
-            return skipped
-
-        return FixedSkips(make)
-
-    return freeze
-
-
-class Keep(Objective):
-    """Keeps the batch it is given; its loss is a fixed random readout of the last layer."""
-
-    batch: LossInputs
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        self.name, self.weight = "keep", 1.0
-        self.readout: Tensor | None = None
-
-    def build(self, _context: BuildContext) -> Objective:
-        return self
-
-    def layers(self, step: int) -> Sequence[int]:
-        return range(1, NUM_LAYERS + 1)
-
-    def forward(self, batch: LossInputs) -> tuple[Tensor, Metrics]:
-        self.batch = batch
-        hidden = batch.hidden[NUM_LAYERS]
-        if self.readout is None:
-            generator = torch.Generator().manual_seed(0)
-            self.readout = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
-        return (hidden * self.readout).sum(), {}
-
-
-@pytest.fixture(scope="session")
-def keep() -> type[Keep]:
-    """The class of objectives that keep their batch."""
-    return Keep
-
-
-@pytest.fixture(scope="session")
-def skipped_pass() -> Callable[..., tuple[Tensor, LossInputs]]:
-    """One training pass; returns its loss and what objectives saw. Leaves the model as it was."""
-    from exitserve_training.forward import ExitPass, MultiExitForward
-
-    def run(
-        model: Any, skipping: Any, input_ids: Tensor, **inputs: Tensor
-    ) -> tuple[Tensor, LossInputs]:
-        kept = Keep()
-        parts = model_parts(model)
-        context = BuildContext(EXITS, NUM_LAYERS, model.config.hidden_size, parts.head, seed=0)
-        wrapped = MultiExitForward(model, parts, Objectives([kept], context), EXITS, skipping)
-        try:
-            loss, _ = model(input_ids=input_ids, **inputs, exit_pass=ExitPass(step=0))
-        finally:
-            wrapped.remove()
-        return loss, kept.batch
-
-    return run

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exitserve.errors import ExitServeError
 from exitserve_training.callbacks import Gradients
 from exitserve_training.objectives.registry import OBJECTIVES
 
 from ..shapes import LLAMA
+from .conftest import history, logged
 
 pytestmark = pytest.mark.nightly
 
@@ -51,7 +53,6 @@ PROJECTOR: dict[str, Any] = {
     "training": TRAINING,
 }
 TIMED = ("max_minutes=0.01", "training.max_steps=1000000")
-TIMES = {"train_runtime", "train_tokens_per_second", "eval_runtime", "mfu"}
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
@@ -69,15 +70,9 @@ def run_commands(folder: Path, kind: str, given: Sequence[Sequence[str]]) -> lis
     return [json.loads((folder / f"said-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def history(out: Path) -> list[dict[str, Any]]:
-    state = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())
-    entries: list[dict[str, Any]] = state["log_history"]
-    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in entries]
-
-
 def assert_same_run(found: Path, expected: Path, tolerance: float) -> None:
     """The same losses and metrics at each step, evaluation, and weights."""
-    entries = list(zip(history(found), history(expected), strict=True))
+    entries = list(zip(*(history(out / "checkpoint-7") for out in (found, expected)), strict=True))
     assert len([None for entry, _ in entries if "loss" in entry]) == 7
     for entry, other in entries:
         # The last of an epoch's batches is not as full, so a step is another share of it.
@@ -149,7 +144,7 @@ def test_torchrun_trains_what_one_process_trains(
     whole = tmp_path / "whole"
     of_four = {**TRAINING, "per_device_train_batch_size": 4}
     assert train(make_recipe(**{**keys, "training": of_four, "output_dir": str(whole)})) == 0
-    losses = [[e["loss"] for e in history(run) if "loss" in e] for run in (out, whole)]
+    losses = [[e["loss"] for e in logged(run)] for run in (out, whole)]
     # Rounding, which Adam's division enlarges step by step.
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert_close_weights(out, whole, 1e-4)
@@ -157,7 +152,7 @@ def test_torchrun_trains_what_one_process_trains(
     # One table, one line of each log: the second process is silent.
     assert done.stdout.count("Checkpoint and report") == 1
     assert done.stdout.count(" tokens/s") == 7
-    frozen = [entry["frozen_share"] for entry in history(out) if "loss" in entry]
+    frozen = [entry["frozen_share"] for entry in logged(out)]
     assert sum(frozen) / len(frozen) > 0.1
 
 
@@ -208,8 +203,11 @@ def test_two_processes_overwrite_resume_and_stop_together(
 def test_sharded_training_is_that_of_one_process(
     make_recipe: MakeRecipe, text_file: Path, tmp_path: Path, train: Train
 ) -> None:
-    """FSDP2: each layer and the rest in shards, in the real command, stopped and resumed."""
-    keys = {**PROJECTOR, "data": validation(text_file), "adagc": None}
+    """FSDP2: each layer and the rest in shards, in the real command, stopped and resumed.
+
+    With AdaGC, whose norms are of whole gradients; a model in bfloat16 is saved as it was given.
+    """
+    keys = {**PROJECTOR, "data": validation(text_file)}
     one, out = tmp_path / "one", tmp_path / "out"
     assert train(with_accumulation(make_recipe, one, **keys)) == 0
     shards = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
@@ -217,21 +215,30 @@ def test_sharded_training_is_that_of_one_process(
     recipe = str(make_recipe(**{**keys, "training": training}))
     sharded = json.dumps({**shards, "state_dict_type": "SHARDED_STATE_DICT"})
     elsewhere = [f"output_dir={tmp_path / 'shards'}", f"training.fsdp_config={sharded}"]
+    half = AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16)
+    for saves in (half, AutoTokenizer.from_pretrained(one)):
+        saves.save_pretrained(tmp_path / "half")
+    tuned = [f"model={tmp_path / 'half'}", "config=null", "tokenizer=null"]
     given = [
         ["train", recipe, "NaN"],
         ["train", recipe, "resume=true"],
         ["train", recipe, *elsewhere, "NaN"],
         ["train", recipe, *elsewhere, "resume=true"],
-        ["train", recipe, "adagc={warmup_steps: 2}", f"output_dir={tmp_path / 'adagc'}"],
+        ["train", recipe, *tuned, f"output_dir={tmp_path / 'tuned'}"],
     ]
     first, second = run_commands(tmp_path, "fsdp", given)
-    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 2], first
-    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 2]
+    assert [said["code"] for said in first[:-1]] == [2, 0, 2, 0, 0], first
+    assert [said["code"] for said in second[:-1]] == [2, 0, 2, 0, 0]
     for folder in (out, tmp_path / "shards"):
         assert_same_run(folder, one, 1e-4)
     assert (out / "checkpoint-7" / "pytorch_model_fsdp.bin").is_file()
     assert (tmp_path / "shards" / "checkpoint-7" / "pytorch_model_fsdp_0").is_dir()
-    assert "adagc needs each gradient whole" in first[4]["errors"]
+    given_as, saved_as = (
+        {name: (tensor.dtype, tensor.shape) for name, tensor in load_file(file).items()}
+        for file in (tmp_path / name / "model.safetensors" for name in ("half", "tuned"))
+    )
+    assert saved_as == given_as
+    assert AutoConfig.from_pretrained(tmp_path / "tuned").dtype == torch.bfloat16
     for differences in (first[-1]["differences"], second[-1]["differences"]):
         assert {case["parameters"] for case in differences.values()} == {40, 41}
         for case in differences.values():

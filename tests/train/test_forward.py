@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exitserve_training.forward import ExitPass, MultiExitForward, Quality
+from exitserve_training.forward import ExitPass, Quality
 from exitserve_training.layer_weights import layer_weights
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.parts import model_parts
 from exitserve_training.tasks import shifted_labels
 
-MakeSkips = Callable[..., Any]
-Ids = Callable[..., Tensor]
-Wrap = Callable[..., MultiExitForward]
+from .passes import EXITS, NUM_LAYERS, all_skipping, at_depths, random_ids, wrap
 
-NUM_LAYERS, EXITS, VOCAB = 6, (2, 4), 128
+Load = Callable[[str], Any]
+
 DEPTHS = (*EXITS, NUM_LAYERS)
 # Means of cross-entropies of 2 to 20 nats, of the same float32 logits up to the order of sums:
 # 10 roundings of 6e-8 in each of 6 layers, relative.
@@ -45,13 +44,7 @@ def evaluate(model: Any, input_ids: Tensor, **inputs: Tensor) -> Quality:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_without_an_exit_pass_the_model_is_as_before(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    wrap: Wrap,
-    all_skipping: Callable[..., Any],
-) -> None:
+def test_without_an_exit_pass_the_model_is_as_before(load: Load, family: str) -> None:
     model, ids = load(family), random_ids(2, 12)
     before = model(input_ids=ids, output_hidden_states=True)
     wrapped = wrap(model, skipping=all_skipping())
@@ -102,13 +95,7 @@ def plain_losses(model: Any, ids: Tensor, labels: Tensor) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
-def test_evaluation_is_the_plain_cross_entropy_of_each_depth(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    wrap: Wrap,
-    all_skipping: Callable[..., Any],
-) -> None:
+def test_evaluation_is_the_plain_cross_entropy_of_each_depth(load: Load, family: str) -> None:
     model, ids = load(family).eval(), random_ids(3, 12)
     wrap(model, skipping=all_skipping())
     expected = plain_losses(model, ids, ids)
@@ -136,14 +123,7 @@ def test_each_position_is_to_say_the_next_token() -> None:
 
 @pytest.mark.parametrize("given", ["labels", "no labels"])
 @pytest.mark.parametrize("skips", [False, True])
-def test_padding_changes_no_loss(
-    load: Callable[[str], Any],
-    given: str,
-    skips: bool,
-    random_ids: Ids,
-    wrap: Wrap,
-    all_skipping: Callable[..., Any],
-) -> None:
+def test_padding_changes_no_loss(load: Load, given: str, skips: bool) -> None:
     model = load("llama")
     lengths = (12, 7, 9)
     ids = random_ids(3, 12)
@@ -216,9 +196,7 @@ def by_hand(model: Any, ids: Tensor, depth: Tensor) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_frozen_positions_count_in_no_deeper_loss(
-    load: Callable[[str], Any], family: str, random_ids: Ids, wrap: Wrap, at_depths: MakeSkips
-) -> None:
+def test_frozen_positions_count_in_no_deeper_loss(load: Load, family: str) -> None:
     model, ids = load(family), random_ids(2, 8)
     depth = torch.tensor([[6, 2, 4, 6, 2, 2, 4, 6], [6, 4, 4, 4, 2, 6, 2, 6]])
     expected = by_hand(model, ids, depth)
@@ -241,6 +219,3 @@ def test_frozen_positions_count_in_no_deeper_loss(
     for own, slope in zip(found, slopes, strict=True):
         bound = 1e-5 * slope.abs().max().item()
         torch.testing.assert_close(own, slope, rtol=1e-4, atol=max(bound, 1e-7))
-
-
-# --- wrapped models ------------------------------------------------------------------------------

@@ -19,11 +19,10 @@ from exitserve_kernels.exit_check import check_logits
 from exitserve_training.objectives.objective import LossInputs
 from exitserve_training.skipping import SkippedPositions
 
-MakeSkips = Callable[..., Any]
-Ids = Callable[..., Tensor]
-Pass = Callable[..., tuple[Tensor, LossInputs]]
+from .passes import EXITS, NUM_LAYERS, FixedSkips, random_ids, skipped_pass
 
-NUM_LAYERS, EXITS = 6, (2, 4)
+Load = Callable[[str], Any]
+
 FAMILIES = ("llama", "qwen3", "gpt2")
 # The same float32 sums over 128 to 256 numbers, in another order because matrices of a batch are
 # multiplied otherwise than those of one row or one token: about 10 roundings of 6e-8 in each of 6
@@ -31,19 +30,14 @@ FAMILIES = ("llama", "qwen3", "gpt2")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(scope="session")
-def by_confidence(fixed_skips: Callable[..., Any]) -> MakeSkips:
+def by_confidence(prompts: Sequence[int], thresholds: Sequence[float]) -> FixedSkips:
     """Each row with a prompt and a threshold of its own."""
 
-    def freeze(prompts: Sequence[int], thresholds: Sequence[float]) -> Any:
-        def make(mask: Tensor) -> SkippedPositions:
-            said = torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None]
-            drawn = mask & said, torch.tensor(thresholds)
-            return SkippedPositions(EXITS, NUM_LAYERS, mask, *drawn)
+    def make(mask: Tensor) -> SkippedPositions:
+        said = torch.arange(mask.shape[1]) >= torch.tensor(prompts)[:, None]
+        return SkippedPositions(EXITS, NUM_LAYERS, mask, mask & said, torch.tensor(thresholds))
 
-        return fixed_skips(make)
-
-    return freeze
+    return FixedSkips(make)
 
 
 def confidence_of(logits: Tensor) -> Tensor:
@@ -107,13 +101,7 @@ def assert_row_is_the_oracles(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_pass_is_the_oracles(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    by_confidence: MakeSkips,
-    skipped_pass: Pass,
-) -> None:
+def test_frozen_pass_is_the_oracles(load: Load, family: str) -> None:
     model = load(family)
     ids = random_ids(5, 24)
     prompts = [1, 4, 9, 3, 2]
@@ -142,12 +130,7 @@ def test_frozen_pass_is_the_oracles(
     ),
 )
 def test_padded_rows_are_the_oracles(
-    load: Callable[[str], Any],
-    seed: int,
-    rows: list[tuple[int, int, float]],
-    random_ids: Ids,
-    by_confidence: MakeSkips,
-    skipped_pass: Pass,
+    load: Load, seed: int, rows: list[tuple[int, int, float]]
 ) -> None:
     model = load("llama")
     longest = max(length for _, length, _ in rows)

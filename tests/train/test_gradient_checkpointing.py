@@ -5,26 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from exitserve_training.forward import ExitPass, MultiExitForward
+from exitserve_training.forward import ExitPass
 from exitserve_training.objectives.dispersion.options import DispersionOptions
 from exitserve_training.objectives.objective import LossInputs
 
-Ids = Callable[..., Tensor]
-Wrap = Callable[..., MultiExitForward]
+from .passes import EXITS, NUM_LAYERS, all_skipping, random_ids, wrap
 
-NUM_LAYERS, EXITS = 6, (2, 4)
+Load = Callable[[str], Any]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_checkpointing_changes_nothing(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    wrap: Wrap,
-    all_skipping: Callable[..., Any],
-) -> None:
+def test_checkpointing_changes_nothing(load: Load, family: str) -> None:
     ids = random_ids(4, 16)
     results = []
     for checkpointed in (False, True):
@@ -51,12 +43,7 @@ def test_checkpointing_changes_nothing(
         torch.testing.assert_close(own, gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_frozen_states_are_exact_under_autocast(
-    load: Callable[[str], Any],
-    random_ids: Ids,
-    wrap: Wrap,
-    all_skipping: Callable[..., Any],
-) -> None:
+def test_frozen_states_are_exact_under_autocast(load: Load) -> None:
     model, ids = load("llama"), random_ids(4, 16)
     wrapped = wrap(model, DispersionOptions(layers="all"), skipping=all_skipping())
     batches: list[LossInputs] = []

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from torch import Tensor
 
 from exitserve.checkpoint.decoder import FAMILIES
 from exitserve_training.chats import PackedChats, packed_chats
@@ -16,14 +15,14 @@ from exitserve_training.forward import ExitPass
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.packing import load_packed
 
+from .passes import random_ids, wrap
+
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_chats_learn_what_they_would_alone(
-    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, family: str
-) -> None:
+def test_packed_chats_learn_what_they_would_alone(load: Callable[[str], Any], family: str) -> None:
     """Two sequences of 18 and 12 tokens, with padding; the second half of each chat is learnt."""
     model = load(family)
     wrap(model)

@@ -17,6 +17,8 @@ from exitserve.errors import ExitServeError
 from exitserve_training.models import build_config, build_model, task_for
 from exitserve_training.recipe import load_recipe
 
+from .conftest import logged
+
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").rglob("*.yaml"))
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
@@ -157,8 +159,7 @@ def test_the_rate_falls_at_milestones(
 ) -> None:
     training = {"max_steps": 8, "learning_rate": 1.0, "logging_steps": 1}
     train(make_recipe(lr_milestones=[0.5, 0.75], training=training))
-    state = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
-    rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    rates = [entry["learning_rate"] for entry in logged(tmp_path / "out")]
     assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 

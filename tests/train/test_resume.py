@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from exitserve.errors import ExitServeError
 
 from ..shapes import BERT, LLAMA
-from .conftest import STOPPED, history
+from .conftest import STOPPED, logged
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
@@ -59,7 +59,7 @@ def test_the_learning_rate_of_the_recipe_holds_in_a_resumed_run(
     """The Trainer's own scheduler would go on with the old one, whatever the recipe says."""
     recipe, out = stopped()
     assert train(recipe, "resume=true", "training.learning_rate=0.001") == 0
-    rates = [entry["learning_rate"] for entry in history(out / "checkpoint-9") if "loss" in entry]
+    rates = [entry["learning_rate"] for entry in logged(out)]
     whole = [0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 9)).item()) for step in range(9)]
     expected = [share * (1e-2 if step < 5 else 1e-3) for step, share in enumerate(whole)]
     assert rates == pytest.approx(expected)

@@ -16,6 +16,8 @@ from exitserve_training.objectives.registry import OBJECTIVES
 from exitserve_training.routers import router_balance
 
 from ..shapes import LLAMA
+from .conftest import history
+from .passes import random_ids, wrap
 
 MIXTURES = ["mixtral", "qwen3_moe"]
 
@@ -30,7 +32,7 @@ def gate(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_loss_is_that_of_the_model_s_own_forward(
-    load: Callable[[str], Any], random_ids: Callable[..., Tensor], wrap: Any, family: str
+    load: Callable[[str], Any], family: str
 ) -> None:
     model, ids = load(family), random_ids(2, 12)
     padded = torch.ones_like(ids)
@@ -91,8 +93,7 @@ def test_every_objective_runs_on_a_mixture_of_a_streamed_source(
         objectives=names,
     )
     assert train(recipe, "training.save_steps=4") == 0
-    state = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
-    logged = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    logged = history(tmp_path / "out" / "checkpoint-4")
     found = {name: value for entry in logged for name, value in entry.items()}
     assert {f"{name}_loss" for name in names} <= found.keys()
     assert all(math.isfinite(found[f"{name}_loss"]) for name in names)

@@ -3,7 +3,6 @@
 Shapes: B rows, T tokens, L layers, D hidden.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from transformers import DynamicCache
 
 from exitserve.checkpoint.decoder import decoder_parts
 
-from .test_freezing import CLOSE, EXITS, FAMILIES, NUM_LAYERS, Ids, MakeSkips, Pass
+from .passes import EXITS, NUM_LAYERS, at_depths, random_ids, skipped_pass
+from .test_freezing import CLOSE, FAMILIES, Load
 
 # --- frozen at random: token-by-token decoding ---------------------------------------------------
 
@@ -54,13 +54,7 @@ def random_depths(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_at_given_depths_is_decoding_token_by_token(
-    load: Callable[[str], Any],
-    family: str,
-    random_ids: Ids,
-    at_depths: MakeSkips,
-    skipped_pass: Pass,
-) -> None:
+def test_frozen_at_given_depths_is_decoding_token_by_token(load: Load, family: str) -> None:
     model = load(family)
     ids, depth = random_ids(3, 16), random_depths(3, 16)
     _, batch = skipped_pass(model, at_depths(depth), ids)
@@ -73,9 +67,7 @@ def test_frozen_at_given_depths_is_decoding_token_by_token(
 # --- gradients -----------------------------------------------------------------------------------
 
 
-def test_gradients_are_those_of_finite_differences(
-    load: Callable[[str], Any], random_ids: Ids, at_depths: MakeSkips, skipped_pass: Pass
-) -> None:
+def test_gradients_are_those_of_finite_differences(load: Load) -> None:
     # GPT-2, because the norms of the others compute in float32 whatever the model's dtype.
     model = load("gpt2").double()
     ids = random_ids(2, 10)

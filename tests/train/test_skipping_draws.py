@@ -1,6 +1,5 @@
 """What a training step skips: who is drawn to freeze."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.recipe import ExitAware
 from exitserve_training.skipping import SkippedPositions, SkipSampler
 
-Ids = Callable[..., Tensor]
-
-NUM_LAYERS, EXITS = 6, (2, 4)
+from .passes import EXITS, NUM_LAYERS, random_ids
 
 
 def drawn(
@@ -36,7 +33,7 @@ def what(skipped: SkippedPositions, row: int) -> tuple[Any, ...]:
     return skipped.may_exit[row].tolist(), skipped.thresholds[row].item()
 
 
-def test_draws_depend_on_seed_step_and_sequence_alone(random_ids: Ids) -> None:
+def test_draws_depend_on_seed_step_and_sequence_alone() -> None:
     aware = ExitAware(share=0.5)
     skipping = SkipSampler(aware, EXITS, NUM_LAYERS, seed=3)
     ids = random_ids(4, 16)
@@ -57,7 +54,7 @@ def test_draws_depend_on_seed_step_and_sequence_alone(random_ids: Ids) -> None:
         assert all(what(skipped, row) != what(whole, row) for row in range(4))
 
 
-def test_draws_do_not_depend_on_padding(random_ids: Ids) -> None:
+def test_draws_do_not_depend_on_padding() -> None:
     # A row is padded to the longest of its batch, so padding tells who else is in the batch.
     skipping = SkipSampler(ExitAware(share=0.5), EXITS, NUM_LAYERS, seed=3)
     ids = random_ids(8, 16)
@@ -73,7 +70,7 @@ def test_draws_do_not_depend_on_padding(random_ids: Ids) -> None:
         assert padded.thresholds[row] == alone.thresholds[0]
 
 
-def test_only_tokens_to_be_said_and_no_padding_freeze(random_ids: Ids) -> None:
+def test_only_tokens_to_be_said_and_no_padding_freeze() -> None:
     aware = ExitAware(share=1.0, longest_prompt=0.0)
     skipping = SkipSampler(aware, EXITS, NUM_LAYERS, seed=0)
     ids = random_ids(3, 12)

@@ -5,22 +5,16 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from .conftest import logged
+
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
 SECONDS, TICK = 2.4, 0.02
-
-
-def logged(out: Path) -> list[dict[str, Any]]:
-    """What the newest checkpoint's history has of each step."""
-    newest = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    state = json.loads((newest / "trainer_state.json").read_text())
-    return [entry for entry in state["log_history"] if "loss" in entry]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def exit_that(agrees: int, sure: float) -> torch.Tensor:
     """Counts of 20 tokens of which the first are full depth's and `sure`, the others 0.3."""
     said = torch.where(agrees > FULL_DEPTH, FULL_DEPTH, -1)
     confidence = torch.where(agrees > FULL_DEPTH, sure, 0.3)
-    return above(Predictions(confidence, said == 0, said, confidence), FULL_DEPTH)
+    return above(Predictions(confidence, said == 0, said, confidence, confidence), FULL_DEPTH)
 
 
 def test_an_exit_is_usable_where_nine_of_ten_tokens_are_full_depths() -> None:

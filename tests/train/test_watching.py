@@ -1,6 +1,5 @@
 """A run that is watched and stopped from outside: its lines, and SIGTERM."""
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,8 @@ from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from exitserve_training.callbacks import ProgressLines, StopOnTerm
+
+from .conftest import logged
 
 MakeRecipe = Callable[..., Path]
 Train = Callable[..., int]
@@ -111,10 +112,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert train(recipe, "resume=true", f"training.max_steps={to}") == 0
     whole = f"output_dir={tmp_path / 'whole'}"
     assert train(recipe, whole, f"training.max_steps={to}") == 0
-    losses = []
-    for folder in (out, tmp_path / "whole"):
-        state = json.loads((folder / f"checkpoint-{to}" / "trainer_state.json").read_text())
-        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+    losses = [[entry["loss"] for entry in logged(one)] for one in (out, tmp_path / "whole")]
     assert len(losses[0]) == to
     # Other numbers of threads add in another order.
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

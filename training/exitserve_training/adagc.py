@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from exitserve.errors import ExitServeError
 
@@ -27,8 +28,9 @@ from exitserve.errors import ExitServeError
 class AdaGC:
     """Clips gradients in place, once per optimizer step, after they are complete.
 
-    That is: after accumulation and after the all-reduce of data parallelism; sharded gradients
-    (FSDP) are not supported. It replaces global clipping (`max_grad_norm` must be 0).
+    That is: after accumulation and after the all-reduce of data parallelism. Of gradients in shards
+    (FSDP 2) each process scales its own by the norm of the whole. It replaces global clipping
+    (`max_grad_norm` must be 0).
 
     Choices the method leaves open: a gradient of exactly zero leaves its average untouched, since
     an average of zero would clip that tensor to zero for good; a tensor first seen after the
@@ -90,12 +92,17 @@ def _finite_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     if not gradients:
         return {}
     found = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
-    values: list[float] = torch.stack([norm.to(found[0].device) for norm in found]).tolist()
-    norms = dict(zip(gradients, values, strict=True))
+    together = torch.stack([norm.to(found[0].device) for norm in found])
+    norms: dict[str, float] = dict(zip(gradients, whole(together).tolist(), strict=True))
     for name, gradient in gradients.items():
         if not math.isfinite(norms[name]):
             # Squares of finite numbers may be too large for float32.
-            norms[name] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            norms[name] = whole(torch.linalg.vector_norm(gradient, dtype=torch.float64)).item()
         if not math.isfinite(norms[name]):
             raise ExitServeError(f"the gradient of {name!r} has the norm {norms[name]}")
     return norms
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may lie in shards, as one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,7 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from exitserve.errors import ExitServeError
 from exitserve.reporting.progress import StepProgress
-from exitserve_training.adagc import AdaGC
+from exitserve_training.adagc import AdaGC, whole
 from exitserve_training.folder import after_failure, set_aside
 
 _LAYER = "loss_layer_"
@@ -174,8 +173,7 @@ class Gradients(TrainerCallback, ExportableState):
 def _check_finite(model: nn.Module) -> None:
     """Raises `ExitServeError`, in all processes or in none, if a gradient is not finite."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    total: Tensor = get_total_norm(gradients)
-    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    norm = whole(get_total_norm(gradients))
     bad = norm.isfinite().logical_not().float()
     # Each process may hold a part of the gradients only.
     if most_of_all(bad, bad.device):

@@ -225,11 +225,6 @@ def _check_sharding(recipe: Recipe, trainer: MultiExitTraining) -> None:
             "weights=bfloat16 would become float32 in FSDP's shards; leave weights out (a shard is "
             "its part of 16 bytes a weight), or use several processes without FSDP."
         )
-    if recipe.adagc is not None:
-        raise ExitServeError(
-            "adagc needs each gradient whole, and FSDP cuts them; use training.max_grad_norm, or "
-            "several processes without FSDP."
-        )
 
 
 def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:

@@ -118,7 +118,7 @@ class MultiExitTraining(MultiExitCheckpoints):
 
     def save_result(self, output_dir: str, dtype: torch.dtype | None = None) -> None:
         """Saves the trained model as an ordinary checkpoint, adapters merged into it, in `dtype`
-        (None: as it is; so are the shards of FSDP).
+        (None: as it is).
 
         The model is then as it was before training touched it: no hooks, no objectives, no
         compiled layers (generation, whose lengths all differ, would compile forever).
@@ -131,7 +131,7 @@ class MultiExitTraining(MultiExitCheckpoints):
             if self.args.should_save:
                 save_adapter(adapted, self._recipe, self.exits, self.processing_class)
             self.model = adapted.merge_and_unload()
-        if dtype is not None and not self.is_fsdp_enabled:
+        if dtype is not None:
             nn.Module.to(self.language_model, dtype=dtype)
         self.save_model(output_dir)
         for layer in self.parts.layers:

@@ -16,6 +16,7 @@ from exitserve_training.inspect.command import build_parser
 from exitserve_training.inspect.data import InspectionSettings
 from exitserve_training.inspect.generation import cut_to
 from exitserve_training.inspect.inspection import inspect
+from exitserve_training.losses import mean_cosine, simreg
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -73,9 +74,16 @@ def test_quality_is_that_of_the_model_cut_there(
     assert report["rows"] == len(ids)
     for depth in (1, 4, 6):
         with cut_to(model, depth), torch.no_grad():
-            logits = model(ids).logits[:, :-1].flatten(0, 1)
-        labels = ids[:, 1:].flatten()
+            said = model(ids, output_hidden_states=True)
+        logits, labels = said.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         found = report["layers"][str(depth)]
+        own = functional.one_hot(labels, 512).bool()
+        margin = logits[own] - logits.masked_fill(own, -math.inf).amax(-1)
+        assert found["margin"] == pytest.approx(float(margin.mean()), abs=1e-4)
+        normed = said.hidden_states[-1]
+        assert found["normed_cosine"] == pytest.approx(float(mean_cosine(normed)), abs=1e-5)
+        likeness = float(simreg(normed[:, :-1], ids[:, 1:]))
+        assert found["contrastive_similarity"] == pytest.approx(likeness, rel=1e-3)
         assert found["loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), 1e-4)
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
         right = (logits.argmax(-1) == labels).float().mean()

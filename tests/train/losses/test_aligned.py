@@ -10,8 +10,8 @@ from torch.nn import functional
 from exitserve_training.losses import (
     OutputHead,
     aligned_cross_entropy,
-    layer_quality,
     layer_weights,
+    predictions,
 )
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
@@ -84,16 +84,18 @@ def test_a_token_left_out_at_a_layer_changes_no_other_tokens_weight() -> None:
         torch.testing.assert_close(mine, truth, **CLOSE)
 
 
-def test_evaluation_gives_mean_and_accuracy() -> None:
+def test_what_a_layer_says_of_each_token() -> None:
     # More tokens than are classified at once, some of which do not count.
     hidden, classifier, labels = problem(layers=1, tokens=1100)
     labels[:, ::7] = -100
-    loss, accuracy = layer_quality(hidden[0], classifier, labels)
+    said = predictions(hidden[0], classifier, labels)
     counted = labels != -100
-    logits = classifier(hidden[0].detach())[counted]
-    torch.testing.assert_close(loss, functional.cross_entropy(logits, labels[counted]), **CLOSE)
-    assert accuracy.item() == pytest.approx(
-        (logits.argmax(-1) == labels[counted]).float().mean().item()
-    )
-    nothing = layer_quality(hidden[0], classifier, torch.full_like(labels, -100))
-    assert [one.item() for one in nothing] == [0.0, 0.0]
+    logits, own = classifier(hidden[0].detach())[counted], labels[counted]
+    nats = functional.cross_entropy(logits, own, reduction="none")
+    torch.testing.assert_close(said.nats, nats, **CLOSE)
+    assert torch.equal(said.right, logits.argmax(-1) == own)
+    most, second = logits.topk(2).values.T
+    margin = logits.gather(-1, own[:, None])[:, 0] - torch.where(said.right, second, most)
+    torch.testing.assert_close(said.margin, margin, **CLOSE)
+    nothing = predictions(hidden[0], classifier, torch.full_like(labels, -100))
+    assert {len(one) for one in nothing} == {0}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -16,14 +15,11 @@ from exitserve_training.forward import ExitPass
 from exitserve_training.objectives.aligned.objective import FrozenTeacher
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 
-NUM_LAYERS, EXITS = 6, (2, 4)
+from ..passes import EXITS, NUM_LAYERS, random_ids, wrap
 
 
 def test_every_exit_and_the_last_layer_learn_what_the_teacher_says(
-    load: Callable[[str], Any],
-    make_checkpoint: Callable[..., Path],
-    random_ids: Callable[..., Tensor],
-    wrap: Any,
+    load: Callable[[str], Any], make_checkpoint: Callable[..., Path]
 ) -> None:
     """A teacher of another depth and width; the sum in plain torch."""
     path = make_checkpoint("llama", num_hidden_layers=3, hidden_size=64)

@@ -10,9 +10,9 @@ from exitserve_training.classification.command import add_data_arguments, settin
 _HELP = """\
 Looks into a checkpoint, layer by layer: accuracy and perplexity through the shared head, linear
 probes, similarity of layers (COS, CKA), neural collapse (NC1), condensation of token states,
-effective rank, the minimal depth for a share of full accuracy; with --prompts also what the model
-writes when it is cut at each exit layer. Works on language models, masked ones, and classifiers.
-Writes report.json, report.md and plots."""
+effective rank, margins and contrastive similarity (SimReg), the minimal depth for a share of full
+accuracy; with --prompts also what the model writes when it is cut at each exit layer. Works on
+language models, masked ones, and classifiers. Writes report.json, report.md and plots."""
 _EXAMPLES = """\
 examples:
   a decoder, on a text:
@@ -90,14 +90,14 @@ def _inspect(args: argparse.Namespace) -> int:
     from exitserve.reporting.report import prepare_out_dir, publish, terminal_table
     from exitserve_training.inspect.data import InspectionSettings
     from exitserve_training.inspect.inspection import inspect
-    from exitserve_training.inspect.page import HEADERS, markdown, rows, summary
+    from exitserve_training.inspect.page import markdown, summary, table
 
     out = prepare_out_dir(args.out, overwrite=args.overwrite)
     found = inspect(settings_of(args, InspectionSettings))
-    table = terminal_table(f"{found.report['model']}", HEADERS, rows(found.report))
-    publish(
-        out, found.report, markdown(found.report), found.figures, [table, summary(found.report)]
-    )
+    report = found.report
+    # As many columns as a terminal has room for.
+    shown = [terminal_table(report["model"], *table(report, 10)), summary(report)]
+    publish(out, report, markdown(report), found.figures, shown)
     return 0
 
 

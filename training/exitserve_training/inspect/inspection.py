@@ -31,6 +31,7 @@ from exitserve_training.inspect.similarity import (
     nc1,
 )
 from exitserve_training.models import model_to_run, trained_exits
+from exitserve_training.parts import Task
 
 SHARES = (0.9, 0.95, 0.99)
 """Shares of the last layer's accuracy for which the minimal depth is reported."""
@@ -70,11 +71,11 @@ def inspect(settings: InspectionSettings) -> Inspection:
         "dtype": settings.dtype,
         "num_layers": measured.num_layers,
         "exit_layers": exits,
-        "rows": measured.ranked,
+        "rows": measured.sequences,
         "said": measured.labelled,
         "samples": len(measured.classes()),
         "seed": settings.seed,
-        "layers": _layers(measured, settings.seed),
+        "layers": _layers(measured, data.task, settings.seed),
         **_similarity(measured, with_last),
         **_condensation(measured),
         "texts": _generated_texts(settings, data, model, [*exits, measured.num_layers]),
@@ -86,7 +87,9 @@ def inspect(settings: InspectionSettings) -> Inspection:
     return Inspection(report, _figures(report, with_last))
 
 
-def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float | None]]:
+def _layers(
+    measured: LayerMeasurements, task: Task, seed: int
+) -> dict[str, dict[str, float | None]]:
     """The measurements that are one number for each depth."""
     labels = measured.classes()
     rows, classes = _frequent(labels)
@@ -95,12 +98,12 @@ def _layers(measured: LayerMeasurements, seed: int) -> dict[str, dict[str, float
     found: dict[str, dict[str, float | None]] = {}
     for depth in range(1, measured.num_layers + 1):
         states = measured.features(depth)
-        loss = measured.nats[depth] / max(measured.labelled, 1)
+        means = measured.means(depth)
         found[str(depth)] = {
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700.0 else None,
-            "accuracy": measured.right[depth] / max(measured.labelled, 1),
-            "effective_rank": measured.ranks[depth] / max(measured.ranked, 1),
+            **means,
+            # Of a classifier one state of an input predicts, which has none to be compared with.
+            **({"contrastive_similarity": None} if task == "class" else {}),
+            "perplexity": math.exp(means["loss"]) if means["loss"] < 700.0 else None,
             "probe_accuracy": None
             if classes < 2
             else linear_probe(states[first], labels[first], states[second], labels[second]),

@@ -15,9 +15,15 @@ from exitserve.checkpoint.decoder import capture_hidden
 from exitserve.reporting.progress import counted
 from exitserve_training.inspect.condensation import Condensation
 from exitserve_training.inspect.data import InspectionData
-from exitserve_training.losses import effective_rank, layer_quality
+from exitserve_training.losses import effective_rank, mean_cosine, predictions, simreg
 from exitserve_training.losses.tokens import IGNORED
 from exitserve_training.parts import ModelParts, model_parts
+
+OF_POSITIONS = ("loss", "accuracy", "margin", "contrastive_similarity")
+"""Means over positions with a label, of the final norm and head on a depth's states. The last two
+are SimReg's: the label's logit less the greatest other, and the loss of figures 2b and 3."""
+OF_SEQUENCES = ("effective_rank", "normed_cosine")
+"""Means over sequences: of the states, and, as in SimReg's figure 1, of what the head reads."""
 
 
 @dataclass
@@ -28,16 +34,18 @@ class LayerMeasurements:
     condensation: Condensation
     labelled: int = 0
     """Positions with a label."""
-    nats: dict[int, float] = field(default_factory=dict)
-    """Sum of cross-entropies through the shared head."""
-    right: dict[int, float] = field(default_factory=dict)
-    """How many positions have the right token or class as the most likely."""
-    ranks: dict[int, float] = field(default_factory=dict)
-    """Sum over sequences of effective ranks."""
-    ranked: int = 0
-    """How many sequences those are of."""
+    sequences: int = 0
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Of `OF_POSITIONS` and `OF_SEQUENCES`, in float64."""
     states: dict[int, list[Tensor]] = field(default_factory=dict)
     labels: list[Tensor] = field(default_factory=list)
+
+    def means(self, depth: int) -> dict[str, float]:
+        """`OF_POSITIONS` and `OF_SEQUENCES` at a depth."""
+        of = dict.fromkeys(OF_POSITIONS, self.labelled)
+        of |= dict.fromkeys(OF_SEQUENCES, self.sequences)
+        found = zip(of, of.values(), self.sums[depth].tolist(), strict=True)
+        return {name: total / max(count, 1) for name, count, total in found}
 
     def features(self, depth: int) -> Tensor:
         """The sampled states [N, D] at a depth, the same positions at each."""
@@ -48,6 +56,7 @@ class LayerMeasurements:
         return torch.cat(self.labels)
 
 
+@torch.no_grad()
 def measure_layers(
     model: PreTrainedModel, data: InspectionData, samples: int, seed: int
 ) -> LayerMeasurements:
@@ -70,13 +79,13 @@ def measure_layers(
         mask = batch.inputs.get("attention_mask")
         mask = None if mask is None else mask.bool().to(device)
         chosen = _drawn(labels, per_batch, generator)
-        with torch.no_grad(), capture_hidden(parts.layers, depths) as hidden:
+        with capture_hidden(parts.layers, depths) as hidden:
             parts.body(**{name: tensor.to(device) for name, tensor in batch.inputs.items()})
         measured.labelled += int((labels != IGNORED).sum())
         measured.labels.append(labels.flatten()[chosen].cpu())
         for depth in depths:
             _measure(measured, depth, hidden.pop(depth), parts, labels, mask, chosen)
-        measured.ranked += len(labels)
+        measured.sequences += len(labels)
     return measured
 
 
@@ -98,12 +107,17 @@ def _measure(
 ) -> None:
     """Adds the states [B, T, D] of one depth; without a mask there is no padding."""
     states = parts.predicting(hidden)
-    count = int((labels != IGNORED).sum())
-    nats, right = layer_quality(states, parts.head, labels)
-    measured.nats[depth] = measured.nats.get(depth, 0.0) + float(nats) * count
-    measured.right[depth] = measured.right.get(depth, 0.0) + float(right) * count
+    said, normed = predictions(states, parts.head, labels), parts.norm(hidden)
     kept = states.flatten(0, 1)[chosen].float().cpu()
     measured.states.setdefault(depth, []).append(kept)
     measured.condensation.add(depth, hidden, mask)
-    ranks = float(effective_rank(hidden.float(), mask=mask)) * len(labels)
-    measured.ranks[depth] = measured.ranks.get(depth, 0.0) + ranks
+    found = [
+        said.nats.sum(),
+        said.right.sum(),
+        said.margin.sum(),
+        simreg(parts.predicting(normed), labels) * len(said.nats),
+        effective_rank(hidden.float(), mask=mask) * len(labels),
+        mean_cosine(normed, mask=mask) * len(labels),
+    ]
+    sums = torch.tensor([float(one) for one in found], dtype=torch.float64)
+    measured.sums[depth] = sums + measured.sums.get(depth, 0.0)

@@ -1,22 +1,10 @@
 """The pages: a table for the terminal, and Markdown with the pictures."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.reporting.report import cell, machine_line, markdown_table
-
-HEADERS = (
-    "depth",
-    "loss",
-    "ppl",
-    "accuracy",
-    "probe",
-    "NC1",
-    "COS",
-    "CKA",
-    "mean cos",
-    "rank",
-)
+from exitserve.reporting.report import cell, columns, machine_line, markdown_table
 
 PICTURES = {
     "accuracy": "Accuracy through the shared head, and of a linear probe fitted at each depth.",
@@ -28,27 +16,28 @@ PICTURES = {
 }
 
 
-def rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """A line for each depth; exit layers are marked with a star."""
+def table(report: Mapping[str, Any], most: int | None = None) -> tuple[list[str], list[list[str]]]:
+    """The first headers, and a row for each depth; exit layers are marked with a star."""
     last = report["num_layers"] - 1
     found = []
     for number, (depth, layer) in enumerate(report["layers"].items()):
         mark = "*" if int(depth) in report["exit_layers"] else ""
-        found.append(
-            [
-                f"{depth}{mark}",
-                f"{layer['loss']:.3f}",
-                cell(layer["perplexity"], ".1f"),
-                f"{layer['accuracy']:.1%}",
-                cell(layer["probe_accuracy"], ".1%"),
-                cell(layer["nc1"], ".2f"),
-                f"{report['cos'][number][last]:.2f}",
-                f"{report['cka'][number][last]:.2f}",
-                f"{report['condensation']['mean_cosine'][depth]:.2f}",
-                f"{layer['effective_rank']:.1f}",
-            ]
-        )
-    return found
+        row = {
+            "depth": f"{depth}{mark}",
+            "loss": f"{layer['loss']:.3f}",
+            "ppl": cell(layer["perplexity"], ".1f"),
+            "accuracy": f"{layer['accuracy']:.1%}",
+            "probe": cell(layer["probe_accuracy"], ".1%"),
+            "NC1": cell(layer["nc1"], ".2f"),
+            "COS": f"{report['cos'][number][last]:.2f}",
+            "CKA": f"{report['cka'][number][last]:.2f}",
+            "mean cos": f"{report['condensation']['mean_cosine'][depth]:.2f}",
+            "rank": f"{layer['effective_rank']:.1f}",
+            "margin": f"{layer['margin']:.2f}",
+            "SimReg": cell(layer["contrastive_similarity"], ".2g"),
+        }
+        found.append(dict(itertools.islice(row.items(), most)))
+    return columns(found)
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -74,12 +63,13 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{report['said']:,} {unit} of {report['rows']:,} inputs; what compares layers is "
         f"measured on {report['samples']:,} of them. {summary(report)}",
         "",
-        markdown_table(HEADERS, rows(report)),
+        markdown_table(*table(report)),
         "",
         "COS and CKA are with the last layer, of states centred over the samples. Mean cos is that "
         "of all pairs of tokens of a sequence, rank their effective rank. Probe and NC1 take the "
         "classes, or the most frequent tokens, as classes; NC1 is within-class over between-class "
-        "variability, 0 when collapsed.",
+        "variability, 0 when collapsed. Margin is the label's logit less the greatest other's, and "
+        "SimReg that paper's loss.",
         "",
     ]
     for name, text in PICTURES.items():

@@ -4,7 +4,7 @@ Each works on plain tensors and knows no model; `objectives` makes terms of a ru
 """
 
 from exitserve_training.layer_weights import layer_weights
-from exitserve_training.losses.aligned import aligned_cross_entropy, layer_quality
+from exitserve_training.losses.aligned import aligned_cross_entropy, predictions
 from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
 from exitserve_training.losses.cosine import cosine_alignment
 from exitserve_training.losses.head import OutputHead, Reading, Teacher
@@ -36,11 +36,11 @@ __all__ = [
     "effective_rank",
     "head_losses",
     "l2_repel",
-    "layer_quality",
     "layer_weights",
     "mean_cosine",
     "nitp",
     "orthogonalization",
+    "predictions",
     "sce",
     "simcse",
     "simreg",

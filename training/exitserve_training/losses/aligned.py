@@ -60,23 +60,6 @@ def aligned_cross_entropy(
     return total, dict(zip(hidden, means, strict=True))
 
 
-@torch.no_grad()
-def layer_quality(hidden: Tensor, classifier: Classifier, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean cross-entropy (nats) and accuracy over the counted tokens; no gradient.
-
-    Accuracy is the share whose most likely token is the label (aligned-training paper, eq. 4).
-    With no counted token both are 0.
-
-    Args:
-        hidden: un-normed hidden states [B, T, D].
-        classifier: maps [N, D] to [N, V].
-        labels: targets [B, T], already shifted; -100 is ignored.
-    """
-    said = predictions(hidden, classifier, labels)
-    tokens = max(len(said.nats), 1)
-    return said.nats.sum() / tokens, said.right.sum() / tokens
-
-
 class Predictions(NamedTuple):
     """What a depth says of each counted token, all [M]."""
 
@@ -88,11 +71,19 @@ class Predictions(NamedTuple):
     """The most likely token."""
     confidence: Tensor
     """Its probability."""
+    margin: Tensor
+    """The label's logit less the greatest of all others (SimReg paper, section 4)."""
 
 
 @torch.no_grad()
 def predictions(hidden: Tensor, classifier: Classifier, labels: Tensor) -> Predictions:
-    """What a depth says of each counted token; arguments as `layer_quality`, no gradient."""
+    """What a depth says of each counted token; no gradient.
+
+    Args:
+        hidden: un-normed hidden states [B, T, D].
+        classifier: maps [N, D] to [N, V].
+        labels: targets [B, T], already shifted; -100 is ignored.
+    """
     rows, targets = _tokens_at((labels != IGNORED).reshape(-1), labels)
     flat = hidden.flatten(0, 1)
     flat = flat if rows is None else flat[rows]
@@ -103,7 +94,10 @@ def predictions(hidden: Tensor, classifier: Classifier, labels: Tensor) -> Predi
         logits = classifier(flat[start : start + CHUNK_TOKENS]).float()
         most, token = logits.max(-1)
         nats = functional.cross_entropy(logits, target, reduction="none")
-        found.append((nats, token == target, token, (most - logits.logsumexp(-1)).exp()))
+        confidence = (most - logits.logsumexp(-1)).exp()
+        own = logits.gather(-1, target[:, None])
+        margin = own[:, 0] - logits.scatter_(-1, target[:, None], -torch.inf).amax(-1)
+        found.append((nats, token == target, token, confidence, margin))
     return Predictions(*map(torch.cat, zip(*found, strict=True)))
 
 

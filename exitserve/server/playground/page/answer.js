@@ -1,6 +1,6 @@
 // One answer: text that streams in, then each token in the colour of its depth.
 
-import { depthClass, draftsOf, element, nameOf, visible } from "./depths.js";
+import { depthClass, draftsOf, element, stripes, visible, whereOf } from "./depths.js";
 import { hideTip, showTip } from "./tip.js";
 
 const LONGEST_PROMPT = 240; // characters of it that are shown before the answer
@@ -80,8 +80,8 @@ export class Answer extends EventTarget {
     const tokens = this.pieces.map(([text, ids]) => {
       const index = at;
       at += ids.length;
-      const depth = Math.max(...exitLayers.slice(index, at));
-      return { index, token_id: ids[0], text, depth, layers: [] };
+      const several = exitLayers.slice(index, at); // of a piece; where their texts part is not told
+      return { index, token_id: ids[0], text, depth: Math.max(...several), several, layers: [] };
     });
     this.addTokens(tokens);
   }
@@ -90,6 +90,7 @@ export class Answer extends EventTarget {
     for (const token of tokens) {
       const place = this.tokens.push(token) - 1;
       const shown = element("span", `token ${depthClass(token.depth, this.depths)}`, token.text);
+      if (token.several?.length > 1) shown.style.background = stripes(token.several, this.depths);
       shown.id = `${this.text.parentElement.id}-${place}`;
       shown.setAttribute("role", "option");
       shown.setAttribute("aria-selected", "false");
@@ -115,7 +116,7 @@ export class Answer extends EventTarget {
     const drafted = accepted ? `, drafted by layer ${accepted.layer}` : "";
     const instead = rejected.length
       ? `, instead of “${visible(rejected[0].text)}” by layer ${rejected[0].layer}` : "";
-    return `${visible(token.text)}: ${nameOf(token.depth, this.depths)}${sure}${drafted}${instead}`;
+    return `${visible(token.text)}: ${whereOf(token, this.depths)}${sure}${drafted}${instead}`;
   }
 
   /** Tokens per second from the request on; a busy browser may read many tokens at once. */
@@ -124,7 +125,6 @@ export class Answer extends EventTarget {
   }
 
   meanDepth() {
-    // A piece of a stream may hold tokens of several depths; it is shown as its deepest.
     const all = this.layers.length ? this.layers : this.tokens.map((token) => token.depth);
     return all.length ? all.reduce((total, depth) => total + depth, 0) / all.length : undefined;
   }
@@ -143,9 +143,12 @@ export class Answer extends EventTarget {
     this.figures.textContent = parts.join(" · ");
   }
 
-  /** Marks the token at which two answers part. */
+  /** Marks the piece with the token at which two answers part; returns it. */
   markParting(index) {
-    this.shown[index]?.classList.add("parts");
+    if (index >= this.ids.length) return undefined;
+    const place = this.tokens.findLastIndex((token) => token.index <= index);
+    this.shown[place]?.classList.add("parts");
+    return this.tokens[place];
   }
 
   choose(index) {

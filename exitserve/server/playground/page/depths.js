@@ -20,8 +20,21 @@ export function confidenceStep(confidence) {
   return Math.min(STEPS - 1, Math.max(0, Math.floor(confidence * STEPS)));
 }
 
+/** A background that shows several depths side by side, each as wide. */
+export function stripes(several, depths) {
+  const width = 100 / several.length;
+  const colours = several.map((depth, at) =>
+    `var(--depth-${depthStep(depth, depths)}) ${at * width}% ${(at + 1) * width}%`);
+  return `linear-gradient(to right, ${colours.join(", ")})`;
+}
+
 export function nameOf(depth, depths) {
   return depth === depths.at(-1) ? `full depth (${depth})` : `layer ${depth}`;
+}
+
+/** Where a token stopped; of a piece with several tokens, where these did. */
+export function whereOf({ depth, several = [depth] }, depths) {
+  return [...new Set(several)].map((one) => nameOf(one, depths)).join(", ");
 }
 
 /** An element with a class and text; text is never read as HTML. */

@@ -135,10 +135,8 @@ function showParting() {
     $("parting").textContent = `The same text: all ${most} tokens are those of full depth.`;
     return;
   }
-  early.markParting(same);
-  full.markParting(same);
   const [here, there] = [early, full].map((one) => {
-    const token = one.tokens.find(({ index }) => index === same);
+    const token = one.markParting(same);
     return token ? `“${visible(token.text)}”` : "the end";
   });
   $("parting").textContent =

@@ -1,6 +1,6 @@
 // "Why here?": what each layer said to a token, and a map of the tokens before it.
 
-import { confidenceStep, draftsOf, element, nameOf, visible } from "./depths.js";
+import { confidenceStep, draftsOf, element, nameOf, visible, whereOf } from "./depths.js";
 
 const MOST_TOKENS = 40;
 const $ = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@ export function hideWhy() {
 function says(token, depths) {
   const text = `“${visible(token.text)}”`;
   if (!token.layers.length) {
-    return `${text} stopped at ${nameOf(token.depth, depths)}. exitserve eval --prompt tells why.`;
+    return `${text} stopped at ${whereOf(token, depths)}. exitserve eval --prompt tells why.`;
   }
   const there = token.layers.find((layer) => layer.layer === token.depth);
   const where = nameOf(token.depth, depths);
