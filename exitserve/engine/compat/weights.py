@@ -47,11 +47,20 @@ def readable_head(
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> ReplicatedLinear:
-    """A linear map [N, D] to [N, K] of a weight [K, D] and a bias [K], packed as vLLM packs its
-    own."""
-    (width, depth), has_bias = weight.shape, bias is not None
+    """A linear map [N, D] to [N, K], packed as vLLM packs its own.
+
+    Args:
+        weight: [K, D], this rank's.
+        bias: [K].
+    """
+    count, width = weight.shape
     made = ReplicatedLinear(
-        depth, width, bias=has_bias, params_dtype=weight.dtype, return_bias=False
+        width,
+        count,
+        bias=bias is not None,
+        params_dtype=weight.dtype,
+        return_bias=False,
+        disable_tp=True,
     )
     made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     if bias is not None:
