@@ -74,6 +74,7 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--device",
+        type=str.lower,
         metavar="NAME",
         help=f"use figures instead of timing: {'|'.join((*DEVICES, CPU))}",
     )

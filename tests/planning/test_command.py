@@ -69,7 +69,7 @@ def test_a_file_of_any_name_is_a_model_and_any_card_has_figures(tmp_path: Path, 
     path = written(tmp_path, LLAMA_3_8B, "llama.json")
     figures = ["--bandwidth", "864", "--tflops", "362"]
     steps = []
-    for device in (["--device", "l40s"], figures):
+    for device in (["--device", "L40S"], figures):
         assert main(["plan", str(path), *device, "--batch-sizes", "2"]) == 0
         steps.append(capsys.readouterr().out.split(" takes ")[1].split(" ms")[0])
     assert steps[0] == steps[1]
