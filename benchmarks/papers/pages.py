@@ -28,6 +28,7 @@ from tables import (
     exits_table,
     numbers_table,
     runs_of,
+    seeds,
     spread,
     values,
     variants,
@@ -45,7 +46,6 @@ RANK: list[Column] = [
 ]
 OF_GPT2: list[Column] = [
     ("mean cosine, last layer", at_depth("states", "mean_cosine", 4), ".2f"),
-    ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
 ]
 GRID = ("simreg-grid", "plain")
 OF_DIGITS: list[Column] = [
@@ -104,15 +104,28 @@ def _heads_taught() -> str:
             continue
         headless = f"headless, {sequences}"
         plain = values(runs, name, at("layers", "3", "loss"))
-        cells = [spread(plain), spread(values(runs, headless, at("2%", "embeddings_as_head")))]
+        cells = [spread(plain)]
         for share in shares:
             taught = values(runs, headless, at(share, "loss"))
             behind = [one - other for one, other in zip(taught, plain, strict=True)]
             cells += [spread(taught), spread(behind, "+.3f")]
         lines.append([sequences, *cells])
-    headers = ["a step", "plain", "embeddings as head"]
+    headers = ["a step", "plain"]
     for share in shares:
         headers += [f"head for {share}", "less plain"]
+    return markdown_table(headers, lines)
+
+
+def _gone_on() -> str:
+    """Losses after plain training, and their differences from more of it, seed by seed."""
+    runs = runs_of("dispersion-middle")
+    lines = []
+    for name in variants(runs)[1:]:
+        own = seeds(runs, name)
+        less = [run["loss"] - runs[f"plain/{seed}"]["loss"] for seed, run in own.items()]
+        losses, cosines = values(runs, name, at("loss")), values(runs, name, OF_GPT2[0][1])
+        lines.append([name, spread(losses), spread(less, "+.3f"), spread(cosines, ".2f")])
+    headers = ["", "held-out loss", "less plain", "mean cosine, last layer"]
     return markdown_table(headers, lines)
 
 
@@ -128,16 +141,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-digits": lambda: numbers_table("aligned-digits", OF_DIGITS),
     "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
-    "simreg-baselines": lambda: against(
-        "simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2[:1]
-    ),
+    "simreg-baselines": lambda: against("simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
-    "dispersion-settings": lambda: against(
-        "dispersion-settings", ("dispersion-losses", "plain"), OF_GPT2
-    ),
+    "dispersion-middle": _gone_on,
     "headless-decoders": lambda: numbers_table(
         "headless-decoders",
         [
@@ -147,11 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "headless-batches": _heads_taught,
     "headless-encoders": lambda: numbers_table(
-        "headless-encoders",
-        [
-            ("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f"),
-            ("seconds of pretraining", at("training_seconds"), ".0f"),
-        ],
+        "headless-encoders", [("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f")]
     ),
     "cost-vocabulary": _vocabularies,
     "combined-steps": lambda: along_table("combined", DEEPEST, OF_EXITS, "steps"),
@@ -191,9 +196,6 @@ PLOTS: dict[str, Callable[[], Figure]] = {
     ),
     "dispersion-losses": lambda: curves(
         "dispersion-losses", "states", "mean_cosine", "mean cosine of two tokens"
-    ),
-    "dispersion-middle": lambda: curves(
-        "dispersion-middle", "states", "mean_cosine", "mean cosine of two tokens"
     ),
 }
 
