@@ -99,7 +99,7 @@ def last_words(
     model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     model.train(False)
     if embeddings_as_head:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        model_parts(model).head.linear.weight = model.get_input_embeddings().weight
     every = [one for text in texts for one in _passages(Path(text).read_text("utf-8-sig"))]
     nats, right = [], []
     for passage, word in random.Random(0).sample(every, min(passages, len(every))):
@@ -295,7 +295,11 @@ def residuals(folder: Path, images: Sequence[str], rows: int = 2000) -> Measured
 
 def _two_components(states: torch.Tensor, classes: torch.Tensor) -> float:
     means = torch.cat(
-        [centred(one)[classes == kind].mean(0)[None] for one in states for kind in classes.unique()]
+        [
+            centred(one)[classes == kind].mean(0)[None]
+            for one in states
+            for kind in sorted(set(classes.tolist()))
+        ]
     )
     variances = torch.linalg.svdvals(centred(means)).square()
     return float(variances[:2].sum() / variances.sum())
