@@ -5,6 +5,7 @@
     python benchmarks/papers/aligned_training.py sentences --data SST-2 (train.tsv, test.tsv)
     python benchmarks/papers/aligned_training.py images --data CIFAR10 (train/, test/)
     python benchmarks/papers/aligned_training.py transfer --data CIFAR10 (train/, test/)
+    python benchmarks/papers/aligned_training.py residuals --data CIFAR10 (train/, test/)
 
 Each is a study of its own with three seeds a variant; results go to docs/papers/results.
 """
@@ -183,6 +184,20 @@ def images(data: list[str]) -> Study:
     return _study("aligned-images", variants, measure)
 
 
+def residuals(data: list[str]) -> Study:
+    """Plain and aligned: what layers add to the states, and convergence; figures 1, 4b, 10."""
+    folder = Path(data[0])
+    test = [str(folder / "test")]
+    recipe = _vit([str(folder / "train")], test)
+    recipe["training"] |= {"eval_strategy": "steps", "eval_steps": 250}
+
+    def measure(trained: Path) -> dict[str, Any]:
+        return {**measures.curve(trained), **measures.residuals(trained, test)}
+
+    variants = {name: {**recipe, "objectives": OBJECTIVES[name]} for name in ("plain", "aligned")}
+    return _study("aligned-residuals", variants, measure)
+
+
 def transfer(data: list[str]) -> Study:
     """The same trained on animals, then a linear classifier of vehicles at each layer; figure 6."""
     folder = Path(data[0])
@@ -256,5 +271,6 @@ if __name__ == "__main__":
             "sentences": sentences,
             "images": images,
             "transfer": transfer,
+            "residuals": residuals,
         },
     )

@@ -2,18 +2,21 @@
 
     python benchmarks/papers/headless.py decoders --data NOVELS/*.txt
     python benchmarks/papers/headless.py batches --data NOVELS/*.txt
+    python benchmarks/papers/headless.py words --data NOVELS/*.txt
     python benchmarks/papers/headless.py encoders --data NOVELS/*.txt SST-2
 
 `decoders`: a head recovered from a headless decoder, against plain pretraining with as many
 tokens (table 3). `batches`: the same with more sequences in the micro-batch, whose tokens are what
 a state is contrasted with, and with a head trained for 2 % and 15 % of the steps (figure 8).
-`encoders`: both kinds of BERT fine-tuned on SST-2 (train.tsv and test.tsv of
-the folder that is given last), after as many tokens (table 1). Three seeds a variant; results go to
-docs/papers/results. Step time against vocabulary size is in cost.py.
+`words`: both kinds of decoder, after as many tokens, at the last word of passages of the held-out
+novels, in place of LAMBADA (table 3). `encoders`: both kinds of BERT fine-tuned on SST-2 (train.tsv
+and test.tsv of the folder that is given last), after as many tokens (table 1). Three seeds a
+variant; results go to docs/papers/results. Step time against vocabulary size is in cost.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 
 import measures
 from decoders import Recipe, decoder
-from study import Run, Study, seeds_of, study_command, train_quietly
+from study import SEEDS, Run, Study, seeds_of, study_command, train_quietly
 
 STEPS = 400
 HEAD_STEPS = 60
@@ -50,12 +53,7 @@ def decoders(novels: list[str]) -> Study:
 
 def batches(novels: list[str]) -> Study:
     """Plain and headless with ever more sequences a step, for the same number of steps."""
-
-    def recipe(objective: str, sequences: int) -> Recipe:
-        recipe = decoder(novels, [objective], tie_word_embeddings=False, num_hidden_layers=3)
-        recipe["data"] |= {"sequence_length": 128, "max_bytes": 8_000_000}
-        recipe["training"] |= {"per_device_train_batch_size": sequences, "eval_strategy": "no"}
-        return recipe
+    recipe = functools.partial(_shorter, novels)
 
     def with_heads(sequences: int, seed: int) -> measures.Measure:
         def measure(folder: Path) -> dict[str, Any]:
@@ -84,6 +82,45 @@ def batches(novels: list[str]) -> Study:
     )
 
 
+def words(novels: list[str]) -> Study:
+    """Plain for all steps; headless for 85 % of them, before and after a head's 15 %."""
+    plainly, headlessly = (_shorter(novels, one, 16) for one in ("ce", "headless"))
+    headlessly["training"]["max_steps"] = STEPS - HEAD_STEPS
+
+    def read(folder: Path) -> dict[str, Any]:
+        return measures.last_words(folder, novels[-2:])
+
+    def plain(folder: Path) -> dict[str, Any]:
+        return {**measures.quality(folder), **read(folder)}
+
+    def headless(seed: int) -> measures.Measure:
+        def measure(folder: Path) -> dict[str, Any]:
+            taught = _taught(folder, plainly, seed, HEAD_STEPS, 1.0e-3, read)
+            taught["head_seconds"] = taught.pop("seconds")
+            return {**taught, "no head": measures.last_words(folder, novels[-2:], True)}
+
+        return measure
+
+    return Study(
+        "headless-words",
+        [
+            run
+            for seed in range(SEEDS)
+            for run in (
+                Run("plain", seed, plainly, plain),
+                Run("headless", seed, headlessly, headless(seed)),
+            )
+        ],
+    )
+
+
+def _shorter(novels: list[str], objective: str, sequences: int) -> Recipe:
+    recipe = decoder(novels, [objective], tie_word_embeddings=False, num_hidden_layers=3)
+    recipe["data"] |= {"sequence_length": 128, "max_bytes": 8_000_000}
+    recipe["training"] |= {"per_device_train_batch_size": sequences, "eval_strategy": "no"}
+    return recipe
+
+
 def _untied(novels: list[str], objective: str, steps: int) -> Recipe:
     recipe = decoder(novels, [objective], tie_word_embeddings=False)
     recipe["training"]["max_steps"] = steps
@@ -104,7 +141,14 @@ def _with_head(novels: list[str], seed: int, rate: float) -> measures.Measure:
     return measure
 
 
-def _taught(folder: Path, recipe: Recipe, seed: int, steps: int, rate: float) -> dict[str, Any]:
+def _taught(
+    folder: Path,
+    recipe: Recipe,
+    seed: int,
+    steps: int,
+    rate: float,
+    measure: measures.Measure = lambda _: {},
+) -> dict[str, Any]:
     """What a headless model says after so many steps with a head, which begins as its embeddings.
 
     Args:
@@ -113,10 +157,15 @@ def _taught(folder: Path, recipe: Recipe, seed: int, steps: int, rate: float) ->
         seed: that of pretraining, so that the same text is held out.
         steps: optimizer steps.
         rate: the learning rate.
+        measure: what else is kept of it.
     """
     recipe = {key: value for key, value in recipe.items() if key not in ("config", "tokenizer")}
     recipe |= {"model": str(folder), "head_from_embeddings": True}
-    changes = {"max_steps": steps, "learning_rate": rate, "warmup_steps": steps // 5}
+    changes: dict[str, Any] = {
+        "max_steps": steps,
+        "learning_rate": rate,
+        "warmup_steps": steps // 5,
+    }
     # What a short run logs is its end.
     changes |= {"eval_strategy": "steps", "eval_steps": min(steps, 50)}
     with tempfile.TemporaryDirectory() as other:
@@ -125,6 +174,7 @@ def _taught(folder: Path, recipe: Recipe, seed: int, steps: int, rate: float) ->
         (begun,) = report["initial_layers"].values()
         return {
             **measures.curve(head),
+            **measure(head),
             "embeddings_as_head": round(begun["loss"], 5),
             "seconds": report["seconds"],
         }
@@ -204,4 +254,5 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    study_command(__doc__, {"decoders": decoders, "batches": batches, "encoders": encoders})
+    studies = (decoders, batches, words, encoders)
+    study_command(__doc__, {study.__name__: study for study in studies})

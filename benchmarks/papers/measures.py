@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from exitserve.calibration.scores import ExitScores, PieceReading, all_scores, r
 from exitserve.checkpoint.decoder import capture_hidden
 from exitserve.evaluation.acceptance import DraftTally
 from exitserve.reference import load_reference
+from exitserve.windows import load_tokenizer
 from exitserve_training.classification import evaluation as classification
 from exitserve_training.classification.inputs import batch_rows, encoder
 from exitserve_training.classification.labelled import class_numbers, read_examples
@@ -26,6 +30,7 @@ from exitserve_training.inspect.data import InspectionSettings, load_inspection_
 from exitserve_training.inspect.inspection import inspect
 from exitserve_training.inspect.measurements import measure_layers
 from exitserve_training.inspect.probe import linear_probe
+from exitserve_training.inspect.similarity import centred, cos_matrix, cosines
 from exitserve_training.models import load_model, model_config
 from exitserve_training.parts import model_parts
 
@@ -75,6 +80,53 @@ def spread_of_states(folder: Path, texts: Sequence[str], rows: int = 32) -> Meas
         "spearman": round(rho, 4),
         "kendall": round(tau, 4),
     }
+
+
+def last_words(
+    folder: Path, texts: Sequence[str], embeddings_as_head: bool = False, passages: int = 2000
+) -> Measured:
+    """How well a decoder predicts the last word of a sentence that its passage has had before.
+
+    A stand-in for LAMBADA, most of whose words its passages have had: accuracy is of words whose
+    tokens are all the most likely ones, perplexity of whole words.
+
+    Args:
+        folder: the decoder.
+        texts: files that were held out.
+        embeddings_as_head: put the input embeddings in the head's place.
+        passages: how many, drawn with a fixed seed.
+    """
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    model.train(False)
+    if embeddings_as_head:
+        model_parts(model).head.linear.weight = model.get_input_embeddings().weight
+    every = [one for text in texts for one in _passages(Path(text).read_text("utf-8-sig"))]
+    nats, right = [], []
+    for passage, word in random.Random(0).sample(every, min(passages, len(every))):
+        before, target = (
+            tokenizer(one, add_special_tokens=False)["input_ids"] for one in (passage, f" {word}")
+        )
+        ids = torch.tensor([[*before, *target][-model.config.max_position_embeddings :]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, -len(target) - 1 : -1]
+        found = torch.tensor(target)
+        nats.append(float(torch.nn.functional.cross_entropy(logits, found, reduction="sum")))
+        right.append(bool((logits.argmax(-1) == found).all()))
+    return {
+        "passages": len(right),
+        "word_accuracy": round(sum(right) / len(right), 5),
+        "word_perplexity": round(math.exp(sum(nats) / len(nats)), 2),
+    }
+
+
+def _passages(text: str) -> Iterator[tuple[str, str]]:
+    """The 70 words up to the end of a sentence, and its last word, which is among them."""
+    words = text.split()
+    for end in range(70, len(words)):
+        passage, closed = words[end - 70 : end], words[end].rstrip("\"'")
+        word = closed.rstrip(".!?")
+        if closed != word and len(word) > 3 and word.isalpha() and word in passage:
+            yield " ".join(passage), word
 
 
 def exits_of_texts(folder: Path, texts: Sequence[str], rows: int = 32) -> Measured:
@@ -212,6 +264,45 @@ def shifted(folder: Path, images: Path, rows: int = 1000) -> Measured:
             for depth in measured.sums
         }
     }
+
+
+def residuals(folder: Path, images: Sequence[str], rows: int = 2000) -> Measured:
+    """What each layer of an image classifier adds to the state of its first token, and the share
+    of the variance of all layers' class means that two principal components explain."""
+    settings = InspectionSettings(str(folder), images, rows=rows, batch_size=100)
+    data = load_inspection_data(settings)
+    model = load_model(str(folder), data.task)
+    model.train(False)
+    body, read = model_parts(model).body, []
+    for batch in data.batches:
+        with torch.no_grad():
+            hidden = body(**batch.inputs, output_hidden_states=True).hidden_states
+        read.append(torch.stack([one[:, 0] for one in hidden]))
+    # [1 + L, N, D]: before the first layer, and after each.
+    states = torch.cat(read, dim=1)
+    classes = torch.cat([batch.labels for batch in data.batches])[:, 0]
+    adjacent = cos_matrix(list(states)).diagonal(offset=1)
+    layers = {}
+    for depth, (before, after) in enumerate(itertools.pairwise(states), start=1):
+        added = after - before
+        layers[str(depth)] = {
+            "norm_ratio": round(float((before.norm(dim=1) / added.norm(dim=1)).mean()), 4),
+            "cos_added": round(float(cosines(before, added).mean()), 4),
+            "cos_before": round(float(adjacent[depth - 1]), 4),
+        }
+    return {"residuals": layers, "two_components": round(_two_components(states[1:], classes), 4)}
+
+
+def _two_components(states: torch.Tensor, classes: torch.Tensor) -> float:
+    means = torch.cat(
+        [
+            centred(one)[classes == kind].mean(0)[None]
+            for one in states
+            for kind in sorted(set(classes.tolist()))
+        ]
+    )
+    variances = torch.linalg.svdvals(centred(means)).square()
+    return float(variances[:2].sum() / variances.sum())
 
 
 def probes(folder: Path, data: Sequence[str], rows: int = 2000) -> Measured:

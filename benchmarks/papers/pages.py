@@ -28,6 +28,7 @@ from tables import (
     exits_table,
     numbers_table,
     runs_of,
+    seeds,
     spread,
     values,
     variants,
@@ -45,7 +46,6 @@ RANK: list[Column] = [
 ]
 OF_GPT2: list[Column] = [
     ("mean cosine, last layer", at_depth("states", "mean_cosine", 4), ".2f"),
-    ("effective rank, last layer", at_depth("states", "effective_rank", 4), ".1f"),
 ]
 GRID = ("simreg-grid", "plain")
 OF_DIGITS: list[Column] = [
@@ -54,7 +54,6 @@ OF_DIGITS: list[Column] = [
     ("at 9", at_depth("layers", "accuracy", 9), ".2f"),
     ("COS, depth 5", at_depth("layers", "cos", 5), ".2f"),
     ("CKA, depth 5", at_depth("layers", "cka", 5), ".2f"),
-    ("loss after 200 steps", at("curve", "200"), ".2f"),
 ]
 OF_EXITS: list[Column] = [
     ("agreement, depth 1", at_depth("layers", "agreement", 1), ".3f"),
@@ -105,21 +104,34 @@ def _heads_taught() -> str:
             continue
         headless = f"headless, {sequences}"
         plain = values(runs, name, at("layers", "3", "loss"))
-        cells = [spread(plain), spread(values(runs, headless, at("2%", "embeddings_as_head")))]
+        cells = [spread(plain)]
         for share in shares:
             taught = values(runs, headless, at(share, "loss"))
             behind = [one - other for one, other in zip(taught, plain, strict=True)]
             cells += [spread(taught), spread(behind, "+.3f")]
         lines.append([sequences, *cells])
-    headers = ["a step", "plain", "embeddings as head"]
+    headers = ["a step", "plain"]
     for share in shares:
         headers += [f"head for {share}", "less plain"]
     return markdown_table(headers, lines)
 
 
+def _gone_on() -> str:
+    """Losses after plain training, and their differences from more of it, seed by seed."""
+    runs = runs_of("dispersion-middle")
+    lines = []
+    for name in variants(runs)[1:]:
+        own = seeds(runs, name)
+        less = [run["loss"] - runs[f"plain/{seed}"]["loss"] for seed, run in own.items()]
+        losses, cosines = values(runs, name, at("loss")), values(runs, name, OF_GPT2[0][1])
+        lines.append([name, spread(losses), spread(less, "+.3f"), spread(cosines, ".2f")])
+    headers = ["", "held-out loss", "less plain", "mean cosine, last layer"]
+    return markdown_table(headers, lines)
+
+
 def _by_depth(study: str, key: str) -> str:
-    """A measure of a study of aligned training, at most of its six depths."""
-    return by_depth_table(study, "layers", key, (1, 2, 3, 4, 6), ".3f")
+    """A measure of a study of aligned training, at some of its six depths."""
+    return by_depth_table(study, "layers", key, (1, 2, 4, 6), ".3f")
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -129,16 +141,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "aligned-digits": lambda: numbers_table("aligned-digits", OF_DIGITS),
     "simreg-grid": lambda: against("simreg-grid", GRID, []),
     "simreg-places": lambda: against("simreg-places", GRID, []),
-    "simreg-baselines": lambda: against(
-        "simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2[:1]
-    ),
+    "simreg-baselines": lambda: against("simreg-baselines", ("simreg-baselines", "plain"), OF_GPT2),
     "nitp-targets": lambda: against("nitp-targets", ("nitp-targets", "plain"), RANK),
     "dispersion-losses": lambda: against(
         "dispersion-losses", ("dispersion-losses", "plain"), OF_GPT2
     ),
-    "dispersion-settings": lambda: against(
-        "dispersion-settings", ("dispersion-losses", "plain"), OF_GPT2
-    ),
+    "dispersion-middle": _gone_on,
     "headless-decoders": lambda: numbers_table(
         "headless-decoders",
         [
@@ -148,11 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "headless-batches": _heads_taught,
     "headless-encoders": lambda: numbers_table(
-        "headless-encoders",
-        [
-            ("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f"),
-            ("seconds of pretraining", at("training_seconds"), ".0f"),
-        ],
+        "headless-encoders", [("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f")]
     ),
     "cost-vocabulary": _vocabularies,
     "combined-steps": lambda: along_table("combined", DEEPEST, OF_EXITS, "steps"),
@@ -192,9 +196,6 @@ PLOTS: dict[str, Callable[[], Figure]] = {
     ),
     "dispersion-losses": lambda: curves(
         "dispersion-losses", "states", "mean_cosine", "mean cosine of two tokens"
-    ),
-    "dispersion-middle": lambda: curves(
-        "dispersion-middle", "states", "mean_cosine", "mean cosine of two tokens"
     ),
 }
 

@@ -47,6 +47,8 @@ class Run:
     begin: dict[str, Any] | None = None
     """A recipe that is run first, with the same seed: `recipe` goes on from its model. Runs of a
     seed that begin alike share it."""
+    teacher: dict[str, Any] | None = None
+    """A recipe that is run first likewise, for `recipe` to learn from what its model predicts."""
 
     @property
     def name(self) -> str:
@@ -155,6 +157,10 @@ def _made(run: Run, begun: Path) -> Measured:
     if run.begin is not None:
         recipe = {k: v for k, v in recipe.items() if k not in ("config", "tokenizer")}
         recipe["model"] = str(_begun(run.begin, run.seed, begun))
+    if run.teacher is not None:
+        taught = {"name": "kl_to_last", "layers": [recipe["config"]["num_hidden_layers"]]}
+        taught["teacher"] = str(_begun(run.teacher, run.seed, begun))
+        recipe = {**recipe, "objectives": [*recipe["objectives"], taught]}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         output = train_quietly(recipe, Path(folder) / "run", run.seed)
