@@ -97,16 +97,18 @@ def middle(data: list[str]) -> Study:
 
 
 def distillation(novels: list[str]) -> Study:
-    """A small model alone, the larger one that is to teach it dispersion, and the taught one."""
+    """A small model alone, larger ones with and without dispersion, and the small one that each
+    teaches."""
     small = _longer(_smallest(novels, ["ce"]), DISTILLED_STEPS)
-    larger = _gpt2(novels, LOSSES["dispersion"], *SIZES["6 layers, D = 128"])
-    larger = _longer(larger, DISTILLED_STEPS)
     measure = _measured(novels[-1:])
 
     def runs(seed: int) -> Iterator[Run]:
         yield Run("small, alone", seed, small, measure)
-        yield Run("larger, dispersed", seed, _still(larger), measure, begin=larger)
-        yield Run("small, taught by it", seed, small, measure, teacher=larger)
+        for name, loss in (("dispersed", "dispersion"), ("plain", "plain")):
+            larger = _gpt2(novels, LOSSES[loss], *SIZES["6 layers, D = 128"])
+            larger = _longer(larger, DISTILLED_STEPS)
+            yield Run(f"larger, {name}", seed, _still(larger), measure, begin=larger)
+            yield Run(f"small, taught by the {name}", seed, small, measure, teacher=larger)
 
     return Study("dispersion-distillation", [run for seed in range(SEEDS) for run in runs(seed)])
 
