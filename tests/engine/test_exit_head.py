@@ -133,7 +133,6 @@ def test_a_host_decides_the_same(
 
 def test_kernels_and_drafts_read_a_copy_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are numbers of the vocabulary again, and logits of others are -inf."""
-    from vllm.model_executor import parameter
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from exitserve.engine.layers import exit_head
@@ -152,8 +151,9 @@ def test_kernels_and_drafts_read_a_copy_of_the_rows(monkeypatch: pytest.MonkeyPa
     )
     model = SimpleNamespace(output_head=lambda: lm_head, logits_processor=processor)
     for name, value in (("world_size", 1), ("rank", 0)):
-        for module in (exit_head, parameter):  # no group of ranks is there
-            monkeypatch.setattr(module, f"get_tensor_model_parallel_{name}", lambda v=value: v)
+        monkeypatch.setattr(
+            exit_head, f"get_tensor_model_parallel_{name}", lambda value=value: value
+        )
     logits = 0.5 * 2.0 * torch.tanh(normed @ weight.T / 2.0)
     limits, found = torch.full((6,), 0.3), []
     for implementation in ("torch", "triton"):

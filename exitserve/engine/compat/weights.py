@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from exitserve_kernels.exit_check import Head
@@ -46,24 +46,15 @@ def readable_head(
     )
 
 
-def packed_linear(weight: Tensor, bias: Tensor | None) -> ReplicatedLinear:
-    """A linear map [N, D] to [N, K], packed as vLLM packs its own.
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Any:
+    """A linear map of a weight [K, D] and a bias [K], packed as vLLM packs its own.
 
-    Args:
-        weight: [K, D], this rank's.
-        bias: [K].
+    Returns:
+        a module; `one.quant_method.apply(one, x, one.bias)` is [N, K] of x [N, D].
     """
-    count, width = weight.shape
-    made = ReplicatedLinear(
-        width,
-        count,
-        bias=bias is not None,
-        params_dtype=weight.dtype,
-        return_bias=False,
-        disable_tp=True,
-    )
+    made: Any = nn.Module()
     made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
+    made.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    made.quant_method = UnquantizedLinearMethod()
     made.quant_method.process_weights_after_loading(made)
     return made

@@ -168,7 +168,8 @@ class ExitHead:
         if choose("exit_check", device) == "triton":
             self._readable = found
         if self.rows is not None and self._readable is None:
-            self._product = packed_linear(found.weight, found.bias)
+            packed = packed_linear(found.weight, found.bias)
+            self._product = partial(packed.quant_method.apply, packed, bias=packed.bias)
         elif self.rows is not None:
             self._product = partial(linear, weight=found.weight, bias=found.bias)
 

@@ -110,7 +110,7 @@ class Propagation(nn.Module):
         above.fill(state, positions, tokens)
 
 
-def _projection(layers: Sequence[LayerKV], like: Tensor) -> nn.Module:
+def _projection(layers: Sequence[LayerKV], like: Tensor) -> Any:
     """Makes keys and values of normalised states [N, D]: layer by layer, keys first."""
     weights, biases = zip(*(layer.folded(like) for layer in layers), strict=True)
     bias = torch.cat(biases)
@@ -133,7 +133,8 @@ class Projected(nn.Module):
         tables: Sequence[Tensor | None],
     ) -> None:
         """Takes what it needs of S layers: their weights, span by span, and rotation tables [S]."""
-        self.spans, self.layers = nn.ModuleList(spans), len(layers)
+        self.spans: Any = nn.ModuleList(spans)
+        self.layers = len(layers)
         self.heads: int = layers[0].attention.num_kv_heads
         self.input_norm, self.rotary = layers[0].input_norm, _rotary(layers, tables)
         norms = [layer.key_norm for layer in layers if layer.key_norm is not None]
@@ -146,7 +147,7 @@ class Projected(nn.Module):
         norm = self.input_norm
         if norm is not None:
             state = normalised(state, norm.epsilon, centred=norm.centred)
-        parts = [project(state) for project in self.spans]
+        parts = [one.quant_method.apply(one, state, one.bias) for one in self.spans]
         projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return projected.view(len(state), self.layers, 2, -1)
 
