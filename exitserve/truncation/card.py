@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -11,10 +11,8 @@ from huggingface_hub.repocard import metadata_load
 
 from exitserve.checkpoint.block import MultiExit, num_layers_of, parse_multi_exit
 from exitserve.checkpoint.hub import CARD
+from exitserve.truncation.job import TruncationJob
 from exitserve.truncation.perplexity import Perplexity
-
-if TYPE_CHECKING:
-    from exitserve.truncation.run import TruncationJob
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
 

@@ -15,7 +15,7 @@ from exitserve.errors import ExitServeError
 
 if TYPE_CHECKING:
     from exitserve.truncation.fit import Sizes
-    from exitserve.truncation.run import TruncationJob
+    from exitserve.truncation.job import TruncationJob
 
 DESCRIPTION = """\
 Write the first layers of a checkpoint, with the same norm and head, as a checkpoint of its own.
@@ -116,7 +116,7 @@ def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     from exitserve.checkpoint.hub import local_checkpoint
     from exitserve.checkpoint.weights import read_weights
     from exitserve.truncation.fit import Load, deepest_fit, parse_size, sizes_of
-    from exitserve.truncation.run import TruncationJob, check_causal, check_names
+    from exitserve.truncation.job import TruncationJob, check_causal, check_names
 
     budget = None if args.to_fit is None else parse_size(args.to_fit)
     config = read_config(args.model, args.revision)

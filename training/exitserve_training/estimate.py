@@ -24,7 +24,6 @@ from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.objectives.options import BuildContext
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import ModelParts, model_parts
-from exitserve_training.preparation import TrainingSetup, training_setup
 from exitserve_training.recipe import Recipe
 from exitserve_training.throughput import (
     flops_per_token,
@@ -33,6 +32,7 @@ from exitserve_training.throughput import (
     teacher_parameters,
     teachers,
 )
+from exitserve_training.training_setup import TrainingSetup, training_setup
 
 GIB = 2**30
 _ADAMW_TRAFFIC = 28

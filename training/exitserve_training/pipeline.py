@@ -40,10 +40,11 @@ from exitserve_training.callbacks import (
 )
 from exitserve_training.card import model_card
 from exitserve_training.folder import after_failure, newest_checkpoint, set_aside
-from exitserve_training.preparation import TrainerInputs, TrainingSetup, prepare, training_setup
+from exitserve_training.preparation import TrainerInputs, prepare
 from exitserve_training.recipe import Recipe
 from exitserve_training.report import LayerQuality, TrainingReport
 from exitserve_training.trainer import ExitTrainer, MultiExitTraining
+from exitserve_training.training_setup import TrainingSetup, training_setup
 from exitserve_training.verdicts import verdict
 
 FEW_TOKENS = 4096

@@ -1,13 +1,12 @@
 """What a run needs before it trains: the model, the data, and the task.
 
-All that the recipe says is checked first, then the data are read, and only then is anything on
-disk touched.
+What the recipe says has been checked (`training_setup`). The data are read, and only then is
+anything on disk touched.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,39 +15,28 @@ import datasets
 import torch
 from transformers import (
     DataCollatorWithPadding,
-    PreTrainedConfig,
     PreTrainedModel,
     default_data_collator,
     set_seed,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from exitserve.checkpoint.block import MultiExit
-from exitserve.errors import ExitServeError
 from exitserve.windows import load_tokenizer
-from exitserve_training.adapters import with_adapters
 from exitserve_training.callbacks import stopped_by_term
 from exitserve_training.classification.images import ImageReader
 from exitserve_training.draws import Augmentation, Masking
 from exitserve_training.folder import HELD_OUT, OWN_CHATS, check_output_dir, empty_folder
-from exitserve_training.growth import grow, grown_config
-from exitserve_training.layer_weights import counted_layers
+from exitserve_training.growth import grow
 from exitserve_training.models import (
     build_config,
     build_model,
     check_fits,
-    check_model,
     check_saving,
     choose_attention,
     load_model,
-    model_config,
     start_head_from_embeddings,
-    task_for,
 )
-from exitserve_training.objectives.aligned.options import KLToLastOptions
-from exitserve_training.optimizers import check_kahan
 from exitserve_training.packing import fingerprint, load_packed, save_packed
-from exitserve_training.parts import Task
 from exitserve_training.provenance import training_run, write_training_run
 from exitserve_training.reading import chat_tokenizer, read_data
 from exitserve_training.recipe import Recipe
@@ -60,16 +48,7 @@ from exitserve_training.tasks import (
     next_token,
 )
 from exitserve_training.tokenization import with_padding
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """What is known of a run before its data are read."""
-
-    config: PreTrainedConfig
-    task: Task
-    exits: MultiExit
-    """The block for `config.json`."""
+from exitserve_training.training_setup import TrainingSetup
 
 
 @dataclass(frozen=True)
@@ -85,61 +64,6 @@ class TrainerInputs:
     architecture: str
     parameters: int
     """How many the model has, counted before adapters or shards change it."""
-
-
-def training_setup(recipe: Recipe) -> TrainingSetup:
-    """Checks all that the recipe says about its model and layers, without reading data.
-
-    Raises:
-        ExitServeError: something cannot be done.
-    """
-    if recipe.model is not None:
-        task = task_for(model_config(recipe.model).model_type, recipe.data.format)
-        config = check_model(recipe.model, task)
-        if recipe.grow_to_layers is not None:
-            config = grown_config(config, recipe.grow_to_layers)
-    else:
-        assert recipe.config is not None
-        config = build_config(recipe.config)
-        task = task_for(config.model_type, recipe.data.format)
-    if recipe.weights == "bfloat16":
-        check_kahan()
-    num_layers: int = config.num_hidden_layers
-    chosen: Sequence[int] | None = None if recipe.exit_layers == "all" else recipe.exit_layers
-    layers = counted_layers(num_layers, chosen)[:-1]
-    exits = MultiExit(exit_layers=layers, objective="+".join(o.name for o in recipe.objectives))
-    for options in recipe.objectives:
-        options.layers_used(layers, num_layers)  # raises where it does not fit
-    if recipe.lora is not None:
-        with torch.device("meta"):
-            with_adapters(build_model(config, task), recipe.lora)
-    _check_teacher(recipe, config, task)
-    if task == "hidden token":
-        if recipe.exit_aware is not None:
-            raise ExitServeError("recipe key 'exit_aware' is for causal models; leave it out.")
-    elif "mask_share" in recipe.model_fields_set:
-        raise ExitServeError("recipe key 'mask_share' is for masked models, such as bert.")
-    return TrainingSetup(config, task, exits)
-
-
-def _check_teacher(recipe: Recipe, config: PreTrainedConfig, task: Task) -> None:
-    """Raises `ExitServeError` for a teacher that says something else than the model."""
-    for options in recipe.objectives:
-        path = options.teacher_path(recipe.model) if isinstance(options, KLToLastOptions) else None
-        if path is None:
-            continue
-        if task == "class":
-            raise ExitServeError(
-                f"objective {options.name!r}: teacher is for language models, not for "
-                f"classifiers; leave it out."
-            )
-        size = check_model(path, task).vocab_size
-        # From scratch the tokenizer has the last word, and a teacher's size is its own.
-        if recipe.model is not None and size != config.vocab_size:
-            raise ExitServeError(
-                f"objective {options.name!r}: the teacher '{path}' has a vocabulary of {size}, "
-                f"the model one of {config.vocab_size}; give a teacher with the same tokenizer."
-            )
 
 
 def prepare(recipe: Recipe, setup: TrainingSetup, is_first: bool) -> TrainerInputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 from transformers import PreTrainedTokenizerBase
@@ -27,9 +27,7 @@ from exitserve_training.recipe import Recipe
 from exitserve_training.sources import load_split
 from exitserve_training.streamed import ordered_texts, pack_in_order
 from exitserve_training.tokenization import train_bpe
-
-if TYPE_CHECKING:
-    from exitserve_training.preparation import TrainingSetup
+from exitserve_training.training_setup import TrainingSetup
 
 
 def read_data(
