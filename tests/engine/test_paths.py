@@ -119,9 +119,11 @@ def test_tensor_parallel_without_a_head_of_its_own(
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
 
 
-def test_weights_in_bfloat16(start, model, jobs) -> None:
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_rounded_weights_and_caches(start, model, jobs, cache: str) -> None:
     """Rounding differs with the batch, so tokens may; the machinery must still add up."""
-    harness = start(model, dtype="bfloat16", enable_prefix_caching=False)
+    rounding = {"dtype": "bfloat16", "kv_cache_dtype": cache}
+    harness = start(model, **rounding, enable_prefix_caching=False)
     outcomes = harness.run(jobs)
     assert {2, 4, 6} == set(_depths(outcomes))
     fixed = [
