@@ -37,19 +37,15 @@ def test_rows_change_what_exits(expected) -> None:
     assert expected["frequent"] != expected["all"]
 
 
+@pytest.mark.parametrize("way", ["rows that leave", "masked"])
 @pytest.mark.parametrize("rows", ["frequent", "all"])
-def test_engine_is_the_oracle(start, model, jobs, expected, rows: str) -> None:
+def test_engine_is_the_oracle(start, model, jobs, expected, rows: str, way: str, request) -> None:
+    if way == "masked":
+        request.getfixturevalue(way)
     harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
     assert harness.run(jobs) == expected[rows]
     assert harness.run(jobs, every=3) == expected[rows]
     assert sum(harness.stats()["checks"].values()) > 0
-
-
-@pytest.mark.parametrize("rows", ["frequent", "all"])
-def test_rows_that_keep_their_places(start, model, jobs, expected, masked, rows: str) -> None:
-    harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected[rows]
-    assert harness.run(jobs, every=3) == expected[rows]
 
 
 WHOLE_HEAD: list[dict[str, Any]] = [{"temperature": 1e-3}, {"logprobs": 2}, {}]
