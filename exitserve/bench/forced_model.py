@@ -66,7 +66,7 @@ class _ForcedChecks(Checks):
     ) -> list[int]:
         """See `Checks.settle`; whether rows are confident does not matter."""
         lots = [(_prompt_number(one.request), step.last_positions[one.row], layer) for one in due]
-        fixed = [one.thresholds_at(layer)[0] == ALWAYS for one in due]
+        fixed = [one.request.policy.thresholds_at(layer)[0] == ALWAYS for one in due]
         drawn = [a or b for a, b in zip(fixed, _passes(lots, self._share), strict=True)]
         return super().settle(step, layer, due, drawn, logits, places)
 

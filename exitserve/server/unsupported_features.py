@@ -94,6 +94,11 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         "exits are planned for the whole batch, which micro-batching splits",
     ),
     UnsupportedFeature(
+        "new weights in a running server (--weight-transfer-config)",
+        lambda args: args.weight_transfer_config,
+        "exits keep copies of the old ones",
+    ),
+    UnsupportedFeature(
         "KV transfer (--kv-transfer-config, --kv-offloading-size) on a GPU",
         lambda args: transfers_kv(args) and runs_on_v2(),
         "it was not tested with exits there",

@@ -2,6 +2,8 @@
 
 import pytest
 
+from .conftest import since
+
 PROMPTS = (
     "def add(a, b):\n    return",
     "import os\nimport sys\n\n\ndef main(argv=None):\n",
@@ -69,14 +71,9 @@ def test_arriving_one_by_one(harness, jobs, expected) -> None:
 
 def test_counts_reconcile(harness, jobs) -> None:
     before = harness.stats()
-    outcomes = harness.run(jobs)
-    after = harness.stats()
-    depths = [depth for _, layers in outcomes for depth in layers]
-    counted = {
-        depth: after["tokens_by_depth"][depth] - before["tokens_by_depth"][depth]
-        for depth in after["tokens_by_depth"]
-    }
-    assert counted == {depth: depths.count(depth) for depth in counted}
+    depths = [depth for _, layers in harness.run(jobs) for depth in layers]
+    counts = since(before, harness.stats())
+    by_depth = counts["tokens_by_depth"]
+    assert by_depth == {depth: depths.count(depth) for depth in by_depth}
     exited = sum(depth < 24 for depth in depths)
-    assert after["frozen_tokens"] - before["frozen_tokens"] == exited
-    assert sum(after["passed"].values()) - sum(before["passed"].values()) == exited
+    assert counts["frozen_tokens"] == sum(counts["passed"].values()) == exited

@@ -109,3 +109,9 @@ def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, mes
     ).create_engine_config()
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(config)
+
+
+def test_new_weights_are_refused(start, make_checkpoint) -> None:
+    """Copies of the old ones would propagate keys and values, and read exit rows."""
+    with pytest.raises(RuntimeError, match="Start the engine again"):
+        start(make_checkpoint("llama")).engine.collective_rpc("reload_weights")

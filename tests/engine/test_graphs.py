@@ -42,10 +42,7 @@ def test_no_number_is_read_on_the_way() -> None:
         assert parts.filled == [2, 4]
 
 
-HELD = (
-    *("_uploaded", "_any_may_exit", "_depth", "_logits", "checks", "reads"),
-    *("_requests.limits", "_requests.end_limits"),
-)
+HELD = ("_uploaded", "_any_may_exit", "_depth", "_logits", "checks", "reads", "_requests.limits")
 
 
 @pytest.mark.parametrize("is_last", [True, False])

@@ -37,19 +37,15 @@ def test_rows_change_what_exits(expected) -> None:
     assert expected["frequent"] != expected["all"]
 
 
+@pytest.mark.parametrize("way", ["rows that leave", "masked"])
 @pytest.mark.parametrize("rows", ["frequent", "all"])
-def test_engine_is_the_oracle(start, model, jobs, expected, rows: str) -> None:
+def test_engine_is_the_oracle(start, model, jobs, expected, rows: str, way: str, request) -> None:
+    if way == "masked":
+        request.getfixturevalue(way)
     harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
     assert harness.run(jobs) == expected[rows]
     assert harness.run(jobs, every=3) == expected[rows]
     assert sum(harness.stats()["checks"].values()) > 0
-
-
-@pytest.mark.parametrize("rows", ["frequent", "all"])
-def test_rows_that_keep_their_places(start, model, jobs, expected, masked, rows: str) -> None:
-    harness = start(model, exits={"exit_rows": rows}, enable_prefix_caching=False)
-    assert harness.run(jobs) == expected[rows]
-    assert harness.run(jobs, every=3) == expected[rows]
 
 
 WHOLE_HEAD: list[dict[str, Any]] = [{"temperature": 1e-3}, {"logprobs": 2}, {}]
@@ -119,9 +115,11 @@ def test_tensor_parallel_without_a_head_of_its_own(
     assert harness.run(jobs) == [expect(reference, one) for one in jobs]
 
 
-def test_weights_in_bfloat16(start, model, jobs) -> None:
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_rounded_weights_and_caches(start, model, jobs, cache: str) -> None:
     """Rounding differs with the batch, so tokens may; the machinery must still add up."""
-    harness = start(model, dtype="bfloat16", enable_prefix_caching=False)
+    rounding = {"dtype": "bfloat16", "kv_cache_dtype": cache}
+    harness = start(model, **rounding, enable_prefix_caching=False)
     outcomes = harness.run(jobs)
     assert {2, 4, 6} == set(_depths(outcomes))
     fixed = [

@@ -66,7 +66,7 @@ def test_each_row_has_its_own_thresholds(rows) -> None:
     step = _step(rows, [3, 3, 3, 3], [1, 2, 3, 4])
     due = step.due(2)
     assert [one.row for one in due] == [0, 3]
-    assert [one.thresholds_at(2) for one in due] == [(0.25, 0.625), (0.5, 0.75)]
+    assert [one.request.policy.thresholds_at(2) for one in due] == [(0.25, 0.625), (0.5, 0.75)]
     step.depth[3] = 2
     assert [one.row for one in step.due(4)] == [0, 1]
     assert step.due(3) == step.due(6) == [], "no exit layers"

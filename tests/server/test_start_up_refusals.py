@@ -40,6 +40,7 @@ FLAGS = [
     ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
     ("--spec-model x --spec-tokens 2", "speculative decoding", "--mode verify"),
     ("--ubatch-size 2", "micro-batching", "whole batch"),
+    ("--weight-transfer-config.backend ipc", "new weights", "copies of the old ones"),
     (
         "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both --exit-layer 6",
         "KV transfer",

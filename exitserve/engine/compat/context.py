@@ -154,7 +154,7 @@ def _narrowed(
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_size,
             seq_lens=sequences,
-            dtype=attention.kv_cache_torch_dtype,
+            dtype=attention.dtype,
             query_start_loc=starts,
             causal=metadata.causal,
             sliding_window_size=windows.pop() if len(windows) == 1 else -1,

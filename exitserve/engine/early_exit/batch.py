@@ -27,10 +27,6 @@ class Candidate(NamedTuple):
     row: int
     request: Request
 
-    def thresholds_at(self, layer: int) -> tuple[float, float]:
-        """Thresholds after `layer` layers: for any token, and for an end of sequence."""
-        return self.request.policy.thresholds_at(layer)
-
 
 class Step:
     """One forward pass."""
@@ -75,7 +71,7 @@ class Step:
         return [
             one
             for one in self.candidates
-            if one.row not in self.depth and one.thresholds_at(layer)[0] < math.inf
+            if one.row not in self.depth and one.request.policy.thresholds_at(layer)[0] < math.inf
         ]
 
     def keep_logits(self, rows: Sequence[int], logits: Tensor) -> None:
@@ -110,8 +106,6 @@ class HostRequests(RunningRequests):
         """Starts without requests; takes the engine's rules and what counts."""
         self._rules, self._recorder = state.rules, state.recorder
         self.rows: dict[int, Request] = {}
-        self.asks_for_exits = False
-        """Whether one of them asks for exits, or for its depths."""
         self.preempted = PreemptedRequests()
         # Set by the worker once it is up (`exitserve.engine.hooks.worker_extension`).
         self.request_ids: Callable[[], list[str]] | None = None
@@ -143,7 +137,6 @@ class HostRequests(RunningRequests):
             self._remove(target)
             if moved is not None:
                 self.rows[target] = moved
-        self.asks_for_exits = any(one.asks or one.trace_keys for one in self.rows.values())
 
     def _remove(self, index: int) -> None:
         """Empties a row, and keeps its request's record if it may come back."""
@@ -167,20 +160,10 @@ class HostRequests(RunningRequests):
         request.name = name
         return request
 
-    def count_plain(self, shape: BatchShape, positions: Tensor) -> bool:
-        """Counts a pass over `positions` [T] if nobody in it asks for exits; else returns False."""
-        if self.asks_for_exits:
-            return False
-        rows, full_depth = self.rows, self._rules.num_layers
-        for row, last in enumerate(_last_positions(shape, positions)):
-            if row in rows and last + 1 >= rows[row].length:
-                self._recorder.tokens_by_depth[full_depth] += 1
-        return True
-
     def next_step(self, shape: BatchShape, positions: Tensor) -> Step:
         """The step of one forward pass over `positions` [T]."""
         ends: list[int] = shape.row_ends.tolist()
-        last = _last_positions(shape, positions)
+        last: list[int] = positions[shape.row_ends.long() - 1].tolist()
         candidates: list[Candidate] = []
         known: list[tuple[int, int]] = []
         recomputed = False
@@ -224,12 +207,6 @@ class HostRequests(RunningRequests):
             if request.trace_keys:
                 name = self.named(row).name
                 self._recorder.trace(request.trace_keys, name, generated, depth)
-
-
-def _last_positions(shape: BatchShape, positions: Tensor) -> list[int]:
-    """[B] the position of each row's last token, of a pass over `positions` [T]."""
-    found: list[int] = positions[shape.row_ends.long() - 1].tolist()
-    return found
 
 
 def _computed_before(

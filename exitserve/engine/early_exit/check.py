@@ -34,7 +34,8 @@ class Checks:
         Returns:
             Indices within `due` of those that exit.
         """
-        exits, logits = self.head.decide(normed, [one.thresholds_at(layer) for one in due])
+        limits = [one.request.policy.thresholds_at(layer) for one in due]
+        exits, logits = self.head.decide(normed, limits)
         return self.settle(step, layer, due, exits, logits, range(len(due)))
 
     def settle(
@@ -95,7 +96,7 @@ class HostMaskedRows:
         """Those of the rows that are due; 0 for all others."""
         found = torch.zeros(len(self.places), 2)
         for one in self._due:
-            found[one.row] = torch.tensor(one.thresholds_at(layer))
+            found[one.row] = torch.tensor(one.request.policy.thresholds_at(layer))
         return found[:, 0], found[:, 1]
 
     def settle(self, layer: int, due: Tensor, passed: Tensor, logits: Tensor) -> Tensor:

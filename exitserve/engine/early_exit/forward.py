@@ -67,8 +67,6 @@ class HostLoop:
             if self._segments:
                 self._warm_up(positions, embed())
             return self._run_plain(plain)
-        if self._requests.count_plain(shape, positions):
-            return self._run_plain(plain)
         step = self._step = self._requests.next_step(shape, positions)
         if step.is_plain:
             # Where no row may exit, the pass is vLLM's own, bit for bit.

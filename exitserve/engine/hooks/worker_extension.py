@@ -11,6 +11,15 @@ from exitserve.engine.state import EngineState
 from exitserve_kernels.dispatch import chosen
 
 
+def _refuse_weights(*_args: Any, **_more: Any) -> None:
+    """In place of the runner's `reload_weights`: copies of weights would stay as they are, those of
+    the exit rows, and those that make keys and values above exits."""
+    raise RuntimeError(
+        "exitserve does not support new weights in a running engine: exits keep copies of the old "
+        "ones. Start the engine again, from the new checkpoint."
+    )
+
+
 class ExitWorkerExtension:
     """Mixed into vLLM's worker by `worker_extension_cls`."""
 
@@ -29,6 +38,8 @@ class ExitWorkerExtension:
         self._is_attached = True
         check_version()
         requests, runner = self._exit_state.requests, self.model_runner
+        if self._exit_state.rules.exit_layers:
+            runner.reload_weights = _refuse_weights
         if isinstance(requests, DeviceRequests):
             watch_ends(runner, requests.preempted.forget)
         elif isinstance(requests, HostRequests):

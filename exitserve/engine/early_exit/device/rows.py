@@ -36,20 +36,14 @@ class Slots:
         """The slot of rows without a request, which fill up a graph."""
         # One entry for each slot, so that one copy starts a request.
         shape = (slots + 1, 2, len(rules.exit_layers))
-        self._table = torch.full(shape, NEVER, dtype=torch.float32, device=device)
-        self.limits, self.end_limits = self._table.unbind(1)
-        """[S + 1, E] thresholds for any token, and for ends of sequence."""
-
-    def of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """`limits` and `end_limits` [B, E] of the requests in some slots [B]."""
-        limits, end_limits = self._table[slots].unbind(1)
-        return limits, end_limits
+        self.limits = torch.full(shape, NEVER, dtype=torch.float32, device=device)
+        """[S + 1, 2, E] thresholds for any token, and for ends of sequence."""
 
     def start(self, slot: int, policy: ExitPolicy) -> None:
         """Puts a request into a slot."""
         pairs = [policy.thresholds_at(layer) for layer in self.exit_layers]
         limits, ends = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        upload([limits, ends], self._table[slot])
+        upload([limits, ends], self.limits[slot])
 
 
 class HostRow(NamedTuple):
@@ -155,7 +149,7 @@ class DeviceRows:
         """
         self._is_empty = self._slots == self._requests.empty
         self.depth.fill_(self._num_layers).masked_fill_(self._is_empty, 0)
-        self._limits, self._end_limits = self._requests.of(self._slots)
+        self._limits, self._end_limits = self._requests.limits[self._slots].unbind(1)
         self._may_be_due = (self._limits < NEVER) & (self._rows[:, 1:2] != 0)
         self._unchecked = self._limits == ALWAYS
 
