@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from exitserve.checkpoint.exit_rows import save_exit_rows
 from exitserve_training.recipe import load_recipe
 
 pytestmark = pytest.mark.nightly
@@ -98,12 +99,6 @@ def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None
     pytest.fail("the process goes on")
 
 
-def test_a_pytorch_without_cuda_needs_no_if_nodes(script) -> None:
-    before = vars(torch.cuda.CUDAGraph).copy()
-    script("if_nodes").install()
-    assert torch.version.cuda is not None or vars(torch.cuda.CUDAGraph) == before
-
-
 # --- the main job --------------------------------------------------------------------------------
 
 
@@ -166,6 +161,7 @@ def test_changes_are_left_in_files_and_taken_up_again(
     exits = {"version": 1, "exit_layers": [2]}
     base = saved(tmp_path / "base", old, num_hidden_layers=4)
     trained = saved(tmp_path / "trained", new, num_hidden_layers=4, multi_exit=exits)
+    rows = save_exit_rows(trained, [3, 5])
     out = tmp_path / "out"
     out.mkdir()
     fine = differences.leave(base, trained, out)
@@ -174,6 +170,7 @@ def test_changes_are_left_in_files_and_taken_up_again(
     differences.take_up(base, out, tmp_path / "again")
     config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
     assert config == {"num_hidden_layers": 4, "multi_exit": exits}
+    assert (tmp_path / "again" / "exit_rows" / f"{rows}.safetensors").is_file()
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, tensor in new.items():
         assert again[name].dtype == torch.bfloat16
