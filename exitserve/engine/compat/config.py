@@ -79,6 +79,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
         ),
         "micro-batching (--enable-dbo)": parallel.use_ubatching,
+        # The runner then reads the whole head by itself (`compute_logits_local`), and no check's.
+        "sampling by ranks (--enable-batch-sharded-sampling)": (
+            parallel.enable_batch_sharded_sampling
+        ),
         # On runner V1 it depends on the mode (`exitserve.engine.options.make_rules`).
         "KV transfer on runner V2 (--kv-transfer-config)": (
             vllm_config.kv_transfer_config is not None and vllm_config.use_v2_model_runner
