@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,14 +56,9 @@ def test_the_verdict_is_ten_lines(script) -> None:
     assert lines[2] == "answers: it broke." and lines[-1] == "and 14 lines more, above"
 
 
-class Run:
-    """A call whose minutes do not end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def left(self, most: float) -> float:
-        return most
+def call(folder: Path) -> Any:
+    """One whose minutes do not end."""
+    return SimpleNamespace(folder=folder, left=lambda most: most)
 
 
 WAITS = """import time
@@ -76,7 +72,7 @@ except KeyboardInterrupt:
 
 def test_a_command_that_is_interrupted_says_what_it_found(script, tmp_path: Path) -> None:
     command, log = script("stages").command, tmp_path / "waits.log"
-    given = (Run(tmp_path), "waits", ["-S", "-c", WAITS])
+    given = (call(tmp_path), "waits", ["-S", "-c", WAITS])
     status, said = command(*given, most=60, until=lambda: log.read_text() == "waits\n")
     assert status is None
     assert said.read_text() == "waits\nfound so far\n"
@@ -89,7 +85,7 @@ LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
 def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None:
     """A server that went on would keep the card's memory from all that follows."""
 
-    status, said = script("stages").command(Run(tmp_path), "leaves", ["-S", "-c", LEAVES], most=60)
+    status, said = script("stages").command(call(tmp_path), "leaves", ["-S", "-c", LEAVES], most=60)
     assert status == 0
     left = Path("/proc", said.read_text().strip(), "stat")
     for _ in range(100):  # it is ended, not waited for
