@@ -40,6 +40,7 @@ FLAGS = [
     ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
     ("--spec-model x --spec-tokens 2", "speculative decoding", "--mode verify"),
     ("--ubatch-size 2", "micro-batching", "whole batch"),
+    ("--enable-batch-sharded-sampling", "sampling by ranks", "whole batch"),
     (
         "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both --exit-layer 6",
         "KV transfer",

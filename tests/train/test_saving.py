@@ -50,9 +50,8 @@ def test_of_a_large_vocabulary_the_frequent_tokens_are_exit_rows(
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = text_file.read_text(encoding="utf-8")
     assert {tokenizer.eos_token_id, *tokenizer(text)["input_ids"]} <= set(rows.tolist())
-    run, given = tmp_path / "lora", {"config": None, "tokenizer": None, "lora": {"rank": 4}}
-    recipe = make_recipe(**given, model=str(out))
-    assert train(recipe, "training.max_steps=1", f"output_dir={run}") == 0
-    block = read_multi_exit(run)
+    given = {"config": None, "tokenizer": None, "model": str(out), "lora": {"rank": 4}}
+    assert train(make_recipe(**given), "training.max_steps=1", f"output_dir={tmp_path}/lora") == 0
+    block = read_multi_exit(tmp_path / "lora")
     assert block is not None and block.rows and block.trained, "the verdicts are kept"
-    assert read_multi_exit(merged_checkpoint(str(out), str(run / "adapter"))) == block
+    assert read_multi_exit(merged_checkpoint(str(out), f"{tmp_path}/lora/adapter")) == block
