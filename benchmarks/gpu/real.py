@@ -211,7 +211,8 @@ def _leave(run: StageRun, start: Path) -> dict[str, Any]:
 
 
 def calibrate(run: StageRun) -> StageOutcome:
-    """Thresholds for mode defer, with every check, as on servers of a GPU.
+    """Thresholds for mode defer, with every check, as on servers of a GPU. They are not written
+    down: the stages beside this one read the same checkpoint.
 
     The text is what training held out; in a call without training it is all chats, for their
     beginnings.
@@ -223,7 +224,7 @@ def calibrate(run: StageRun) -> StageOutcome:
         rows = _lines(_chats(run))
         texts = [_rendered(run, json.loads(row)["messages"]) for row in rows]
         _write(held_out, [json.dumps({"text": text}) for text in texts])
-    arguments = ["calibrate", str(_model(run)), "--data", str(held_out)]
+    arguments = ["calibrate", str(_model(run)), "--data", str(held_out), "--dry-run"]
     arguments += ["--mode", "defer", "--exit-rows", "all", "--target-agreement", "0.9"]
     # Random weights write texts that are too short to count.
     arguments += ["--temperature", "0", "--windows", str(windows), "--window", str(window)]
