@@ -6,11 +6,12 @@ Each row of a change is rounded to steps of its own, a share of the row's root m
 
 so the error is at most s / 2. A blob is the length of a head in JSON (8 bytes), the head, all s,
 and all v, tensor by tensor, in parts that LZMA compresses; it is cut into files delta.0, delta.1
-and so on. The head also has the trained checkpoint's exits.
+and so on. The head also has the trained checkpoint's exits, and the files of its exit rows.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import lzma
@@ -27,6 +28,7 @@ from stages import StageError
 from torch import Tensor
 
 from exitserve.checkpoint.block import BLOCK
+from exitserve.checkpoint.calibration import ROWS_FOLDER
 
 STEP, COARSER, COARSEST = 0.4, 1.15, 4.0
 """Steps of a row, in its root mean square: the first, times what if the files are too large, and at
@@ -64,7 +66,7 @@ def leave(base: Path, trained: Path, out: Path, most_bytes: int = MOST_BYTES) ->
         raise StageError(
             f"'{trained}' has other tensors than '{base}', so they have no difference."
         )
-    step, exits = STEP, _config(trained).get(BLOCK)
+    step, exits = STEP, _exits(trained)
     while len(blob := packed(old, new, step, exits)) > most_bytes:
         step *= COARSER
         if step > COARSEST:
@@ -93,13 +95,23 @@ def take_up(base: Path, files: Path, out: Path) -> None:
     from safetensors.torch import save_file
 
     blob = b"".join(path.read_bytes() for path in parts_of(files, "delta"))
-    changed, exits = unpacked(weights_of(base), blob)
+    changed, head = unpacked(weights_of(base), blob)
     ours = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
     shutil.copytree(base, out, ignore=ours)
     save_file(changed, out / "model.safetensors", metadata={"format": "pt"})
     config = {key: value for key, value in _config(base).items() if key != BLOCK}
-    config |= {} if exits is None else {BLOCK: exits}
+    config |= {} if head.get(BLOCK) is None else {BLOCK: head[BLOCK]}
+    for name, data in head.get(ROWS_FOLDER, {}).items():
+        (out / ROWS_FOLDER).mkdir(exist_ok=True)
+        (out / ROWS_FOLDER / name).write_bytes(base64.b64decode(data))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _exits(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint has beside weights: the block in its config, and the files it names."""
+    files = (checkpoint / ROWS_FOLDER).glob("*.safetensors")
+    rows = {path.name: base64.b64encode(path.read_bytes()).decode() for path in files}
+    return {BLOCK: _config(checkpoint).get(BLOCK), ROWS_FOLDER: rows}
 
 
 def _config(checkpoint: Path) -> dict[str, Any]:
@@ -127,9 +139,9 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     return dict(sorted(found.items()))
 
 
-def packed(old: Weights, new: Weights, step: float, exits: Any = None) -> bytes:
+def packed(old: Weights, new: Weights, step: float, exits: Mapping[str, Any]) -> bytes:
     """The blob of the changes from `old` to `new`, in steps of `step` root mean squares of a row;
-    with the block that describes exits."""
+    with `exits` in its head."""
     rows = [
         rounded(_rows(new[name].float() - tensor.float()), step) for name, tensor in old.items()
     ]
@@ -143,14 +155,14 @@ def packed(old: Weights, new: Weights, step: float, exits: Any = None) -> bytes:
         "chunk": chunk,
         "parts": [len(part) for part in parts],
         "scales": len(scales),
-        BLOCK: exits,
+        **exits,
     }
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, scales, *parts])
 
 
-def unpacked(old: Weights, blob: bytes) -> tuple[dict[str, Tensor], Any]:
-    """`old` + the changes of a blob, in the types of `old`, and the block that describes exits.
+def unpacked(old: Weights, blob: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`old` + the changes of a blob, in the types of `old`, and the blob's head.
 
     Raises:
         StageError: the tensors are others.
@@ -174,7 +186,7 @@ def unpacked(old: Weights, blob: bytes) -> tuple[dict[str, Tensor], Any]:
         change = own * scales[row : row + rows, None].float()
         changed[name] = (tensor.float() + change.reshape(tensor.shape)).to(tensor.dtype)
         value, row = value + tensor.numel(), row + rows
-    return changed, head.get(BLOCK)
+    return changed, head
 
 
 def rounded(change: Tensor, step: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
 from pathlib import Path
 
-from stages import StageError, StageOutcome, StageRun, command, last_lines
+from stages import StageError, StageOutcome, StageRun, command, ended, last_lines
 
 ENGINE_TEST = "test_in_the_engine"
 """Runs a whole engine: the kernels may be timed though it fails."""
@@ -30,7 +30,7 @@ def tests(run: StageRun) -> StageOutcome:
         run, "tests", [*arguments, f"--junitxml={report}"], most=180, variables=variables
     )
     if not report.is_file():
-        raise StageError(f"pytest ended with status {status}. {last_lines(log)}")
+        raise StageError(f"pytest {ended(status)}. {last_lines(log)}")
     outcome = _outcome_of_tests(run, report, log)
     if status is None:
         outcome.failures.append("not all tests had time to run.")
@@ -80,7 +80,7 @@ def _table(run: StageRun, name: str, script: str, arguments: list[str]) -> Stage
     out = run.folder / f"{name}.json"
     status, log = command(run, name, [script, *arguments, "--out", str(out)], most=150)
     if status != 0:
-        raise StageError(f"{script} ended with status {status}. {last_lines(log)}")
+        raise StageError(f"{script} {ended(status)}. {last_lines(log)}")
     printed = log.read_text(encoding="utf-8").splitlines()
     # Without what compilers say before: the first line of the table, and what explains it.
     start = next(index for index, line in enumerate(printed) if line.startswith("| "))

@@ -22,7 +22,7 @@ from typing import Any
 
 import differences
 from real_tables import bench_page, calibration_page, eval_page, training_page
-from stages import StageError, StageOutcome, StageRun, command, last_lines, say
+from stages import StageError, StageOutcome, StageRun, command, ended, last_lines, say
 from starting_points import base_checkpoint
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
@@ -141,7 +141,7 @@ def train(run: StageRun) -> StageOutcome:
         arguments.append(f"objectives={json.dumps(_objectives(run))}")
     status, log = command(run, "train", arguments, most=left)
     if status != 0:
-        raise StageError(f"training ended with status {status}. {last_lines(log)}")
+        raise StageError(f"training {ended(status)}. {last_lines(log)}")
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     said = [line for line in log.read_text(errors="replace").splitlines() if " tokens/s" in line]
     earlier = _earlier(run)
@@ -211,7 +211,8 @@ def _leave(run: StageRun, start: Path) -> dict[str, Any]:
 
 
 def calibrate(run: StageRun) -> StageOutcome:
-    """Thresholds for mode defer, with every check, as on servers of a GPU.
+    """Thresholds for mode defer, with every check, as on servers of a GPU. They are not written
+    down: the stages beside this one read the same checkpoint.
 
     The text is what training held out; in a call without training it is all chats, for their
     beginnings.
@@ -223,7 +224,7 @@ def calibrate(run: StageRun) -> StageOutcome:
         rows = _lines(_chats(run))
         texts = [_rendered(run, json.loads(row)["messages"]) for row in rows]
         _write(held_out, [json.dumps({"text": text}) for text in texts])
-    arguments = ["calibrate", str(_model(run)), "--data", str(held_out)]
+    arguments = ["calibrate", str(_model(run)), "--data", str(held_out), "--dry-run"]
     arguments += ["--mode", "defer", "--exit-rows", "all", "--target-agreement", "0.9"]
     # Random weights write texts that are too short to count.
     arguments += ["--temperature", "0", "--windows", str(windows), "--window", str(window)]
@@ -247,7 +248,7 @@ def request(run: StageRun) -> StageOutcome:
     )
     served = last_lines(out.with_suffix(".server.log"))
     if not out.is_file():
-        raise StageError(f"no answer came; status {status}. {last_lines(log)}\n{served}")
+        raise StageError(f"no answer came; asking {ended(status)}. {last_lines(log)}\n{served}")
     found = json.loads(out.read_text(encoding="utf-8"))
     choice, metrics = found["traced"]["choices"][0], found["traced"].get("exit_metrics")
     said = str(choice["message"]["content"])
@@ -328,7 +329,7 @@ def _report(
     )
     file = out / "report.json"
     if status != 0 or not file.is_file():
-        raise StageError(f"exitserve {name} ended with status {status}. {last_lines(log)}")
+        raise StageError(f"exitserve {name} {ended(status)}. {last_lines(log)}")
     say(f"{name}: its report is there")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found

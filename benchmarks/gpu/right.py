@@ -24,7 +24,7 @@ from typing import Any
 from child import Child, EachOther, EngineSpec, Passed
 from sessions import PASS_SECONDS, START_SECONDS
 from shapes import Work, random_prompts
-from stages import StageError, StageOutcome, StageRun, command, last_lines, say
+from stages import StageError, StageOutcome, StageRun, command, ended, last_lines, say
 
 from exitserve.arguments import drafting_options
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
@@ -166,7 +166,7 @@ def branches(run: StageRun) -> StageOutcome:
     out = run.folder / "branches.json"
     status, log = command(run, "branches", ["benchmarks/gpu/branches.py", str(out)], most=90)
     if not out.is_file():
-        raise StageError(f"branches.py ended with status {status}. {last_lines(log)}")
+        raise StageError(f"branches.py {ended(status)}. {last_lines(log)}")
     facts = json.loads(out.read_text(encoding="utf-8"))
     word = "right" if not facts["wrong"] else "WRONG"
     kind = "in a graph" if facts["if_nodes"] else "outside of graphs, which a CPU has none of"

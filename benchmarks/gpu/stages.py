@@ -155,6 +155,11 @@ def command(
             process.wait()
 
 
+def ended(status: int | None) -> str:
+    """How a command ended, which gave this status."""
+    return "did not end in time" if status is None else f"ended with status {status}"
+
+
 def last_lines(log: Path) -> str:
     """The errors that a log names, and its end."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""

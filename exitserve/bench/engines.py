@@ -37,6 +37,7 @@ from exitserve.engine.launch import (
     take_traces,
 )
 from exitserve.engine.options import gpu
+from exitserve.errors import ExitServeError
 from exitserve.policy import EXACT
 from exitserve.settings import PLAIN, Setting
 
@@ -361,6 +362,11 @@ def _arguments(job: BenchJob) -> dict[str, Any]:
         # with vLLM's default. The prompts of a batch need no more than this.
         most = max(job.batch_sizes) * max(map(len, job.prompts))
         arguments["max_num_batched_tokens"] = min(max(most, LEAST_PASS), LARGEST_PASS)
+    elif "suffix" in job.rivals:
+        raise ExitServeError(
+            "--rivals suffix: vLLM drafts suffixes on its runner V1 alone, and all engines here "
+            "run V2, as on any GPU: leave it out."
+        )
     if (share := gpu_share(job)) is not None:
         arguments["gpu_memory_utilization"] = share
         # Without it vLLM measures what is free, which changes while other engines start.

@@ -99,6 +99,11 @@ UNSUPPORTED_FEATURES: tuple[UnsupportedFeature, ...] = (
         "exits keep copies of the old ones",
     ),
     UnsupportedFeature(
+        "sampling by ranks (--enable-batch-sharded-sampling)",
+        lambda args: args.enable_batch_sharded_sampling,
+        "exits are planned for the whole batch, which ranks would share out",
+    ),
+    UnsupportedFeature(
         "KV transfer (--kv-transfer-config, --kv-offloading-size) on a GPU",
         lambda args: transfers_kv(args) and runs_on_v2(),
         "it was not tested with exits there",

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from exitserve.checkpoint.exit_rows import save_exit_rows
 from exitserve_training.recipe import load_recipe
 
 pytestmark = pytest.mark.nightly
@@ -54,14 +56,9 @@ def test_the_verdict_is_ten_lines(script) -> None:
     assert lines[2] == "answers: it broke." and lines[-1] == "and 14 lines more, above"
 
 
-class Run:
-    """A call whose minutes do not end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def left(self, most: float) -> float:
-        return most
+def call(folder: Path) -> Any:
+    """One whose minutes do not end."""
+    return SimpleNamespace(folder=folder, left=lambda most: most)
 
 
 WAITS = """import time
@@ -75,7 +72,7 @@ except KeyboardInterrupt:
 
 def test_a_command_that_is_interrupted_says_what_it_found(script, tmp_path: Path) -> None:
     command, log = script("stages").command, tmp_path / "waits.log"
-    given = (Run(tmp_path), "waits", ["-S", "-c", WAITS])
+    given = (call(tmp_path), "waits", ["-S", "-c", WAITS])
     status, said = command(*given, most=60, until=lambda: log.read_text() == "waits\n")
     assert status is None
     assert said.read_text() == "waits\nfound so far\n"
@@ -88,7 +85,7 @@ LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
 def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None:
     """A server that went on would keep the card's memory from all that follows."""
 
-    status, said = script("stages").command(Run(tmp_path), "leaves", ["-S", "-c", LEAVES], most=60)
+    status, said = script("stages").command(call(tmp_path), "leaves", ["-S", "-c", LEAVES], most=60)
     assert status == 0
     left = Path("/proc", said.read_text().strip(), "stat")
     for _ in range(100):  # it is ended, not waited for
@@ -96,12 +93,6 @@ def test_what_a_command_has_started_ends_with_it(script, tmp_path: Path) -> None
             return
         time.sleep(0.1)
     pytest.fail("the process goes on")
-
-
-def test_a_pytorch_without_cuda_needs_no_if_nodes(script) -> None:
-    before = vars(torch.cuda.CUDAGraph).copy()
-    script("if_nodes").install()
-    assert torch.version.cuda is not None or vars(torch.cuda.CUDAGraph) == before
 
 
 # --- the main job --------------------------------------------------------------------------------
@@ -166,6 +157,7 @@ def test_changes_are_left_in_files_and_taken_up_again(
     exits = {"version": 1, "exit_layers": [2]}
     base = saved(tmp_path / "base", old, num_hidden_layers=4)
     trained = saved(tmp_path / "trained", new, num_hidden_layers=4, multi_exit=exits)
+    rows = save_exit_rows(trained, [3, 5])
     out = tmp_path / "out"
     out.mkdir()
     fine = differences.leave(base, trained, out)
@@ -174,6 +166,7 @@ def test_changes_are_left_in_files_and_taken_up_again(
     differences.take_up(base, out, tmp_path / "again")
     config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
     assert config == {"num_hidden_layers": 4, "multi_exit": exits}
+    assert (tmp_path / "again" / "exit_rows" / f"{rows}.safetensors").is_file()
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, tensor in new.items():
         assert again[name].dtype == torch.bfloat16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,6 +98,8 @@ def test_too_little_memory_is_told_before_anything_starts(
     few = job(model, "--rivals", "ngram", "--modes", "confidence,verify")
     with pytest.raises(ExitServeError, match=r"4 engines share 0.92 of the GPU's 8.0 GiB, 1.4 GiB"):
         _arguments(few)
+    with pytest.raises(ExitServeError, match="on its runner V1 alone"):
+        _arguments(replace(few, rivals=("suffix",)))
     with pytest.raises(ExitServeError, match=r"at most 1, not 1\.5"):
         job(model, "--gpu-memory-utilization", 1.5)
 

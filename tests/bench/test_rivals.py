@@ -18,7 +18,7 @@ def checkpoint(place: Path, **changes: int) -> Path:
     return place
 
 
-def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
+def test_a_draft_model_has_costs_and_the_same_vocabulary(tmp_path: Path) -> None:
     model, draft = checkpoint(tmp_path / "model"), checkpoint(tmp_path / "draft")
     (rival,) = check_rivals(f"draft:{draft}", model)
     assert speculation_of(rival, 3) == {
@@ -29,6 +29,9 @@ def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
     # Four layers, keys and values, 2 heads of 16 numbers of 2 bytes.
     assert extra_memory(rival) == {"weight_bytes": 1000, "cache_bytes_per_token": 512}
     assert extra_memory("ngram") == {"weight_bytes": 0, "cache_bytes_per_token": 0}
+    other = checkpoint(tmp_path / "other", vocab_size=500)
+    with pytest.raises(ExitServeError, match="a vocabulary of 500 tokens, the model one of 512"):
+        check_rivals(f"draft:{other}", model)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +46,3 @@ def test_a_draft_model_costs_its_weights_and_its_cache(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ExitServeError, match=words):
         check_rivals(text, checkpoint(tmp_path / "model"))
-
-
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    draft = checkpoint(tmp_path / "draft", vocab_size=500)
-    with pytest.raises(ExitServeError, match="a vocabulary of 500 tokens, the model one of 512"):
-        check_rivals(f"draft:{draft}", checkpoint(tmp_path / "model"))

@@ -94,6 +94,7 @@ def _cache_hits(harness) -> int:
     [
         ({"enable_lora": True}, "LoRA"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({}, "sampling by ranks"),
     ],
 )
 def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, message) -> None:
@@ -107,6 +108,8 @@ def test_what_is_not_supported_is_refused_at_start(make_checkpoint, options, mes
     config = EngineArgs(
         model=str(model), **engine_options(model, {}), **options
     ).create_engine_config()
+    # vLLM itself refuses it on runner V1.
+    config.parallel_config.enable_batch_sharded_sampling = not options
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(config)
 

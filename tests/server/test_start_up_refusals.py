@@ -41,6 +41,7 @@ FLAGS = [
     ("--spec-model x --spec-tokens 2", "speculative decoding", "--mode verify"),
     ("--ubatch-size 2", "micro-batching", "whole batch"),
     ("--weight-transfer-config.backend ipc", "new weights", "copies of the old ones"),
+    ("--enable-batch-sharded-sampling", "sampling by ranks", "whole batch"),
     (
         "--kv-transfer-config.kv_connector X --kv-transfer-config.kv_role kv_both --exit-layer 6",
         "KV transfer",

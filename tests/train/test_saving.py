@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from exitserve.checkpoint.adapters import merged_checkpoint
 from exitserve.checkpoint.block import read_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve.reference import load_reference
@@ -37,6 +38,7 @@ def test_generation_config_can_be_saved_and_ends_at_the_end_of_a_turn(
     assert saved.eos_token_id == [tokenizer.eos_token_id, end]
 
 
+@pytest.mark.usefixtures("merged_cache")
 def test_of_a_large_vocabulary_the_frequent_tokens_are_exit_rows(
     make_recipe: Callable[..., Path], text_file: Path, tmp_path: Path, train: Callable[..., int]
 ) -> None:
@@ -44,11 +46,12 @@ def test_of_a_large_vocabulary_the_frequent_tokens_are_exit_rows(
     assert train(make_recipe(config=config), "training.max_steps=1") == 0
     out = tmp_path / "out"
     rows = load_reference(out).exit_rows
-    assert rows is not None
-    assert len(rows) == 4096
+    assert rows is not None and len(rows) == 4096
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = text_file.read_text(encoding="utf-8")
     assert {tokenizer.eos_token_id, *tokenizer(text)["input_ids"]} <= set(rows.tolist())
-    block = read_multi_exit(out)
-    assert block is not None
-    assert block.trained, "the verdicts are kept"
+    given = {"config": None, "tokenizer": None, "model": str(out), "lora": {"rank": 4}}
+    assert train(make_recipe(**given), "training.max_steps=1", f"output_dir={tmp_path}/lora") == 0
+    block = read_multi_exit(tmp_path / "lora")
+    assert block is not None and block.rows and block.trained, "the verdicts are kept"
+    assert read_multi_exit(merged_checkpoint(str(out), f"{tmp_path}/lora/adapter")) == block

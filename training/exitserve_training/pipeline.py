@@ -29,6 +29,7 @@ from exitserve.costs.byte_costs import shape_of
 from exitserve.errors import ExitServeError
 from exitserve.reference import eos_ids
 from exitserve.reporting.progress import step_bars
+from exitserve_training.adapters import FOLDER
 from exitserve_training.arguments import NO_DEEPSPEED, training_arguments
 from exitserve_training.callbacks import (
     Clock,
@@ -98,7 +99,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     trainer.save_result(recipe.output_dir, None if "weights" in recipe.model_fields_set else given)
     if not is_first:
         return None
-    _add_exit_rows(trainer, output_dir)
+    _add_exit_rows(trainer, recipe)
     # A pickle of the arguments, which training_run.json holds readably.
     (output_dir / "training_args.bin").unlink(missing_ok=True)
     report = _report(recipe, trainer, prepared, before, after)
@@ -250,8 +251,10 @@ def _with_verdicts(trainer: MultiExitTraining, before: Tensor | None) -> MultiEx
     )
 
 
-def _add_exit_rows(trainer: MultiExitTraining, folder: Path) -> None:
-    """Counts exit rows in the training text, where the vocabulary is so large that they pay."""
+def _add_exit_rows(trainer: MultiExitTraining, recipe: Recipe) -> None:
+    """Counts exit rows in the training text, where the vocabulary is so large that they pay; for
+    the checkpoint, and the adapter of a run that leaves one."""
+    folder = Path(recipe.output_dir)
     try:
         shape = shape_of(read_config(folder), "bfloat16")
     except ExitServeError:  # of a kind whose costs are not known
@@ -263,8 +266,10 @@ def _add_exit_rows(trainer: MultiExitTraining, folder: Path) -> None:
     step = 1 + len(data) * len(data[0]["input_ids"]) // COUNTED_TOKENS
     texts, ends = data[::step]["input_ids"], eos_ids(trainer.language_model)
     rows = most_frequent(texts, shape.exit_rows, shape.vocab_size, ends)
-    trainer.exits = replace(trainer.exits, rows=save_exit_rows(folder, rows))
-    write_multi_exit(folder, trainer.exits)
+    adapter = folder / FOLDER
+    for place in (folder, adapter) if recipe.lora and adapter.is_dir() else (folder,):
+        trainer.exits = replace(trainer.exits, rows=save_exit_rows(place, rows))
+        write_multi_exit(place, trainer.exits)
 
 
 def _check_ended(trainer: MultiExitTraining) -> None:

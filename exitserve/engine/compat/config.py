@@ -83,6 +83,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
         "new weights in a running engine (--weight-transfer-config)": (
             vllm_config.weight_transfer_config is not None
         ),
+        # The runner then reads the whole head by itself (`compute_logits_local`), and no check's.
+        "sampling by ranks (--enable-batch-sharded-sampling)": (
+            parallel.enable_batch_sharded_sampling
+        ),
         # On runner V1 it depends on the mode (`exitserve.engine.options.make_rules`).
         "KV transfer on runner V2 (--kv-transfer-config)": (
             vllm_config.kv_transfer_config is not None and vllm_config.use_v2_model_runner
