@@ -27,9 +27,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
-from exitserve.engine.recorder import NOT_A_TRACE
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import FIELDS
 from exitserve.server.api_description import STATS, described
 from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
 from exitserve.server.front_door import (
@@ -151,33 +149,6 @@ def _may_exit(server: ExitServer, request: Any) -> bool:
     return policy.mode not in ("off", "verify")
 
 
-async def check_fields(raw_request: Request) -> None:
-    """Checks the exit fields of a request, before vLLM checks what it knows of them.
-
-    Raises:
-        ExitServeError: a field is invalid or in the wrong place.
-    """
-    body = await raw_request.json()
-    if not isinstance(body, dict):
-        return
-    for name in body:
-        if name.startswith("exit_"):
-            known = name if name in FIELDS else "exit_threshold"
-            raise ExitServeError(
-                f'{shown(name)} must be inside vllm_xargs: {{"vllm_xargs": {{"{known}": ...}}}}.'
-            )
-    fields = body.get("vllm_xargs")
-    if not isinstance(fields, dict):
-        return
-    for name, value in fields.items():
-        if name.startswith("exit_") and value is None:
-            raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
-    _server(raw_request).rules.policy_for(fields)
-    trace = fields.get("exit_trace", False)
-    if not isinstance(trace, bool):
-        raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
-
-
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
     """Raises `ExitServeError` for combinations that would fail, or in which exits do nothing."""
     if fields.get("exit_trace") and getattr(request, "echo", False):
@@ -284,7 +255,7 @@ class ExitServePlugin:
                 path,
                 endpoint,
                 methods=["POST"],
-                dependencies=[Depends(validate_json_request), Depends(check_fields)],
+                dependencies=[Depends(validate_json_request)],
                 route_class_override=JsonRoute,
                 response_model=None,
             )
