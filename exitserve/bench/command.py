@@ -18,7 +18,6 @@ from exitserve.arguments import (
     at_least,
     batch_sizes_of,
     calibrated_rows,
-    check_context,
     drafting_options,
     modes_of,
     numbers,
@@ -136,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code.
 
     Raises:
-        ExitServeError: an argument is wrong. Only a prompt longer than --max-model-len is found
-            after the engines were started.
+        ExitServeError: see `job_of` and `run_job`.
     """
     run_job(job_of(args), args.out, overwrite=args.overwrite)
     return 0
@@ -170,9 +168,6 @@ def job_of(args: argparse.Namespace) -> BenchJob:
     draft_layers(rules, settings)
     count = max(at_least(1, args.requests, "--requests"), *batch_sizes)
     prompts = first_prompts(encode_prompts(load_prompts(args.prompts), model_dir), count)
-    max_tokens = at_least(MIN_TOKENS, args.max_tokens, "--max-tokens")
-    longest = max(map(len, prompts)) + max_tokens
-    check_context(longest, config, "the longest prompt with --max-tokens:")
     return BenchJob(
         model_dir=model_dir,
         model_name=args.model_name,
@@ -182,7 +177,7 @@ def job_of(args: argparse.Namespace) -> BenchJob:
         prompts=prompts,
         requests=args.requests,
         prompt_source="bundled prompts" if args.prompts is None else args.prompts.name,
-        max_tokens=max_tokens,
+        max_tokens=at_least(MIN_TOKENS, args.max_tokens, "--max-tokens"),
         repeats=at_least(1, args.repeats, "--repeats"),
         seconds=at_least(0.0, args.seconds, "--seconds"),
         dtype=args.dtype,
@@ -201,7 +196,7 @@ def run_job(job: BenchJob, out: str | Path, *, overwrite: bool) -> dict[str, Any
     """Compares, writes and prints a report; returns it.
 
     Raises:
-        ExitServeError: the folder is not empty; or a prompt is longer than --max-model-len,
+        ExitServeError: the folder is not empty; or a prompt is longer than the model's context,
             which is found after the engines were started.
     """
     from exitserve.reporting.report import prepare_out_dir

@@ -26,7 +26,7 @@ from exitserve.engine.launch import (
 from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
-from exitserve.server.engine_end import EngineEnd
+from exitserve.server.engine_end import EngineEnd, stop_while_starting
 from exitserve.server.unsupported_features import (
     check_same_config,
     check_shadow_rate,
@@ -179,12 +179,13 @@ def serve(args: argparse.Namespace) -> int:
     add_engine_options(vllm_args, ours)
     if rules.default.mode in ("confidence", "fixed"):
         print(MAY_LOSE, file=sys.stderr)
+    stop_while_starting()
     try:
         # vLLM's own command: it starts as many engines and API processes as its flags say.
         ServeSubcommand.cmd(vllm_args)
     except (OSError, OverflowError) as error:
         where = vllm_args.uds or f"{vllm_args.host or ''}:{vllm_args.port}"
-        raise ExitServeError(f"vLLM cannot listen at {where}: {error}") from error
+        raise ExitServeError(f"vLLM cannot serve at {where}: {error}") from error
     except (KeyError, ValueError) as error:  # flags that vLLM rejects before loading the model
         if isinstance(error, KeyError) and "parser" not in str(error):
             raise

@@ -28,6 +28,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
 from exitserve.errors import ExitServeError, shown
+from exitserve.policy import finite
 from exitserve.server.api_description import STATS, described
 from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
 from exitserve.server.front_door import (
@@ -56,11 +57,6 @@ MOST_PENALTY = 50
 """Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
 
 
-def _server(raw_request: Request) -> ExitServer:
-    server: ExitServer = raw_request.app.state.exitserve
-    return server
-
-
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
     """`POST /v1/completions` with exit fields."""
     return await _complete(vllm_completion, request, raw_request, chat=False)
@@ -72,7 +68,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 
 async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: bool) -> Any:
-    server = _server(raw_request)
+    server: ExitServer = raw_request.app.state.exitserve
     raw_request.state.is_read = True
     # The raw body, because vLLM's parsing turns booleans into numbers.
     fields = (await raw_request.json()).get("vllm_xargs") or {}
@@ -184,7 +180,7 @@ async def reject_scaling() -> JSONResponse:
 
 async def stats(raw_request: Request) -> JSONResponse:
     """`GET /exitserve/stats`: counts since the start and over the last minute."""
-    server = _server(raw_request)
+    server: ExitServer = raw_request.app.state.exitserve
     await server.counts.refresh(PATIENCE_SECONDS)
     rules = server.rules
     return JSONResponse(
@@ -193,11 +189,11 @@ async def stats(raw_request: Request) -> JSONResponse:
             "exit_layers": list(rules.exit_layers),
             "default": {
                 "mode": rules.default.mode,
-                "exit_threshold": _finite(rules.default.threshold),
-                "eos_threshold": _finite(rules.default.eos_threshold),
+                "exit_threshold": finite(rules.default.threshold),
+                "eos_threshold": finite(rules.default.eos_threshold),
                 "exit_layer": rules.default.exit_layer,
                 "by_layer": {
-                    layer: {"exit_threshold": threshold, "eos_threshold": _finite(ends)}
+                    layer: {"exit_threshold": threshold, "eos_threshold": finite(ends)}
                     for layer, threshold, ends in rules.default.by_layer
                     if layer in rules.exit_layers
                 },
@@ -206,10 +202,6 @@ async def stats(raw_request: Request) -> JSONResponse:
             **server.counts.report(),
         }
     )
-
-
-def _finite(value: float) -> float | None:
-    return None if value == float("inf") else value
 
 
 class Traffic:
