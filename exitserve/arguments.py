@@ -236,6 +236,6 @@ def check_context(tokens: int, config: Mapping[str, Any], flag: str) -> int:
 
 def at_least(least: Number, value: Number, flag: str) -> Number:
     """Returns `value`; raises `ExitServeError` if it is below `least`."""
-    if value < least:
+    if not value >= least:  # also if it is no number
         raise ExitServeError(f"{flag} must be at least {least}, not {value}.")
     return value

@@ -391,3 +391,8 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
             f"{name} must be a finite number above 0 (1 or more: never exit), not {shown(value)}."
         )
     return float(min(value, 1e9))
+
+
+def finite(threshold: float) -> float | None:
+    """A threshold as JSON has it: None for one that no confidence passes."""
+    return None if threshold == NEVER else threshold

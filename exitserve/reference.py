@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from exitserve.checkpoint.calibration import FREQUENT
 from exitserve.checkpoint.decoder import DecoderParts, capture_hidden, decoder_parts, hidden_of
+from exitserve.errors import ExitServeError, one_line
 from exitserve.policy import ALWAYS, NEVER, ExitPolicy
 from exitserve_kernels.exit_check import Criterion, Decision, check_logits, criterion_of
 
@@ -350,14 +351,21 @@ def load_reference(
         criterion: instead of the checkpoint's.
         device: where it runs; "auto": on a GPU if there is one with room for it.
         dtype: of weights and states; "bfloat16" rounds nearly as a server does.
+
+    Raises:
+        ExitServeError: its weights do not load: some are missing, or a download broke off.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from exitserve.checkpoint.block import MultiExit, read_multi_exit
     from exitserve.checkpoint.exit_rows import load_exit_rows
 
     _give_memory_back()
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise ExitServeError(f"'{model_dir}' does not load: {one_line(str(error))}") from error
     model = model.to(roomy_device(model) if device == "auto" else device)
     block = read_multi_exit(model_dir) or MultiExit(exit_layers=())
     layers = block.exit_layers if exit_layers is None else exit_layers

@@ -135,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code.
 
     Raises:
-        ExitServeError: an argument is wrong. Only a prompt longer than the model's context is
-            found after the engines were started.
+        ExitServeError: see `job_of` and `run_job`.
     """
     run_job(job_of(args), args.out, overwrite=args.overwrite)
     return 0

@@ -164,15 +164,12 @@ def _rival_lines(rivals: Mapping[str, Mapping[str, int]]) -> list[str]:
             "vLLM's own drafts were not measured: `--rivals ngram` puts them beside these, and "
             "any server can have them (`vllm serve --speculative-config`)."
         ]
-    return [_drafts_line(name, memory) for name, memory in rivals.items()]
-
-
-def _drafts_line(name: str, memory: Mapping[str, int]) -> str:
-    return (
+    return [
         f"vLLM with {name}: plain vLLM and its own speculative decoding. Beside the model, "
         f"{memory['weight_bytes'] / 1e6:.1f} MB of weights and {memory['cache_bytes_per_token']:,} "
         f"bytes of cache for each token. Mode verify needs neither."
-    )
+        for name, memory in rivals.items()
+    ]
 
 
 def _exit_table(cases: Sequence[Mapping[str, Any]]) -> str:

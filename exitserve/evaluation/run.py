@@ -12,6 +12,7 @@ from exitserve.evaluation.acceptance import measure_drafts
 from exitserve.evaluation.oracle import SettingQuality, depth_entries, measure_quality
 from exitserve.evaluation.settings import SEED, TRACED_TOKENS, EvalJob
 from exitserve.evaluation.trace import Trace, traced_tokens
+from exitserve.policy import finite
 from exitserve.reference import Reference
 from exitserve.reporting.report import machine, rounded, versions
 from exitserve.settings import Setting
@@ -97,7 +98,6 @@ def case_of(
     """One entry of the report's `cases`: keys of `exitserve bench`, then further ones."""
     whole, full = quality.whole, max(quality.by_depth)
     policy = quality.policy
-    verifies = policy.mode == "verify"
     perplexity = whole.perplexity
     return {
         "mode": policy.mode,
@@ -105,7 +105,7 @@ def case_of(
         "mean_depth": rounded(quality.mean_depth),
         # Only a server can count the layers that it runs for rejected drafts.
         "mean_layers_run": None
-        if verifies
+        if policy.mode == "verify"
         else rounded(float(full) if policy.mode == "defer" else quality.mean_depth),
         "depth_speedup": rounded(full / quality.mean_depth),
         "agreement": rounded(whole.agreement),
@@ -114,15 +114,11 @@ def case_of(
         "perplexity_retention": None
         if perplexity is None or full_perplexity is None
         else rounded(full_perplexity / perplexity),
-        "thresholds": {str(layer): _finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
+        "thresholds": {str(layer): finite(policy.thresholds_at(layer)[0]) for layer in exit_layers}
         if policy.mode != "off"
         else {},
         "by_depth": depth_entries(quality),
     }
-
-
-def _finite(value: float) -> float | None:
-    return None if value == float("inf") else value
 
 
 def _settings_block(job: EvalJob, windows: Sequence[Window]) -> dict[str, Any]:

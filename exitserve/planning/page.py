@@ -69,10 +69,8 @@ def _verdict_line(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 
 def recommendation(data: Mapping[str, Any]) -> list[str]:
     """Which exit layers to train, how to serve them, and what to expect, in sentences."""
-    layers, own = (
-        _named(data["recommended"]),
-        "the checkpoint's" if data["declared"] else "to train",
-    )
+    layers = ", ".join(map(str, data["recommended"]))
+    own = "the checkpoint's" if data["declared"] else "to train"
     head = f"Recommended exit layers: {layers} ({own})."
     if not data["recommended"]:
         head = "NO exit layers are recommended: nothing gains at these batch sizes."
@@ -100,10 +98,6 @@ def _advice_line(one: Mapping[str, Any], cost: Mapping[str, Any], share: float) 
         f"draft {one['drafts']} at a time if a request's text does not, and {gain} if "
         f"{one['acceptance']:.0%} of the layers' drafts are accepted ({source})."
     )
-
-
-def _named(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"
 
 
 DRAFTING_LEGEND = (
@@ -144,7 +138,8 @@ def _choice_table(data: Mapping[str, Any]) -> Table:
             size = cost["batch_size"]
             found = [one for one in choice["speedups"] if one["batch_size"] == size]
             cells = (f"{one['speedup']:.2f}" for one in found)
-            rows.append([f"{_named(choice['layers'])} ({label}), batch {size}", *cells])
+            names = ", ".join(map(str, choice["layers"]))
+            rows.append([f"{names} ({label}), batch {size}", *cells])
     shares = dict.fromkeys(one["exit_share"] for one in data["best"]["speedups"])
     return ["exit layers", *(f"{share:.0%} exit" for share in shares)], rows
 

@@ -166,7 +166,7 @@ class Stats(_Exact):
     last_minute: Period = Field(description="figures of about the last minute")
     age_seconds: float = Field(
         description="how old these counts are: while the engine is busy with a long step, or has "
-        "failed, the last ones are shown after half a second"
+        "failed, the last ones are shown after 0.8 seconds"
     )
 
 

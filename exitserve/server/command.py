@@ -26,7 +26,7 @@ from exitserve.engine.launch import (
 from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
-from exitserve.server.engine_end import EngineEnd
+from exitserve.server.engine_end import EngineEnd, stop_while_starting
 from exitserve.server.unsupported_features import (
     check_same_config,
     check_shadow_rate,
@@ -179,10 +179,16 @@ def serve(args: argparse.Namespace) -> int:
     add_engine_options(vllm_args, ours)
     if rules.default.mode in ("confidence", "fixed"):
         print(MAY_LOSE, file=sys.stderr)
+    stop_while_starting()
     try:
         # vLLM's own command: it starts as many engines and API processes as its flags say.
         ServeSubcommand.cmd(vllm_args)
-    except ValueError as error:  # flags that vLLM rejects for this model, before loading it
+    except (OSError, OverflowError) as error:
+        where = vllm_args.uds or f"{vllm_args.host or ''}:{vllm_args.port}"
+        raise ExitServeError(f"vLLM cannot serve at {where}: {error}") from error
+    except (KeyError, ValueError) as error:  # flags that vLLM rejects before loading the model
+        if isinstance(error, KeyError) and "parser" not in str(error):
+            raise
         message = " ".join(str(error).split())
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
     except RuntimeError as error:
@@ -245,6 +251,7 @@ def parse_vllm_args(model: str, rest: list[str]) -> Any:
         ExitServeError: a flag is unknown or has a bad value. The message has one line; vLLM's
             parser would print all of its three hundred flags first.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from exitserve.engine.compat.command_line import (
@@ -265,7 +272,7 @@ def parse_vllm_args(model: str, rest: list[str]) -> Any:
     vllm_args.model = model
     try:
         validate_parsed_serve_args(vllm_args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMValidationError) as error:
         raise ExitServeError(str(error).removeprefix("Error: ")) from error
     return vllm_args
 

@@ -3,6 +3,8 @@
 - With an API key, whatever may cost the engine work needs it (`KeyForEveryPost`).
 - A body may not be nested so deeply that a later step fails: Python's own limits differ from step
   to step, and the last one is the engine's (`FrontDoor`).
+- Exit fields are checked whatever the route (`FrontDoor`): a stream of vLLM's would break off, as
+  it begins before the engine looks at them.
 - An error is one short line (`FrontDoor`), and of our routes names the field (`JsonRoute`).
 """
 
@@ -22,7 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
+from exitserve.engine.recorder import NOT_A_TRACE
 from exitserve.errors import ExitServeError, one_line, shown
+from exitserve.policy import FIELDS, ExitRules
 
 MOST_NESTED = 100
 """Arrays and objects that a body may nest; vLLM's engine dies of a few hundred."""
@@ -163,8 +167,38 @@ class KeyForEveryPost(AuthenticationMiddleware):
         return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
 
+def check_fields(body: bytes, rules: ExitRules) -> None:
+    """Checks the exit fields of a request.
+
+    Raises:
+        ExitServeError: a field is invalid or in the wrong place.
+    """
+    try:
+        request = json.loads(body)
+    except ValueError:  # its route says so
+        return
+    if not isinstance(request, dict):
+        return
+    for name in request:
+        if name.startswith("exit_"):
+            known = name if name in FIELDS else "exit_threshold"
+            raise ExitServeError(
+                f'{shown(name)} must be inside vllm_xargs: {{"vllm_xargs": {{"{known}": ...}}}}.'
+            )
+    fields = request.get("vllm_xargs")
+    if not isinstance(fields, dict):
+        return
+    for name, value in fields.items():
+        if name.startswith("exit_") and value is None:
+            raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
+    rules.policy_for(fields)
+    trace = fields.get("exit_trace", False)
+    if not isinstance(trace, bool):
+        raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
+
+
 class FrontDoor:
-    """ASGI middleware: refuses bodies that are nested too deeply, and shortens errors."""
+    """ASGI middleware: refuses bad exit fields and deep nesting, and shortens errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -180,6 +214,13 @@ class FrontDoor:
             refused = NOT_UTF8 if b"\0" in body else TOO_DEEP if nesting(body) > MOST_NESTED else ""
             if refused:
                 await bad_request(refused, param="body")(scope, receive, send)
+                return
+            server = getattr(scope["app"].state, "exitserve", None)
+            try:
+                if server is not None and b"exit_" in body:
+                    check_fields(body, server.rules)
+            except ExitServeError as error:
+                await bad_request(str(error))(scope, receive, send)
                 return
         shortened = ShortErrors(send)
         try:

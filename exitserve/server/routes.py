@@ -27,9 +27,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
-from exitserve.engine.recorder import NOT_A_TRACE
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import FIELDS
+from exitserve.policy import finite
 from exitserve.server.api_description import STATS, described
 from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
 from exitserve.server.front_door import (
@@ -58,11 +57,6 @@ MOST_PENALTY = 50
 """Beyond, vLLM's beam search divides by a length to a power that is no number any more."""
 
 
-def _server(raw_request: Request) -> ExitServer:
-    server: ExitServer = raw_request.app.state.exitserve
-    return server
-
-
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
     """`POST /v1/completions` with exit fields."""
     return await _complete(vllm_completion, request, raw_request, chat=False)
@@ -74,7 +68,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 
 async def _complete(handler: Any, request: Any, raw_request: Request, *, chat: bool) -> Any:
-    server = _server(raw_request)
+    server: ExitServer = raw_request.app.state.exitserve
     raw_request.state.is_read = True
     # The raw body, because vLLM's parsing turns booleans into numbers.
     fields = (await raw_request.json()).get("vllm_xargs") or {}
@@ -151,33 +145,6 @@ def _may_exit(server: ExitServer, request: Any) -> bool:
     return policy.mode not in ("off", "verify")
 
 
-async def check_fields(raw_request: Request) -> None:
-    """Checks the exit fields of a request, before vLLM checks what it knows of them.
-
-    Raises:
-        ExitServeError: a field is invalid or in the wrong place.
-    """
-    body = await raw_request.json()
-    if not isinstance(body, dict):
-        return
-    for name in body:
-        if name.startswith("exit_"):
-            known = name if name in FIELDS else "exit_threshold"
-            raise ExitServeError(
-                f'{shown(name)} must be inside vllm_xargs: {{"vllm_xargs": {{"{known}": ...}}}}.'
-            )
-    fields = body.get("vllm_xargs")
-    if not isinstance(fields, dict):
-        return
-    for name, value in fields.items():
-        if name.startswith("exit_") and value is None:
-            raise ExitServeError(f"{shown(name)} must not be null; leave it out.")
-    _server(raw_request).rules.policy_for(fields)
-    trace = fields.get("exit_trace", False)
-    if not isinstance(trace, bool):
-        raise ExitServeError(NOT_A_TRACE.format(shown(trace)))
-
-
 def _check_combinations(request: Any, fields: dict[str, Any], *, may_exit: bool) -> None:
     """Raises `ExitServeError` for combinations that would fail, or in which exits do nothing."""
     if fields.get("exit_trace") and getattr(request, "echo", False):
@@ -213,7 +180,7 @@ async def reject_scaling() -> JSONResponse:
 
 async def stats(raw_request: Request) -> JSONResponse:
     """`GET /exitserve/stats`: counts since the start and over the last minute."""
-    server = _server(raw_request)
+    server: ExitServer = raw_request.app.state.exitserve
     await server.counts.refresh(PATIENCE_SECONDS)
     rules = server.rules
     return JSONResponse(
@@ -222,11 +189,11 @@ async def stats(raw_request: Request) -> JSONResponse:
             "exit_layers": list(rules.exit_layers),
             "default": {
                 "mode": rules.default.mode,
-                "exit_threshold": _finite(rules.default.threshold),
-                "eos_threshold": _finite(rules.default.eos_threshold),
+                "exit_threshold": finite(rules.default.threshold),
+                "eos_threshold": finite(rules.default.eos_threshold),
                 "exit_layer": rules.default.exit_layer,
                 "by_layer": {
-                    layer: {"exit_threshold": threshold, "eos_threshold": _finite(ends)}
+                    layer: {"exit_threshold": threshold, "eos_threshold": finite(ends)}
                     for layer, threshold, ends in rules.default.by_layer
                     if layer in rules.exit_layers
                 },
@@ -235,10 +202,6 @@ async def stats(raw_request: Request) -> JSONResponse:
             **server.counts.report(),
         }
     )
-
-
-def _finite(value: float) -> float | None:
-    return None if value == float("inf") else value
 
 
 class Traffic:
@@ -284,7 +247,7 @@ class ExitServePlugin:
                 path,
                 endpoint,
                 methods=["POST"],
-                dependencies=[Depends(validate_json_request), Depends(check_fields)],
+                dependencies=[Depends(validate_json_request)],
                 route_class_override=JsonRoute,
                 response_model=None,
             )

@@ -64,24 +64,6 @@ def test_modes(post, mode: object) -> None:
     _says(post(prompt="x", vllm_xargs=fields), "exit_mode", "off, confidence, defer")
 
 
-def test_unknown_fields(post) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_treshold": 0.5}), "Did you mean 'exit_threshold'?")
-
-
-def test_fields_in_the_wrong_place(post) -> None:
-    _says(post(prompt="x", exit_threshold=0.5), "vllm_xargs")
-
-
-@pytest.mark.parametrize("value", ["yes", 1])
-def test_traces(post, value: object) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_trace": value}), "exit_trace must be true or false")
-
-
-def test_other_routes_of_vllm_are_checked_too(post) -> None:
-    answer = post("responses", input="x", vllm_xargs={"exit_threshold": -1})
-    _says(answer, "exit_threshold")
-
-
 @pytest.mark.parametrize("value", ["yes", ["forged"], 2])
 def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
     body = {"model": NAME, "max_tokens": 2, "vllm_xargs": {"exit_trace": value}}

@@ -19,6 +19,8 @@ SECONDS = 120
 FLAGS = [
     ("--enable-lora", "LoRA", "without the adapter"),
     ("--speculative-config.method ngram", "speculative decoding", "--mode verify"),
+    ("--port 99999", "cannot serve at :99999", "0-65535"),
+    ("--enable-auto-tool-choice --tool-call-parser x", "tool call parser: x", "hermes"),
 ]
 """All of what is refused at start-up: tests/server/test_start_up_refusals.py."""
 

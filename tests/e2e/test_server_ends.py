@@ -145,6 +145,16 @@ def test_a_server_ends_with_its_engine(server: LocalServer, victim: str) -> None
     assert _left(processes) == []
 
 
+def test_a_server_that_starts_ends_when_it_is_told_to(installed: LocalServer) -> None:
+    with ThreadPoolExecutor() as pool:
+        started = pool.submit(installed.start)
+        while not (installed.log.exists() and "Initializing a V1" in installed.log.read_text()):
+            time.sleep(0.02)
+        os.kill(installed.pid, signal.SIGTERM)
+        with pytest.raises(RuntimeError, match="did not start"):
+            started.result(SOON)
+
+
 def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(installed: LocalServer) -> None:
     """As a supervisor stops it: asked first, and killed outright once its time is up."""
     installed.start()

@@ -152,8 +152,9 @@ def test_nesting(value: Any) -> None:
 def test_bad_exit_fields_are_one_short_line(client: TestClient, name: str, value: Any) -> None:
     body = {"model": "m", "prompt": "x", "vllm_xargs": {name: value}}
     assert name in message_of(client.post("/v1/completions", json=body))
-    body |= {"messages": [{"role": "user", "content": "x"}]}
-    assert name in message_of(client.post("/v1/chat/completions", json=body))
+    body |= {"messages": [{"role": "user", "content": "x"}], "input": "x", "stream": True}
+    for route in ("chat/completions", "responses", "messages"):
+        assert name in message_of(client.post(f"/v1/{route}", json=body))
 
 
 @pytest.mark.parametrize(

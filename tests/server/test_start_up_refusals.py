@@ -53,6 +53,7 @@ FLAGS = [
         "still to be computed",
     ),
     ("--port x", "--port", "invalid int value"),
+    ("--chat-template /no/such", "chat template", "/no/such"),
     ("--mode verify", "mode 'verify'", "--exit-threshold T"),
     ("--num-drafts 4", "num_drafts", "--mode verify"),
     ("--mode off --num-drafts 4", "num_drafts", "not 'off'"),

@@ -112,6 +112,12 @@ def test_a_checkpoint_without_exits_runs_full_depth(tmp_path: Path, make_checkpo
     assert reference.trace(PROMPT, 0, ExitPolicy.confidence(0.01)).depth.unique().tolist() == [6]
 
 
+def test_a_checkpoint_whose_weights_do_not_load_is_named(tmp_path: Path, make_checkpoint) -> None:
+    (tmp_path / "config.json").symlink_to(make_checkpoint("llama") / "config.json")
+    with pytest.raises(ValueError, match="does not load: Error no file named"):
+        load_reference(str(tmp_path))
+
+
 def test_the_example_of_the_documentation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
