@@ -114,6 +114,7 @@ def test_what_home_and_names_of_arguments_mean(
     recipe = load_recipe(make_recipe(), given)
     assert recipe.output_dir == str(tmp_path / "out")
     assert not training_arguments(recipe).greater_is_better, "its name does not end in loss"
+    training_arguments(load_recipe(make_recipe(), ["training.save_strategy=no"]))
     with pytest.raises(ExitServeError, match=r"set 'training\.gradient_checkpointing' instead"):
         train(make_recipe(), "training.activation_checkpointing=true")
     with pytest.raises(ExitServeError, match="no 'bleu', only eval_loss"):

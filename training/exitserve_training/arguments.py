@@ -86,6 +86,8 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         kept = given["gradient_checkpointing_kwargs"] or {}
         given["gradient_checkpointing_kwargs"] = {**kept, "use_reentrant": False}
     given = {**_defaults(recipe), **given, **fixed}
+    # YAML reads `no` as false.
+    given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in given.items()}
     if hasattr(kind, "activation_checkpointing"):
         given = {k.replace("gradient_ch", "activation_ch"): value for k, value in given.items()}
     try:

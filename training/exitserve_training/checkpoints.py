@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Trainer
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.errors import ExitServeError
 from exitserve_training.forward import AUXILIARY, MultiExitForward
-from exitserve_training.models import pretrained
 
 if TYPE_CHECKING:
     # Mixed into Trainer and into TRL's SFTTrainer, which is one.
@@ -91,7 +90,7 @@ class MultiExitCheckpoints(_Base):
         mixtures of experts) under other names than it gives their modules: it would go on from
         untrained weights, with a warning.
         """
-        saved = pretrained(type(self.language_model), checkpoint, dtype=torch.float32)
+        saved = type(self.language_model).from_pretrained(checkpoint, dtype=torch.float32)
         result = self.language_model.load_state_dict(saved.state_dict(), strict=False)
         self._issue_warnings_after_load(result)
 

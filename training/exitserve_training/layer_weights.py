@@ -1,6 +1,5 @@
 """How much each layer's cross-entropy counts: the weights of the aligned-training paper, eq. 3."""
 
-import math
 from collections.abc import Sequence
 
 from exitserve.errors import ExitServeError
@@ -45,6 +44,6 @@ def layer_weights(layers: Sequence[int], weights: str | Sequence[float] = "linea
     if isinstance(weights, str):
         return [1.0 / len(layers)] * len(layers)
     values = [float(weight) for weight in weights]
-    if any(not 0.0 <= value < math.inf for value in values) or not sum(values) > 0.0:
+    if any(not 0.0 <= value < float("inf") for value in values) or not sum(values) > 0.0:
         raise ExitServeError(f"weights {values} must be finite, non-negative and not all zero.")
     return values

@@ -110,13 +110,8 @@ def load_model(
     options: dict[str, Any] = {}
     if classes is not None:
         options = {**_names(classes), "ignore_mismatched_sizes": True}
-    return pretrained(_auto(config, task), path, dtype=dtype, **options)
-
-
-def pretrained(kind: Any, path: str, **options: Any) -> PreTrainedModel:
-    """Loads a model of a class; raises `ExitServeError` where weights lack or are cut short."""
     try:
-        model: PreTrainedModel = kind.from_pretrained(path, **options)
+        model: PreTrainedModel = _auto(config, task).from_pretrained(path, dtype=dtype, **options)
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error

@@ -177,10 +177,9 @@ class Throughput:
 def reasons_for_low_share(recipe: Recipe, arguments: TrainingArguments) -> list[str]:
     """What can be seen to keep a GPU idle, with what to do about it."""
     tokens = arguments.per_device_train_batch_size * recipe.data.sequence_length
-    rows = -(-LARGE_BATCH // recipe.data.sequence_length)
     reasons = {
         f"a micro-batch has {tokens:,} tokens: raise training.per_device_train_batch_size (to "
-        f"{rows} or more)": tokens < LARGE_BATCH,
+        f"{-(-LARGE_BATCH // recipe.data.sequence_length)} or more)": tokens < LARGE_BATCH,
         "layers are not compiled: set compile_layers=true": not recipe.compile_layers,
         "products are float32: set bf16=true": not recipe.bf16,
         "losses run without Triton's kernels: install triton": (
