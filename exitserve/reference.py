@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -255,10 +256,16 @@ class Reference:
         with capture_hidden(self.parts.layers, [last]) as hidden:
             self.model.base_model(
                 input_ids=torch.tensor([list(input_ids)], device=self.device),
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **cached(self.model.base_model, cache),
             )
         return hidden[last][0]
+
+
+def cached(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache as argument of a module's forward: `past_key_values` until transformers 5.23."""
+    known = inspect.signature(module.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache}
 
 
 class _FrozenRows:

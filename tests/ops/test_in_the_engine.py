@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from exitserve.policy import ExitPolicy
-from exitserve.reference import load_reference
+from exitserve.reference import cached, load_reference
 
 PROMPTS = [list(range(5, 25)), list(range(90, 60, -1)), [40, 41, 42]]
 THRESHOLDS = [0.05, 0.1, 0.2]
@@ -206,6 +206,6 @@ def keys_and_values(
     mask = states.new_zeros(1, 1, rows, rows)
     layer = model.layers[index]
     normed = layer.input_layernorm(states[None])
-    layer.self_attn(normed, angles, attention_mask=mask, past_key_values=cache)
+    layer.self_attn(normed, angles, attention_mask=mask, **cached(layer.self_attn, cache))
     own = cache.layers[index]
     return torch.cat([own.keys, own.values], dim=-1)[0].transpose(0, 1)

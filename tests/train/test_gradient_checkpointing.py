@@ -26,7 +26,7 @@ def test_checkpointing_changes_nothing(load: Load, family: str) -> None:
         wrapped = wrap(model, skipping=all_skipping())
         runs: list[int] = []
         for depth, layer in enumerate(wrapped.parts.layers, start=1):
-            layer.mlp.register_forward_hook(lambda *_, runs=runs, depth=depth: runs.append(depth))
+            layer.mlp.register_forward_pre_hook(lambda *_, n=depth, runs=runs: runs.append(n))
         loss, metrics = model(input_ids=ids, exit_pass=ExitPass(step=0))
         assert 0 < metrics["frozen_share"] < 1
         assert runs == list(range(1, NUM_LAYERS + 1))

@@ -53,3 +53,6 @@ def test_layers_without_a_trained_matrix_are_an_error() -> None:
     model.model.layers.requires_grad_(False)
     with pytest.raises(ExitServeError, match=r"none of them is trained.*use optimizer=adamw"):
         optimizer_of(model)
+    model.requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(True)  # as with adapters: all are matrices
+    assert len(optimizer_of(model).param_groups) == 1

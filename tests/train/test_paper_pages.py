@@ -76,7 +76,7 @@ def test_objectives_and_models_of_studies_that_recipes_do_not_have(
     states = {1: torch.tensor([[[9.0, 9.0], [math.log(3.0), 0.0]]]), 2: torch.zeros(1, 2, 2)}
     head = OutputHead(nn.Identity(), nn.Linear(2, 2))
     every, labels = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.long)
-    batch = LossInputs(0, states, labels, every, head, head.norm, nn.Embedding(2, 2), 2)
+    batch = LossInputs(0, states, labels, every, head, head.norm, nn.Embedding(2, 2))
     kl = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     for distance, expected in (("smooth_l1", (math.log(3.0) - 0.5) / 2), ("kl", kl)):
         chosen = {"target_layer": 1, "project": False, "distance": distance}

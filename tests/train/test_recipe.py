@@ -14,6 +14,7 @@ import yaml
 
 from exitserve.cli import main
 from exitserve.errors import ExitServeError
+from exitserve_training.arguments import training_arguments
 from exitserve_training.models import build_config, build_model, task_for
 from exitserve_training.recipe import load_recipe
 
@@ -103,6 +104,21 @@ def test_mistakes_are_named(make_recipe: MakeRecipe, override: str, message: str
     with pytest.raises(ExitServeError, match=message) as caught:
         load_recipe(make_recipe(), [override])
     assert "\n" not in str(caught.value)
+
+
+def test_what_home_and_names_of_arguments_mean(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: Train
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["output_dir=~/out", "training.metric_for_best_model=eval_loss_layer_1"]
+    recipe = load_recipe(make_recipe(), given)
+    assert recipe.output_dir == str(tmp_path / "out")
+    assert not training_arguments(recipe).greater_is_better, "its name does not end in loss"
+    training_arguments(load_recipe(make_recipe(), ["training.save_strategy=no"]))
+    with pytest.raises(ExitServeError, match=r"set 'training\.gradient_checkpointing' instead"):
+        train(make_recipe(), "training.activation_checkpointing=true")
+    with pytest.raises(ExitServeError, match="no 'bleu', only eval_loss"):
+        train(make_recipe(), *given, "training.metric_for_best_model=bleu")
 
 
 def test_all_mistakes_are_named_at_once(make_recipe: MakeRecipe, train: Train) -> None:
@@ -208,7 +224,11 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("training.lerning_rate=1", "'training.lerning_rate' is unknown. Did you mean 'learning"),
         ("training.learning_rate=abc", "'training.learning_rate': Input should be a valid number"),
         ("training.per_device_train_batch_size=0", "greater than or equal to 1"),
+        ("training.per_device_eval_batch_size=0", "greater than or equal to 1"),
         ("training.learning_rate=-1", "greater than or equal to 0"),
+        ("training.lr_scheduler_type=cosine_with_min_lr", "'training': One of min_lr or"),
+        ("training.save_strategy=best", "best needs metric_for_best_model, such as eval_loss"),
+        ("seed=4294967296", "less than 4294967296"),
         ("training.push_to_hub=true", "would upload the data too"),
         ("training.gradient_checkpointing=maybe", "should be a valid boolean"),
         ("training.use_liger_kernel=true", "use_liger_kernel needs `pip install liger-kernel`"),
@@ -222,6 +242,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("training.report_to=wandb", "its package is not installed; choose among tensorboard"),
         ("training.deepspeed=zero3.json", "DeepSpeed is not supported; shard with FSDP 2"),
         ("config.hiden_size=8", "'config.hiden_size' is unknown to llama. Did you mean 'hidden"),
+        ("config.hidden_act=sillu", "'config': KeyError: 'sillu'"),
+        ("config.num_attention_heads=3", "'config': .* not a multiple of"),
         ("config.architecture=lama", "not supported; allowed: .* Did you mean 'llama'"),
         ("exit_layers=[4, 9]", "exit layer 9 is out of range: the model has 4 layers"),
         ("objectives=[{name: aligned, layers: [9]}]", "'aligned': layer 9 is out of range"),
@@ -229,6 +251,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: str, message: str) ->
         ("objectives=[ce, {name: nitp, target_layer: 0}]", "'nitp': layer 0 is out of range"),
         ("objectives=[ce, {name: dispersion, layers: []}]", "layers is empty"),
         ("objectives=[{name: aligned, weights: [1, 2]}]", r"weights has 2 numbers.*\[1, 2, 4\]"),
+        ("objectives=[{name: aligned, weights: [.inf, 1, 1]}]", "must be finite, non-negative"),
         ("objectives=[ce, {name: kl_to_last, layers: last}]", "needs a layer below the last"),
         ("mask_share=0.2", "'mask_share' is for masked models"),
         ("data.sequence_length=128", "longer than the model's context of 64 tokens"),
@@ -271,6 +294,10 @@ def test_models_that_cannot_be_trained(
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with pytest.raises(ExitServeError, match=message):
             train(recipe, f"model={folder}")
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ExitServeError, match=r"weights of .* could not be loaded: .*header"):
+        train(recipe, f"model={folder}")
 
 
 def test_a_used_output_folder_is_not_touched(

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from exitserve.checkpoint.decoder import decoder_parts
+from exitserve.reference import cached
 
 from .passes import EXITS, NUM_LAYERS, at_depths, random_ids, skipped_pass
 from .test_freezing import CLOSE, FAMILIES, Load
@@ -38,7 +39,8 @@ def decoded(model: Any, ids: Tensor, depths: Tensor) -> Tensor:
             layer.register_forward_hook(lambda _m, _a, output, n=n: after(n, output))
             for n, layer in enumerate(decoder_parts(model).layers, start=1)
         ]
-        model.base_model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        past = cached(model.base_model, cache)
+        model.base_model(input_ids=torch.tensor([[token]]), use_cache=True, **past)
         for handle in handles:
             handle.remove()
         states.append(state["last"][0, 0])

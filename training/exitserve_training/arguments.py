@@ -6,8 +6,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from transformers import Trainer, TrainingArguments
+from torch.optim import SGD
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from exitserve.errors import ExitServeError, nearest
@@ -26,6 +28,9 @@ _OURS = {
     "packing": "data.packing",
     "completion_only_loss": "data.loss_on",
     "assistant_only_loss": "data.loss_on",
+    # Newer names, from transformers 5.23 on: one recipe is for all versions.
+    "activation_checkpointing": "training.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "training.gradient_checkpointing_kwargs",
 }
 """Training arguments that a key of the recipe sets."""
 
@@ -44,7 +49,9 @@ NO_DEEPSPEED = (
     "-m exitserve train ...`."
 )
 
-_LEAST = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0}
+_LEAST = {"learning_rate": 0} | dict.fromkeys(
+    ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1
+)
 """Training arguments that would fail late with a lower value."""
 
 _OF_TRL = {"activation_offloading", "pad_to_multiple_of"}
@@ -78,8 +85,13 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     if "gradient_checkpointing_kwargs" in given:
         kept = given["gradient_checkpointing_kwargs"] or {}
         given["gradient_checkpointing_kwargs"] = {**kept, "use_reentrant": False}
+    given = {**_defaults(recipe), **given, **fixed}
+    # YAML reads `no` as false.
+    given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in given.items()}
+    if hasattr(kind, "activation_checkpointing"):
+        given = {k.replace("gradient_ch", "activation_ch"): value for k, value in given.items()}
     try:
-        arguments = kind(**{**_defaults(recipe), **given, **fixed})
+        arguments = kind(**given)
         _check_packages(arguments)
         return arguments
     except (TypeError, ValueError, ImportError) as error:
@@ -87,7 +99,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
+    best = str(recipe.training.get("metric_for_best_model") or "loss")
     return {
+        # The Trainer takes names that end in `loss` alone for losses: loss_layer_6 does not.
+        "greater_is_better": not ("loss" in best or "perplexity" in best),
         "logging_steps": 20,
         "save_total_limit": 2,
         "eval_strategy": "no",
@@ -112,6 +127,10 @@ def _check_packages(arguments: TrainingArguments) -> None:
         raise ImportError("use_liger_kernel needs `pip install liger-kernel`; or leave it out.")
     if arguments.optim_target_modules is None:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
+    if arguments.save_strategy == SaveStrategy.BEST and arguments.metric_for_best_model is None:
+        raise ValueError("save_strategy=best needs metric_for_best_model, such as eval_loss.")
+    options: Any = arguments.lr_scheduler_kwargs
+    get_scheduler(arguments.lr_scheduler_type, SGD([torch.zeros(1)]), 1, 2, options)
 
 
 def _checked(recipe: Recipe, kind: type[TrainingArguments]) -> dict[str, Any]:

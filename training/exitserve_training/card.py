@@ -17,15 +17,16 @@ _TEMPLATE = """\
 
 # {{ title }}
 
-{{ source }} with exits: its final norm and LM head can also be read after layers {{ exits }} of
+{{ source }} with exits: its {{ head }} can also be read after layers {{ exits }} of
 {{ layers }}. An ordinary Hugging Face checkpoint, with a `multi_exit` block in `config.json`.
 
-## Quality, on held-out text
+## Quality, on what was held out
 
 {{ quality }}
 
 {{ verdict }}
 
+{% if says == "next token" -%}
 ## Use
 
 `exitserve serve {{ title }}` serves it with exits, `vllm serve {{ title }}` at full depth.
@@ -37,9 +38,11 @@ model = AutoModelForCausalLM.from_pretrained("{{ title }}")
 model.generate(**inputs, assistant_early_exit={{ first }})   # full depth's tokens: the exit drafts
 ```
 
+{% endif -%}
 Made by `exitserve train` (recipe and versions: `training_run.json`).
 """
 _TASKS = {"next token": "text-generation", "hidden token": "fill-mask"}
+_HEADS = {"next token": "final norm and LM head", "hidden token": "LM head", "class": "classifier"}
 
 
 def model_card(recipe: Recipe, report: TrainingReport, exits: MultiExit) -> ModelCard:
@@ -62,6 +65,8 @@ def model_card(recipe: Recipe, report: TrainingReport, exits: MultiExit) -> Mode
         template_str=_TEMPLATE,
         title=report.model,
         source=source,
+        says=report.says,
+        head=_HEADS[report.says],
         exits=", ".join(map(str, exits.exit_layers)),
         layers=report.num_layers,
         quality=report.quality_table(),

@@ -157,7 +157,9 @@ def _options(row: dict[str, Any], name: str) -> dict[str, Any]:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ExitServeError(f"{name}: tools is not valid JSON: {error}.") from error
-    options = dict(row.pop("chat_template_kwargs", None) or {})
+    options = row.pop("chat_template_kwargs", None) or {}
+    if not isinstance(options, dict):
+        raise ExitServeError(f"{name}: chat_template_kwargs must be keys with values.")
     if not tools:  # some templates would introduce an empty list
         return options
     if not _are_mappings(tools):

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from exitserve.errors import ExitServeError
 from exitserve_training.mistakes import explain
-from exitserve_training.strict import Listed, Strict
+from exitserve_training.strict import Listed, Place, Strict
 
 DocumentEnd = Literal["eos", "none"]
 """What stands between packed documents."""
@@ -25,7 +25,7 @@ class TrainBpe(Strict):
 class TokenizerRecipe(Strict):
     """Which tokenizer: an existing one, or one trained on the data."""
 
-    path: str | None = None
+    path: Place | None = None
     """Directory or hub id."""
     train_bpe: TrainBpe | None = None
 
@@ -74,7 +74,7 @@ class DataRecipe(Strict):
     """Of a chat: train on the last answer alone, on all of the assistant's, or on all of it."""
     packing: bool = False
     """Of chats: several share a sequence, each with positions and attention of its own."""
-    files: Annotated[list[str], Listed] = Field(default_factory=list)
+    files: Annotated[list[Place], Listed] = Field(default_factory=list)
     """Text (.txt, .md, .py, ...: one document per file), .jsonl, .json or .parquet; globs."""
     dataset: str | None = None
     """A `datasets` id."""
@@ -104,7 +104,7 @@ class DataRecipe(Strict):
     """The most labelled rows or images to train on, drawn by the seed."""
     python_source: list[Literal["stdlib", "site-packages"]] = Field(default_factory=list)
     """Python files of this installation, read in place."""
-    from_run: str | None = None
+    from_run: Place | None = None
     """Instead: `output_dir` of an earlier run, whose sequences are read, those held out too."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of `python_source` names (`site-packages/pkg/mod.py`) to leave out."""
@@ -117,7 +117,7 @@ class DataRecipe(Strict):
     max_repeated_lines: float | None = Field(default=None, gt=0.0, le=1.0)
     """Leave out what nearly copies: at most this share of a document's lines may have stood in
     earlier documents, of which those held out are the first."""
-    validation_files: Annotated[list[str], Listed] = Field(default_factory=list)
+    validation_files: Annotated[list[Place], Listed] = Field(default_factory=list)
     """Held-out files; without them a share of the documents is held out."""
     validation_fraction: float = Field(default=0.01, gt=0.0, lt=1.0)
     validation_blocks: int = Field(default=128, ge=1)

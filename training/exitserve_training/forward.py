@@ -165,7 +165,6 @@ class MultiExitForward:
     def _loss_inputs(
         self, step: int, hidden: dict[int, Tensor], task_batch: TaskBatch
     ) -> LossInputs:
-        config: Any = self.model.config
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Module)
         return LossInputs(
@@ -176,7 +175,6 @@ class MultiExitForward:
             classifier=self.parts.head,
             norm=self.parts.norm,
             embed=embedding,
-            vocab_size=config.num_labels if self.parts.task == "class" else config.vocab_size,
             depth=None if self._skipped is None else self._skipped.depth,
             inputs=task_batch.inputs,
         )

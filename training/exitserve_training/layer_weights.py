@@ -36,7 +36,7 @@ def layer_weights(layers: Sequence[int], weights: str | Sequence[float] = "linea
     and is used as it is, not rescaled.
 
     Raises:
-        ExitServeError: a weight is negative, or all are zero.
+        ExitServeError: a weight is negative or infinite, or all are zero.
     """
     if weights == "linear":
         total = sum(layers)
@@ -44,6 +44,6 @@ def layer_weights(layers: Sequence[int], weights: str | Sequence[float] = "linea
     if isinstance(weights, str):
         return [1.0 / len(layers)] * len(layers)
     values = [float(weight) for weight in weights]
-    if any(not value >= 0.0 for value in values) or not sum(values) > 0.0:
-        raise ExitServeError(f"weights {values} must be non-negative and not all zero.")
+    if any(not 0.0 <= value < float("inf") for value in values) or not sum(values) > 0.0:
+        raise ExitServeError(f"weights {values} must be finite, non-negative and not all zero.")
     return values

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -110,7 +112,7 @@ def load_model(
         options = {**_names(classes), "ignore_mismatched_sizes": True}
     try:
         model: PreTrainedModel = _auto(config, task).from_pretrained(path, dtype=dtype, **options)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ExitServeError(f"the weights of '{path}' could not be loaded: {reason}") from error
     return model
@@ -221,7 +223,7 @@ def build_config(
         special |= _names(classes)
     try:
         config: PreTrainedConfig = AutoConfig.for_model(family, **{**special, **sizes})
-    except (TypeError, ValueError) as error:
+    except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ExitServeError(f"recipe key 'config': {reason}") from error
     return config
@@ -231,7 +233,11 @@ def build_model(
     config: PreTrainedConfig, task: Task | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """A freshly initialised model; the caller seeds the generator."""
-    model: PreTrainedModel = _auto(config, task).from_config(config, dtype=dtype)
+    try:
+        model: PreTrainedModel = _auto(config, task).from_config(config, dtype=dtype)
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ExitServeError(f"recipe key 'config': {type(error).__name__}: {reason}") from error
     return model
 
 

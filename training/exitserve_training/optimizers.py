@@ -32,15 +32,15 @@ class MuonWithAdamW(Optimizer):
     `state_dict` holds Muon's momentum and AdamW's moments under one numbering.
     """
 
-    def __init__(self, muon: Muon, adamw: AdamW) -> None:
-        """Takes two optimizers of different parameters."""
-        self._parts: tuple[Optimizer, ...] = (muon, adamw)
+    def __init__(self, *parts: Optimizer) -> None:
+        """Takes optimizers of different parameters."""
+        self._parts = parts
         groups = [group for part in self._parts for group in part.param_groups]
         super().__init__(groups, {})
         self._share()
 
     def _share(self) -> None:
-        """Lets the two work on this optimizer's groups and state, not on their own."""
+        """Lets them work on this optimizer's groups and state, not on their own."""
         start = 0
         for part in self._parts:
             count = len(part.param_groups)
@@ -85,10 +85,10 @@ def muon_with_adamw(
     rate, decay = arguments.learning_rate, arguments.weight_decay
     groups = _groups(others, decayed, decay)
     betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return MuonWithAdamW(
-        Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        AdamW(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon),
-    )
+    muon = Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    if not groups:  # adapters alone learn
+        return MuonWithAdamW(muon)
+    return MuonWithAdamW(muon, AdamW(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon))
 
 
 def check_kahan() -> None:

@@ -104,7 +104,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     (output_dir / "training_args.bin").unlink(missing_ok=True)
     report = _report(recipe, trainer, prepared, before, after)
     report.write(output_dir)
-    if trainer.exits.exit_layers:
+    if trainer.exits.trained:
         model_card(recipe, report, trainer.exits).save(output_dir / CARD)
     return report
 
@@ -239,6 +239,9 @@ def _quality(trainer: MultiExitTraining) -> dict[str, LayerQuality]:
 
 def _with_verdicts(trainer: MultiExitTraining, before: Tensor | None) -> MultiExit:
     """The block for the checkpoint, with what the last evaluation found of each exit."""
+    # Of a decoder's exits with heads of their own nothing is said, for nothing serves them.
+    if trainer.parts.task != "class" and trainer.multi_exit.objectives.classifiers():
+        return trainer.exits
     tokens = int(trainer.state.num_input_tokens_seen)
     return replace(
         trainer.exits,

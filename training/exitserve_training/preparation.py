@@ -48,7 +48,7 @@ from exitserve_training.tasks import (
     next_token,
 )
 from exitserve_training.tokenization import with_padding
-from exitserve_training.training_setup import TrainingSetup
+from exitserve_training.training_setup import TrainingSetup, check_teacher
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ def _model(recipe: Recipe, setup: TrainingSetup, processor: Any, data: Any) -> P
         end_at_turns(model, processor)
     if tokenizer is not None:
         check_fits(model.config, tokenizer, recipe.data.sequence_length)
+        check_teacher(recipe, setup.task, model.config.vocab_size)
     if recipe.head_from_embeddings:
         start_head_from_embeddings(model)
     if recipe.attn_implementation is not None:

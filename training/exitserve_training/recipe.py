@@ -18,7 +18,7 @@ from exitserve_training.data_recipe import DataRecipe, TokenizerRecipe
 from exitserve_training.mistakes import explain
 from exitserve_training.objectives.aligned.options import AlignedOptions
 from exitserve_training.objectives.registry import AnyObjective, check_objectives
-from exitserve_training.strict import Listed, Strict
+from exitserve_training.strict import Listed, Place, Strict
 
 
 class ExitAware(Strict):
@@ -69,9 +69,9 @@ def _aligned() -> list[AnyObjective]:
 class Recipe(Strict):
     """Everything about one training run."""
 
-    output_dir: str
+    output_dir: Place
     data: DataRecipe
-    model: str | None = None
+    model: Place | None = None
     """Directory or hub id of a model to fine-tune."""
     config: dict[str, Any] | None = None
     """From scratch instead: `architecture` (llama, qwen2, ...) and that family's sizes."""
@@ -100,7 +100,7 @@ class Recipe(Strict):
     """Fields of Hugging Face `TrainingArguments`."""
     max_minutes: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """End training after this time; the learning rate falls by the clock, and is 0 at the end."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay float32."""
     weights: Literal["float32", "bfloat16"] = "float32"

@@ -1,8 +1,9 @@
 """The base of all that a recipe can hold. Imports no torch."""
 
-from typing import Any
+import os.path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 class Strict(BaseModel):
@@ -19,3 +20,6 @@ def _listed(value: Any) -> Any:
 
 Listed = BeforeValidator(_listed)
 """Makes a list of `8,15`, as people write it on a command line, and of a single value."""
+
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or glob, whose `~` no shell has replaced, or a hub id."""

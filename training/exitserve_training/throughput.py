@@ -177,20 +177,17 @@ class Throughput:
 def reasons_for_low_share(recipe: Recipe, arguments: TrainingArguments) -> list[str]:
     """What can be seen to keep a GPU idle, with what to do about it."""
     tokens = arguments.per_device_train_batch_size * recipe.data.sequence_length
-    found = []
-    if tokens < LARGE_BATCH:
-        found.append(
-            f"a micro-batch has {tokens:,} tokens: raise training.per_device_train_batch_size "
-            f"(to {-(-LARGE_BATCH // recipe.data.sequence_length)} or more)"
-        )
-    if not recipe.compile_layers:
-        found.append("layers are not compiled: set compile_layers=true")
-    if not recipe.bf16:
-        found.append("products are float32: set bf16=true")
-    if chosen().get("logit_losses") == "torch":
-        found.append("losses run without Triton's kernels: install triton")
-    if recipe.attn_implementation == "eager":
-        found.append("attention is eager: set attn_implementation=sdpa")
-    if arguments.gradient_checkpointing:
-        found.append("layers run twice: leave training.gradient_checkpointing out if memory allows")
-    return found
+    reasons = {
+        f"a micro-batch has {tokens:,} tokens: raise training.per_device_train_batch_size (to "
+        f"{-(-LARGE_BATCH // recipe.data.sequence_length)} or more)": tokens < LARGE_BATCH,
+        "layers are not compiled: set compile_layers=true": not recipe.compile_layers,
+        "products are float32: set bf16=true": not recipe.bf16,
+        "losses run without Triton's kernels: install triton": (
+            chosen().get("logit_losses") == "torch"
+        ),
+        "attention is eager: set attn_implementation=sdpa": recipe.attn_implementation == "eager",
+        "layers run twice: leave training.gradient_checkpointing out if memory allows": (
+            arguments.gradient_checkpointing
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]

@@ -310,6 +310,10 @@ class MultiExitTraining(MultiExitCheckpoints):
         self.exit_counts = self.accelerator.reduce(counts, reduction="sum").cpu()
         self.measured = {name: mean for name, mean in whole.items() if name not in names}
         metrics = self._layer_metrics(whole, metric_key_prefix)
+        best = str(self.args.metric_for_best_model or "loss").removeprefix("eval_")
+        if f"{metric_key_prefix}_{best}" not in metrics:
+            known = ", ".join(metrics)
+            raise ExitServeError(f"training.metric_for_best_model: no {best!r}, only {known}.")
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(

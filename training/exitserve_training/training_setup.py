@@ -62,7 +62,8 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     if recipe.lora is not None:
         with torch.device("meta"):
             with_adapters(build_model(config, task), recipe.lora)
-    _check_teacher(recipe, config, task)
+    # From scratch the tokenizer has the last word.
+    check_teacher(recipe, task, None if recipe.model is None else config.vocab_size)
     if task == "hidden token":
         if recipe.exit_aware is not None:
             raise ExitServeError("recipe key 'exit_aware' is for causal models; leave it out.")
@@ -71,7 +72,7 @@ def training_setup(recipe: Recipe) -> TrainingSetup:
     return TrainingSetup(config, task, exits)
 
 
-def _check_teacher(recipe: Recipe, config: PreTrainedConfig, task: Task) -> None:
+def check_teacher(recipe: Recipe, task: Task, vocabulary: int | None) -> None:
     """Raises `ExitServeError` for a teacher that says something else than the model."""
     for options in recipe.objectives:
         path = options.teacher_path(recipe.model) if isinstance(options, KLToLastOptions) else None
@@ -83,9 +84,8 @@ def _check_teacher(recipe: Recipe, config: PreTrainedConfig, task: Task) -> None
                 f"classifiers; leave it out."
             )
         size = check_model(path, task).vocab_size
-        # From scratch the tokenizer has the last word, and a teacher's size is its own.
-        if recipe.model is not None and size != config.vocab_size:
+        if vocabulary is not None and size != vocabulary:
             raise ExitServeError(
                 f"objective {options.name!r}: the teacher '{path}' has a vocabulary of {size}, "
-                f"the model one of {config.vocab_size}; give a teacher with the same tokenizer."
+                f"the model one of {vocabulary}; give a teacher with the same tokenizer."
             )

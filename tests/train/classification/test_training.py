@@ -33,6 +33,8 @@ def test_every_layer_learns_to_say_the_class(text_model: Path, image_model: Path
             assert report["layers"][depth]["accuracy"] > 0.9, (folder, depth)
             assert report["layers"][depth]["loss"] < report["initial_layers"][depth]["loss"] / 2
         assert "| 1 of 3 " in (folder / "report.md").read_text(encoding="utf-8")
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert "its classifier can also be read" in card and "CausalLM" not in card
         block = read_multi_exit(folder)
         assert block is not None
         assert block.exit_layers == (1, 2)

@@ -29,9 +29,3 @@ def test_targets_get_no_gradient() -> None:
     assert hidden.grad is not None
     assert hidden.grad[:, -1].count_nonzero() == 0, "the last position predicts nothing"
     assert hidden.grad[:, :-1].count_nonzero() > 0
-
-
-def test_projector_maps_states_to_states() -> None:
-    projector = Projector(6)
-    assert projector(torch.randn(3, 6)).shape == (3, 6)
-    assert [tuple(p.shape) for p in projector.parameters()] == [(6, 6), (6, 6)]

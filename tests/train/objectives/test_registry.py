@@ -95,7 +95,6 @@ def example() -> tuple[BuildContext, LossInputs]:
         classifier=head,
         norm=head.norm,
         embed=nn.Embedding(VOCAB, WIDTH),
-        vocab_size=VOCAB,
     )
     return BuildContext((1, 2), LAYERS, WIDTH, head, seed=0), batch
 

@@ -79,5 +79,7 @@ def test_a_run_keeps_to_its_teacher_and_resumes(
     again = ["overwrite=true"]
     with pytest.raises(ExitServeError, match="vocabulary of 128, the model one of 1024"):
         train(recipe, *again, f"objectives=[ce, {{name: kl_to_last, teacher: {other}}}]")
+    with pytest.raises(ExitServeError, match="vocabulary of 128, the model one of 292"):
+        train(make_recipe(objectives=[{"name": "kl_to_last", "teacher": other}]), *again)
     with pytest.raises(ExitServeError, match="this run is from scratch; give a directory"):
         train(make_recipe(objectives=keys["objectives"]), *again)

@@ -44,14 +44,14 @@ def aligned_cross_entropy(
         masks: layer to bool [B, T], for every layer of `hidden`: tokens where it is False are
             ignored at this layer.
     """
-    counted = (labels != IGNORED).reshape(-1)
-    shared = _tokens_at(counted, labels)
+    counted = labels != IGNORED
+    shared = tokens_at(counted, labels)
     tokens = max(len(shared[1]), 1)
     readings: list[Reading] = []
     for layer, states in hidden.items():
         rows, targets = shared
         if masks is not None:
-            rows, targets = _tokens_at(counted & masks[layer].reshape(-1).bool(), labels)
+            rows, targets = tokens_at(counted & masks[layer].bool(), labels)
         weight = torch.full_like(targets, scale[layer] / tokens, dtype=torch.float32)
         readings.append(Reading(states.flatten(0, 1), targets, weight, rows=rows))
     total, found = head_losses(readings, head)
@@ -84,7 +84,7 @@ def predictions(hidden: Tensor, classifier: Classifier, labels: Tensor) -> Predi
         classifier: maps [N, D] to [N, V].
         labels: targets [B, T], already shifted; -100 is ignored.
     """
-    rows, targets = _tokens_at((labels != IGNORED).reshape(-1), labels)
+    rows, targets = tokens_at(labels != IGNORED, labels)
     flat = hidden.flatten(0, 1)
     flat = flat if rows is None else flat[rows]
     found = []
@@ -101,10 +101,7 @@ def predictions(hidden: Tensor, classifier: Classifier, labels: Tensor) -> Predi
     return Predictions(*map(torch.cat, zip(*found, strict=True)))
 
 
-def _tokens_at(counted: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Indices of the tokens that count [M] (None: all), and their targets [M]."""
-    targets = labels.reshape(-1)
-    if bool(counted.all()):
-        return None, targets
-    rows = counted.nonzero().squeeze(-1)
-    return rows, targets[rows]
+def tokens_at(counted: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Indices of the tokens that count [M], ascending (None: all), and their targets [M]."""
+    targets, rows = labels.reshape(-1), counted.reshape(-1).nonzero().squeeze(-1)
+    return (None, targets) if len(rows) == len(targets) else (rows, targets[rows])

@@ -6,14 +6,16 @@ teacher. Each layer's logits are then computed once, whatever number of objectiv
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from exitserve_training.losses import Reading, Teacher, head_losses
+from exitserve_training.losses.aligned import tokens_at
 from exitserve_training.objectives.objective import LossInputs, Metrics, Objective
 
 Kind = Literal["cross_entropy", "divergence"]
@@ -90,9 +92,10 @@ def read_together(
         for term in one.terms(batch.step)
     ]
     layers = sorted({part.term.layer for part in parts})
-    rows = _Rows()
+    # Each mask is asked once, which waits for the device.
+    places = functools.cache(lambda mask: tokens_at(mask, batch.labels))
     readings = [
-        _reading(batch, layer, [part for part in parts if part.term.layer == layer], rows, tokens)
+        _reading(batch, layer, [part for part in parts if part.term.layer == layer], places, tokens)
         for layer in layers
     ]
     total, losses = head_losses(readings, batch.classifier, *teachers)
@@ -125,31 +128,14 @@ class _Part:
     """[M]: 1 for tokens of the layer's reading that count, 0 for others."""
 
 
-class _Rows:
-    """Where masks hold; each is asked once, which waits for the device."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    def __call__(self, mask: Tensor) -> Tensor | None:
-        """int64 [M] of bool [B, T], ascending; None if it holds everywhere."""
-        if id(mask) not in self._known:
-            rows = mask.reshape(-1).nonzero().squeeze(-1)
-            # The mask is kept, so that no other gets its id.
-            self._known[id(mask)] = mask, None if len(rows) == mask.numel() else rows
-        return self._known[id(mask)][1]
-
-
 def _reading(
-    batch: LossInputs, layer: int, parts: Sequence[_Part], rows_of: _Rows, tokens: Tensor
+    batch: LossInputs, layer: int, parts: Sequence[_Part], tokens_of: Any, tokens: Tensor
 ) -> Reading:
     """All that is asked of a layer; writes the parts' `share`."""
     counted = parts[0].counted
     for part in parts[1:]:
         counted = counted if part.counted is counted else counted | part.counted
-    rows = rows_of(counted)
-    labels = batch.labels.reshape(-1)
-    labels = labels if rows is None else labels[rows]
+    rows, labels = tokens_of(counted)
     weights: dict[str, Tensor] = {}
     for part in parts:
         own = part.counted.reshape(-1)

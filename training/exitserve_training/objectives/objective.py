@@ -39,7 +39,6 @@ class LossInputs:
     """The final norm, [..., D] to [..., D]."""
     embed: Callable[[Tensor], Tensor]
     """Token ids [...] to input embeddings [..., D]."""
-    vocab_size: int
     depth: Tensor | None = None
     """[B, T]: the depth at which a position was frozen, L where it was not; None: nowhere."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)

@@ -222,7 +222,7 @@ class KLToLast(HeadObjective):
         if self.frozen is None:
             states, head = batch.hidden[self.num_layers].detach(), batch.classifier
         else:
-            states, head = self.frozen.states(batch.inputs), self.frozen.head
+            states, head = self.frozen.states(batch.inputs), self.frozen.parts.head
         return Teacher(states.flatten(0, 1), head, self.temperature)
 
 
@@ -242,11 +242,6 @@ class FrozenTeacher:
         self.parts = model_parts(self.model)
         if compile_layers:
             self.parts.compile_layers()
-
-    @property
-    def head(self) -> OutputHead:
-        """Its norm and head: [N, D] to [N, V]."""
-        return self.parts.head
 
     @torch.no_grad()
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:

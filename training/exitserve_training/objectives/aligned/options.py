@@ -38,6 +38,7 @@ class _WeightedLayers(ObjectiveOptions):
     def layers_used(self, exit_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         """See `ObjectiveOptions`."""
         layers = counted_layers(num_layers, self._depths(self.layers, exit_layers, num_layers))
+        layer_weights(layers, self.weights)  # raises where they are no weights
         if isinstance(self.weights, list) and len(self.weights) != len(layers):
             raise ExitServeError(
                 f"objective {self.name!r}: weights has {len(self.weights)} numbers, but its "
