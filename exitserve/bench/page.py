@@ -218,7 +218,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
         s=34,
         facecolors="none",
         edgecolors="darkgrey",
-        label="depth speedup (layers at full depth / layers run)",
+        label="depth speedup (layers at full depth / mean depth)",
     )
     panel.scatter(
         [case["limit_speedup"] or float("nan") for case in cases],
