@@ -175,7 +175,7 @@ def choices(data: Mapping[str, Any]) -> list[str]:
             also = ", ends of sequence too" if any(ends) else ""
             if "drafts" in one["found"]:
                 count, accepted = one["found"]["drafts"], one["found"]["accepted"]
-                also += f"; {count:g} drafts at a time there, of which {accepted:.1%} are accepted"
+                also += f"; drafts there: {count:g} at a time, of which {accepted:.1%} are accepted"
             lines.append(f"{one['target']}: exit at {', at '.join(exits)}{also}")
     return lines
 
