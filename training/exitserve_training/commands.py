@@ -70,7 +70,11 @@ def add_commands(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", nargs="?", default="", metavar="RECIPE.yaml", help="what to train, on what, how"
+        "recipe",
+        nargs="?",
+        default="RECIPE.yaml",
+        metavar="RECIPE.yaml",
+        help="what to train, on what, how",
     )
     parser.add_argument(
         "overrides",
