@@ -54,9 +54,7 @@ class TrainedExit:
     def __str__(self) -> str:
         agrees = f"agrees with full depth on {self.agreement:.0%} of held-out predictions"
         if self.usable_from is not None and self.share is not None:
-            return (
-                f"{agrees}, usable above confidence {self.usable_from:g} ({self.share:.0%} of them)"
-            )
+            return f"{agrees}, usable above confidence {self.usable_from:g} ({self.share:.0%} are)"
         pace = "" if self.more_tokens is None else f", {self.more_tokens:,} tokens or more"
         return f"{agrees}, not usable: train longer{pace}"
 

@@ -70,11 +70,7 @@ def add_commands(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe",
-        nargs="?",
-        default="RECIPE.yaml",
-        metavar="RECIPE.yaml",
-        help="what to train, on what, how",
+        "recipe", nargs="?", default="", metavar="RECIPE.yaml", help="what to train, on what, how"
     )
     parser.add_argument(
         "overrides",
@@ -118,7 +114,7 @@ def _train_recipe(args: argparse.Namespace) -> int:
 
             print(json.dumps(recipe_schema(), indent=2))
             return 0
-        recipe = load_recipe(args.recipe, args.overrides)
+        recipe = load_recipe(args.recipe or "RECIPE.yaml", args.overrides)
         if args.estimate:
             return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.

@@ -40,6 +40,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
+    headers = [header.replace("-\n", "").replace("\n", " ") for header in HEADERS]
     layers = [*report["exit_layers"], report["num_layers"]]
     exits = [
         [f"{way['threshold']:g}", *[str(way["exits"][str(layer)]) for layer in layers]]
@@ -54,9 +55,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             f"{report['threads']} threads. Wall speedup: the model's own forward over early exit, "
             f"the same batches in turn, median of {report['repeats']} rounds and their range.",
             "",
-            markdown_table(
-                [one.replace("-\n", "").replace("\n", " ") for one in HEADERS], rows(report)
-            ),
+            markdown_table(headers, rows(report)),
             "",
             "Inputs by the depth they stopped at:",
             "",
