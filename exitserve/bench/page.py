@@ -136,8 +136,8 @@ def _conditions(data: Mapping[str, Any]) -> list[str]:
         "TPOT is the time between successive tokens of a request. Depth speedup counts layers. "
         "Wall speedup is measured throughput over plain vLLM's. Under load it is that of all "
         "tokens while each request is replaced as it ends, with the time that prompts take. The "
-        "limit is what the bytes "
-        "moved would allow, and efficiency is wall speedup over it. Agreement is the share of "
+        "limit is what the bytes moved would allow (-: vLLM's own drafts, or answers too short to "
+        "count), and efficiency is wall speedup over it. Agreement is the share of "
         "tokens that the full-depth model in float32, fed the same text, would choose too, and "
         "perplexity is that model's of the generated text.",
         "Mean depth is where tokens stopped; layers run adds those that ran above that (defer) "
@@ -215,7 +215,7 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]], *, labelled: bool) ->
         s=34,
         facecolors="none",
         edgecolors="darkgrey",
-        label="depth speedup (layers at full depth / layers run)",
+        label="depth speedup (layers at full depth / mean depth)",
     )
     panel.scatter(
         [case["limit_speedup"] or float("nan") for case in cases],

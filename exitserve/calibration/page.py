@@ -175,7 +175,7 @@ def choices(data: Mapping[str, Any]) -> list[str]:
             also = ", ends of sequence too" if any(ends) else ""
             if "drafts" in one["found"]:
                 count, accepted = one["found"]["drafts"], one["found"]["accepted"]
-                also += f"; {count:g} drafts at a time there, of which {accepted:.1%} are accepted"
+                also += f"; drafts there: {count:g} at a time, of which {accepted:.1%} are accepted"
             lines.append(f"{one['target']}: exit at {', at '.join(exits)}{also}")
     return lines
 
@@ -286,13 +286,13 @@ def _tested(provenance: Mapping[str, Any]) -> list[str]:
 
 
 def pareto(data: Mapping[str, Any]) -> Figure:
-    """Cost against agreement and against perplexity, one line for each criterion."""
+    """Cost against agreement and perplexity: choices jump between layers, so no lines join them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, curve in data["curves"].items():
-        style = {"marker": "o", "markersize": 3, "linewidth": 1, "label": name}
+        style = {"marker": "o", "markersize": 4, "linestyle": "none", "label": name}
         left.plot([one["cost"] for one in curve], [one["agreement"] for one in curve], **style)
         right.plot([one["cost"] for one in curve], [_rise(one) for one in curve], **style)
     promised = [one["found"] for one in data["promised"] if one["kept"]]

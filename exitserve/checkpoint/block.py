@@ -52,9 +52,9 @@ class TrainedExit:
     """Not usable: what half of the agreement would take at the run's pace, where that is known."""
 
     def __str__(self) -> str:
-        agrees = f"agrees with full depth on {self.agreement:.0%} of held-out tokens"
+        agrees = f"agrees with full depth on {self.agreement:.0%} of held-out predictions"
         if self.usable_from is not None and self.share is not None:
-            return f"{agrees}, usable above {self.usable_from:g} ({self.share:.0%} of tokens)"
+            return f"{agrees}, usable above confidence {self.usable_from:g} ({self.share:.0%} are)"
         pace = "" if self.more_tokens is None else f", {self.more_tokens:,} tokens or more"
         return f"{agrees}, not usable: train longer{pace}"
 

@@ -171,14 +171,14 @@ class Calibration(ModeCalibration):
         )
 
     def first(self, num_layers: int) -> Calibration:
-        """The record for the first layers of the model: thresholds, but no promise."""
+        """The record for the first layers of the model: thresholds, nothing about agreement."""
         if num_layers >= self.num_layers:
             return self
         note = f"made for {self.num_layers} layers; promises nothing for {num_layers}"
-        others = tuple(one.void(range(num_layers)) for one in self.other_modes)
         return replace(
             self.void(range(num_layers)),
-            other_modes=others,
+            agreement_at={},
+            other_modes=tuple(one.void(range(num_layers)) for one in self.other_modes),
             provenance={**self.provenance, "restricted": note},
         )
 

@@ -164,5 +164,5 @@ def _draw(panel: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
         known = sorted((x, 100 * y) for x, y in points if x is not None and y is not None)
         panel.plot([x for x, _ in known], [y for _, y in known], marker="o", label=name)
     panel.axhline(100, color="silver", linewidth=1, zorder=0)
-    panel.set_xlabel("depth speedup (layers at full depth / layers run)")
+    panel.set_xlabel("depth speedup (layers at full depth / mean depth)")
     panel.grid(alpha=0.25)

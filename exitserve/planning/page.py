@@ -224,8 +224,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
     """Wall speedup and break-even share against the exit layer, a line for each batch size."""
     from matplotlib.ticker import ScalarFormatter
 
-    title = f"{data['model']}: what one exit layer can give ({data['way']})"
-    figure = new_figure(title, 10.5, 4.4)
+    figure = new_figure(f"{data['model']}: what one exit layer can give", 10.5, 4.4)
     speeds, shares = figure.subplots(1, 2, sharex=True)
     for index in range(len(data["costs"])):
         _draw(speeds, shares, data, index, f"C{index}")
@@ -234,7 +233,7 @@ def plot(data: Mapping[str, Any]) -> Figure:
     speeds.yaxis.set_minor_formatter(ScalarFormatter())
     speeds.axhline(1.0, color="silver", linewidth=1, zorder=0)
     speeds.set_ylabel("wall speedup over full depth")
-    speeds.set_title("solid: every token exits; dashed: some do", fontsize=10)
+    speeds.set_title("solid: every token exits; dashed: some do; dotted: recommended", fontsize=10)
     shares.set_ylabel("share of tokens that must exit")
     shares.set_ylim(0, 1)
     shares.set_title("break-even share (no line: never)", fontsize=10)

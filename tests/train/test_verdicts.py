@@ -41,6 +41,6 @@ def test_one_that_is_not_is_told_how_long_to_train(
     assert parse_multi_exit(config) == block
     show_verdict(config)
     said = capsys.readouterr().err
-    assert said.startswith("exitserve: Exits: 2 agrees with full depth on 15% of held-out tokens")
+    assert said.startswith("exitserve: Exits: 2 agrees with full depth on 15% of held-out predict")
     assert "not usable: train longer" in said
     assert ("3,500,000 tokens or more" in said) == (more is not None)

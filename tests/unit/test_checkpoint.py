@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.checkpoint.block import (
-    MultiExit,
-    read_config,
-    read_multi_exit,
-    write_multi_exit,
-)
+from exitserve.checkpoint.block import MultiExit, read_config, read_multi_exit, write_multi_exit
 from exitserve.checkpoint.calibration import OperatingPoint
 from exitserve.errors import ExitServeError
 
@@ -27,6 +22,7 @@ CALIBRATION = calibration_of(
     OperatingPoint(agreement=0.95, thresholds={2: 0.7}, eos_thresholds={2: 1.0}),
     mode="confidence",
     num_layers=6,
+    agreement_at={2: 0.5},
     provenance={"tokens": 1000},
 )
 
@@ -56,9 +52,9 @@ def test_a_target_gets_the_cheapest_point_that_promises_it(
 
 def test_a_cut_block_keeps_what_is_left_and_promises_nothing() -> None:
     block = MultiExit(exit_layers=(2, 4), calibration=CALIBRATION).first(4)
-    assert block is not None
-    assert block.exit_layers == (2,)
+    assert block is not None and block.exit_layers == (2,)
     assert block.calibration is not None
+    assert not block.calibration.agreement_at, "with another full depth"
     assert block.calibration.chosen.thresholds == {2: 0.9}
     assert block.calibration.chosen.agreement is None
     assert block.calibration.for_agreement(0.5) is None

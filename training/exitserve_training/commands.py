@@ -114,7 +114,7 @@ def _train_recipe(args: argparse.Namespace) -> int:
 
             print(json.dumps(recipe_schema(), indent=2))
             return 0
-        recipe = load_recipe(args.recipe, args.overrides)
+        recipe = load_recipe(args.recipe or "RECIPE.yaml", args.overrides)
         if args.estimate:
             return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.

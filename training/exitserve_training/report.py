@@ -98,7 +98,7 @@ class TrainingReport:
         before = "before\ntraining"
         perplexity = [] if self.says == "class" else ["perplexity", before]
         loss = f"loss\n(nats/{self._unit})"
-        return ["depth", loss, *perplexity, "accuracy", before, "agreement\nwith full depth"]
+        return ["depth", loss, *perplexity, "accuracy", before, "agrees with\nfull depth"]
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -106,7 +106,7 @@ class TrainingReport:
             before = self.initial_layers.get(depth)
             row = [f"{depth} of {self.num_layers}", f"{after.loss:.4f}"]
             if self.says != "class":
-                row += _both(after.perplexity, before.perplexity if before else None, ",.2f")
+                row += _both(after.perplexity, before.perplexity if before else None, ".4g")
             row += _both(after.accuracy, before.accuracy if before else None, ".1%")
             found = self.exits.get(depth)
             rows.append([*row, "" if found is None else f"{found.agreement:.1%}"])

@@ -7,13 +7,13 @@ from exitserve.reporting.report import cell, machine_line, markdown_table
 
 HEADERS = (
     "threshold",
-    "accuracy",
+    "accu-\nracy",
     "F1",
-    "Matthews",
-    "agreement",
-    "mean depth",
-    "depth speedup",
-    "wall speedup",
+    "Mat-\nthews",
+    "agree-\nment",
+    "mean\ndepth",
+    "depth\nspeedup",
+    "wall\nspeedup",
 )
 
 
@@ -26,7 +26,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
             cell(way["f1"], ".1%"),
             cell(way["matthews"], ".1%"),
             cell(way["agreement"], ".1%"),
-            f"{way['mean_depth']:.2f} of {report['num_layers']}",
+            f"{way['mean_depth']:.2f}",
             f"{way['depth_speedup']:.2f}",
             f"{way['wall_speedup']:.2f} ({way['wall_speedup_range'][0]:.2f}-"
             f"{way['wall_speedup_range'][1]:.2f})",
@@ -35,11 +35,12 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
     ]
     scored = [cell(report[f"full_{score}"], ".1%") for score in ("accuracy", "f1", "matthews")]
     full = ["full model", *scored, "100.0%"]
-    return [*found, [*full, f"{report['num_layers']} of {report['num_layers']}", "1.00", "1.00"]]
+    return [*found, [*full, f"{report['num_layers']:.2f}", "1.00", "1.00"]]
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
+    headers = [header.replace("-\n", "").replace("\n", " ") for header in HEADERS]
     layers = [*report["exit_layers"], report["num_layers"]]
     exits = [
         [f"{way['threshold']:g}", *[str(way["exits"][str(layer)]) for layer in layers]]
@@ -54,7 +55,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             f"{report['threads']} threads. Wall speedup: the model's own forward over early exit, "
             f"the same batches in turn, median of {report['repeats']} rounds and their range.",
             "",
-            markdown_table(HEADERS, rows(report)),
+            markdown_table(headers, rows(report)),
             "",
             "Inputs by the depth they stopped at:",
             "",
