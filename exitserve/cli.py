@@ -44,15 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"exitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        add_serve,
-        add_plan,
-        add_bench,
-        add_calibrate,
-        add_eval,
-        add_truncate,
-        add_import,
-    ):
+    for add in (add_serve, add_plan, add_bench, add_calibrate, add_eval, add_truncate, add_import):
         add(subparsers)
     add_demo(subparsers, run_command=main)
     for entry in sorted(entry_points(group="exitserve.commands"), key=lambda entry: entry.name):

@@ -100,11 +100,7 @@ class ExitPolicy:
         if eos_threshold is None:
             eos_threshold = (1.0 + threshold) / 2.0
         assert mode in BY_CONFIDENCE
-        return cls(
-            mode=mode,
-            threshold=threshold,
-            eos_threshold=max(threshold, eos_threshold),
-        )
+        return cls(mode=mode, threshold=threshold, eos_threshold=max(threshold, eos_threshold))
 
     @classmethod
     def calibrated(

@@ -16,13 +16,7 @@ from typing import Any
 from torch import Tensor, cat, tensor
 
 from exitserve.agreement import run_full_depth
-from exitserve.bench.engines import (
-    BatchRequest,
-    Engines,
-    engine_names,
-    gpu_share,
-    running_engines,
-)
+from exitserve.bench.engines import BatchRequest, Engines, engine_names, gpu_share, running_engines
 from exitserve.bench.measures import (
     DRAFTS,
     READS,
@@ -62,9 +56,7 @@ def compare(job: BenchJob, progress: ShareProgress) -> dict[str, Any]:
         dtype, max_model_len = engines.dtype, engines.max_model_len
         _check_lengths(job, max_model_len)
         measurements = _measure(
-            job,
-            engines,
-            lambda doing, done: progress(doing, STARTED + done * (MEASURED - STARTED)),
+            job, engines, lambda doing, done: progress(doing, STARTED + done * (MEASURED - STARTED))
         )
     if not job.synthetic:
         progress("agreement with full depth, in float32", MEASURED)

@@ -233,10 +233,7 @@ def worth_testing(choices: Iterable[Choice], cost: Callable[[Choice], float]) ->
 
 
 def passing_choices(
-    choices: Sequence[Choice],
-    target: Target,
-    trial: PromiseTest,
-    tried: Callable[[], None],
+    choices: Sequence[Choice], target: Target, trial: PromiseTest, tried: Callable[[], None]
 ) -> list[Choice]:
     """The choices that pass the test of a target; empty where there are too few pieces.
 

@@ -113,11 +113,7 @@ class _ThresholdSearch:
     """Searches the least cost at one price. Costs are shares of a full-depth token's."""
 
     def __init__(
-        self,
-        scores: Mapping[int, ExitScores],
-        criterion: str,
-        costs: TokenCosts,
-        price: float,
+        self, scores: Mapping[int, ExitScores], criterion: str, costs: TokenCosts, price: float
     ) -> None:
         self._layers = sorted(scores)
         self._confidence = [scores[layer].confidence[criterion] for layer in self._layers]

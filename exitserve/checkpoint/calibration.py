@@ -11,14 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    Strict,
-    TypeAdapter,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from exitserve.errors import ExitServeError

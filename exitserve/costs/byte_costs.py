@@ -267,12 +267,7 @@ def limit_speedup(shape: DecoderShape, steps: Sequence[DecodeStep], checks: int 
 
 
 def limit_of_reads(
-    shape: DecoderShape,
-    steps: Sequence[DecodeStep],
-    *,
-    layers: float,
-    checks: float,
-    heads: float,
+    shape: DecoderShape, steps: Sequence[DecodeStep], *, layers: float, checks: float, heads: float
 ) -> float:
     """`limit_speedup` from counted reads, for engine steps that give several tokens.
 

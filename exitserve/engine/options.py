@@ -6,19 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from exitserve.checkpoint.block import (
-    MultiExit,
-    check_exit_layers,
-    num_layers_of,
-    parse_multi_exit,
-)
-from exitserve.checkpoint.calibration import (
-    ALL,
-    EXIT_ROWS,
-    FREQUENT,
-    Calibration,
-    ModeCalibration,
-)
+from exitserve.checkpoint.block import MultiExit, check_exit_layers, num_layers_of, parse_multi_exit
+from exitserve.checkpoint.calibration import ALL, EXIT_ROWS, FREQUENT, Calibration, ModeCalibration
 from exitserve.costs.drafting import Drafting, Drafts, assumed_acceptance, drafts_here
 from exitserve.errors import ExitServeError, nearest
 from exitserve.policy import (

@@ -11,11 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from exitserve.arguments import (
-    add_model_command,
-    add_out_flags,
-    batch_sizes_of,
-)
+from exitserve.arguments import add_model_command, add_out_flags, batch_sizes_of
 from exitserve.checkpoint.block import (
     check_exit_layers,
     parse_multi_exit,

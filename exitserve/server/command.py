@@ -17,12 +17,7 @@ from exitserve.arguments import (
 )
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.calibration import EXIT_ROWS
-from exitserve.engine.launch import (
-    check_rules,
-    engine_options,
-    prepare_environment,
-    suit_runner,
-)
+from exitserve.engine.launch import check_rules, engine_options, prepare_environment, suit_runner
 from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -150,9 +145,7 @@ def serve(args: argparse.Namespace) -> int:
     """
     name, args = args.model, with_adapter(args)
     ours = engine_options(
-        args.model,
-        {name: getattr(args, name) for name in OPTIONS},
-        args.revision,
+        args.model, {name: getattr(args, name) for name in OPTIONS}, args.revision
     )
     config = read_config(args.model, args.revision)
     show_verdict(config)
@@ -316,10 +309,7 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
         if vllm_args.compilation_config.cudagraph_mode is None:
             vllm_args.compilation_config.cudagraph_mode = mode
     vllm_args.hf_overrides = {**(vllm_args.hf_overrides or {}), **ours["hf_overrides"]}
-    vllm_args.logits_processors = [
-        *(vllm_args.logits_processors or []),
-        *ours["logits_processors"],
-    ]
+    vllm_args.logits_processors = [*(vllm_args.logits_processors or []), *ours["logits_processors"]]
     vllm_args.additional_config = {
         **(vllm_args.additional_config or {}),
         **ours["additional_config"],

@@ -11,11 +11,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from exitserve.engine.options import rules_from
 from exitserve.engine.request import FieldCheck
-from exitserve.server.metrics import (
-    ShadowMetrics,
-    WorkerMetrics,
-    export_calibrated_agreement,
-)
+from exitserve.server.metrics import ShadowMetrics, WorkerMetrics, export_calibrated_agreement
 from exitserve.server.response_fields import NoAnswerError, WorkerClient
 from exitserve.server.shadow_evaluation import ShadowEvaluation
 from exitserve.server.stats_window import StatsWindow

@@ -20,9 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from vllm.entrypoints.openai.completion.api_router import (
-    create_completion as vllm_completion,
-)
+from vllm.entrypoints.openai.completion.api_router import create_completion as vllm_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
@@ -31,13 +29,7 @@ from exitserve.errors import ExitServeError, shown
 from exitserve.policy import finite
 from exitserve.server.api_description import STATS, described
 from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
-from exitserve.server.front_door import (
-    FrontDoor,
-    JsonRoute,
-    KeyForEveryPost,
-    api_keys,
-    bad_request,
-)
+from exitserve.server.front_door import FrontDoor, JsonRoute, KeyForEveryPost, api_keys, bad_request
 from exitserve.server.offers import offers
 from exitserve.server.playground.routes import add_playground, address
 from exitserve.server.response_fields import ExitFields, RequestTrace

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from exitserve.calibration import proposals as module
-from exitserve.calibration.proposals import (
-    FEWEST,
-    Proposal,
-    end_thresholds,
-    propose,
-)
+from exitserve.calibration.proposals import FEWEST, Proposal, end_thresholds, propose
 from exitserve.calibration.scores import ExitScores
 from exitserve.costs.byte_costs import TokenCosts
 
@@ -33,11 +28,7 @@ def scores_of(layers: tuple[int, ...], seed: int = 0) -> dict[int, ExitScores]:
     return found
 
 
-def total(
-    scores: dict[int, ExitScores],
-    thresholds: dict[int, float],
-    price: float,
-) -> float:
+def total(scores: dict[int, ExitScores], thresholds: dict[int, float], price: float) -> float:
     """What all tokens cost, one after the other, as a share of full depth's and with errors."""
     cost = 0.0
     for token in range(TOKENS):

@@ -31,11 +31,7 @@ def costs():
 @pytest.mark.parametrize(
     ("layer", "drafts", "expected"),
     # By hand: layer 0.0909 ms, head 0.219 ms, rows of it 0.035 ms by launches, step 3.43 ms.
-    [
-        (2, 2, (1.95, 2.17, 2.41)),
-        (4, 4, (1.89, 2.29, 2.80)),
-        (8, 5, (1.39, 1.75, 2.22)),
-    ],
+    [(2, 2, (1.95, 2.17, 2.41)), (4, 4, (1.89, 2.29, 2.80)), (8, 5, (1.39, 1.75, 2.22))],
 )
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_where_weights_take_the_time_the_batch_does_not_matter(

@@ -20,11 +20,7 @@ from exitserve.costs.byte_costs import (
 )
 from exitserve.costs.curves import Curve, StepCosts
 from exitserve.costs.devices import Device, roofline
-from exitserve.costs.skipping import (
-    break_even_share,
-    expected_seconds,
-    speedup,
-)
+from exitserve.costs.skipping import break_even_share, expected_seconds, speedup
 
 from ..shapes import LLAMA_3_8B, QWEN_3_0_6B
 

@@ -135,13 +135,7 @@ def server_problems(compose: dict[str, Any]) -> list[str]:
     return found
 
 
-CHECKS = (
-    service_problems,
-    confinement_problems,
-    stop_problems,
-    mount_problems,
-    server_problems,
-)
+CHECKS = (service_problems, confinement_problems, stop_problems, mount_problems, server_problems)
 
 
 @pytest.mark.parametrize("check", CHECKS)

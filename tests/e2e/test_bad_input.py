@@ -82,10 +82,7 @@ def test_json_that_is_nested_deeply_inside_a_text(post) -> None:
     call = {"name": "f", "arguments": "[" * 5000 + "]" * 5000}
     messages = [
         {"role": "user", "content": "x"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "a", "type": "function", "function": call}],
-        },
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "a", "content": "x"},
     ]
     _says(post("chat/completions", messages=messages), "nested too deeply")

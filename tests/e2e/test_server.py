@@ -85,13 +85,7 @@ def test_chat_whole_and_streamed(client) -> None:
 
 
 def test_full_depth_is_plain_vllm_over_http(client, plain_client) -> None:
-    request = {
-        "model": NAME,
-        "prompt": PROMPT,
-        "max_tokens": 32,
-        "temperature": 0,
-        "logprobs": 2,
-    }
+    request = {"model": NAME, "prompt": PROMPT, "max_tokens": 32, "temperature": 0, "logprobs": 2}
     plain = plain_client.completions.create(**request).choices[0]
     fields = {"extra_body": {"vllm_xargs": {"exit_threshold": 1}}}
     for answer in (

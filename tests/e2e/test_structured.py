@@ -89,10 +89,7 @@ def test_structured_outputs_of_completions(
         max_tokens=200,
         temperature=0,
         logprobs=1,
-        extra_body={
-            "structured_outputs": grammar,
-            "vllm_xargs": fields | {"exit_trace": True},
-        },
+        extra_body={"structured_outputs": grammar, "vllm_xargs": fields | {"exit_trace": True}},
     ).model_dump()
     text = answer["choices"][0]["text"]
     if valid is None:
@@ -146,9 +143,6 @@ def test_a_malformed_grammar_is_the_clients_mistake(early_client, kind: str) -> 
             model=NAME,
             prompt="x",
             max_tokens=4,
-            extra_body={
-                "structured_outputs": {kind: broken[kind]},
-                "vllm_xargs": EARLY,
-            },
+            extra_body={"structured_outputs": {kind: broken[kind]}, "vllm_xargs": EARLY},
         )
     assert early_client.completions.create(model=NAME, prompt="x", max_tokens=2).choices

@@ -18,11 +18,7 @@ import pytest
 CACHE_BYTES = 128 << 20  # 16 rows of the bundled model's longest context fit
 ALIVE = 3
 """Engines that are kept: a test uses two at most, beside one that its module shares."""
-USUAL = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_num_seqs": 16,
-}
+USUAL = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16}
 
 DEFAULTS = {"exit_rows": "frequent"}
 """Of our options: an engine that is told them is one that is not."""

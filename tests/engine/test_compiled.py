@@ -13,12 +13,7 @@ from exitserve_kernels.exit_check import CRITERIA, Criterion, check_logits
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's, as `exitserve.engine.launch.prepare_environment` has it compile on a CPU."""
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
-    from vllm.config import (
-        CompilationConfig,
-        CompilationMode,
-        VllmConfig,
-        set_current_vllm_config,
-    )
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
     found = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))
     with set_current_vllm_config(found), torch.inference_mode():

@@ -8,12 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from exitserve.engine.launch import (
-    engine_options,
-    prepare_environment,
-    stop_engine,
-    suit_runner,
-)
+from exitserve.engine.launch import engine_options, prepare_environment, stop_engine, suit_runner
 from exitserve.errors import ExitServeError
 
 

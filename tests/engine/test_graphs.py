@@ -19,16 +19,7 @@ from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.segments import ended
 from exitserve.policy import ExitPolicy
 
-from .toy_pass import (
-    LAYERS,
-    MOST,
-    WIDTH,
-    Layers,
-    Parts,
-    add,
-    decode,
-    requests,
-)
+from .toy_pass import LAYERS, MOST, WIDTH, Layers, Parts, add, decode, requests
 
 
 def test_no_number_is_read_on_the_way() -> None:

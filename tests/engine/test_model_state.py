@@ -14,15 +14,7 @@ from exitserve.engine.early_exit.device.batch import DeviceRequests
 from exitserve.engine.hooks.model_state import ExitModelState
 from exitserve.engine.state import EngineState
 
-from .toy_pass import (
-    CPU,
-    LAYERS,
-    MOST,
-    RULES,
-    Parts,
-    put,
-    room,
-)
+from .toy_pass import CPU, LAYERS, MOST, RULES, Parts, put, room
 
 
 @pytest.fixture

@@ -97,11 +97,7 @@ def test_exits_only_for_requests_that_begin_among_few() -> None:
 
 def test_prompt_tokens_stay_and_the_token_after_may_exit(rows) -> None:
     """A prompt chunk, the last chunk of a prompt, a decode token."""
-    added = [
-        (0, _params(), [5] * 9, []),
-        (1, _params(), [5] * 2, []),
-        (2, _params(), [5] * 2, [7]),
-    ]
+    added = [(0, _params(), [5] * 9, []), (1, _params(), [5] * 2, []), (2, _params(), [5] * 2, [7])]
     _update(rows, added=added)
     step = _step(rows, [0, 1, 2, 1, 2], [3, 4, 5])
     assert [one.row for one in step.due(2)] == [2]

@@ -28,11 +28,7 @@ def test_confidence_is_that_of_the_probabilities(row: list[float], criterion: Cr
     chances = logits.double().softmax(dim=-1)
     best, second = chances.topk(2).values[0].tolist()
     entropy = -float(torch.special.xlogy(chances, chances).sum())
-    truth = {
-        "max_prob": best,
-        "margin": best - second,
-        "entropy": 1 - entropy / math.log(len(row)),
-    }
+    truth = {"max_prob": best, "margin": best - second, "entropy": 1 - entropy / math.log(len(row))}
     # Sums of exponentials of differences up to 120 carry about 120 * 2^-24 in float32; the
     # entropy and the margin are differences of such numbers.
     tolerance = {"rel": 1e-5, "abs": 0.0 if criterion == "max_prob" else 2e-6}

@@ -130,10 +130,7 @@ def test_slices_join_to_the_whole(
     parts = torch.stack(
         [
             summarise_slice(
-                states,
-                Head(weight[start:end]),
-                first_token=start,
-                implementation="triton",
+                states, Head(weight[start:end]), first_token=start, implementation="triton"
             )
             for start, end in pairwise(bounds)
         ],

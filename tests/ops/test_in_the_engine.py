@@ -18,9 +18,7 @@ THRESHOLDS = [0.05, 0.1, 0.2]
 
 @pytest.fixture
 def engine(
-    make_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> Any:
     from exitserve.engine.launch import start_engine
 

@@ -19,10 +19,7 @@ from .testing import poisoned_allocations
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The kernel takes 2048 logits at a time: one block with a rest, and three.
 SHAPES = [(1, 41), (2, 5000)]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.5, "soft_cap": 30.0},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 0.5, "soft_cap": 30.0}]
 PARTS = ["both", "labels", "teacher"]
 # Logits of up to 30 have float32 steps of 2e-6, and a mean of their gaps adds several of them.
 LOSS_ROOM = {"rtol": 1e-6, "atol": 1e-5}

@@ -92,12 +92,7 @@ def test_caches_hold_what_the_reference_writes(
         fill(projected, positions, slots, fused, implementation="triton", **options)
         fill(projected, positions, slots, plain, implementation="torch", **options)
         fill(
-            projected.double(),
-            positions,
-            slots,
-            exact,
-            implementation="torch",
-            **exactly(options),
+            projected.double(), positions, slots, exact, implementation="torch", **exactly(options)
         )
         for own, other, truth in zip(
             [*fused.keys, *fused.values],

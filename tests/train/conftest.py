@@ -239,10 +239,7 @@ def chat_row() -> Callable[..., dict[str, Any]]:
         terms = " + ".join("abcdefgh"[: 1 + number % 8])
         question = f"Write function number {number}."
         answer = f"def f{number}(x):\n    return {terms}"
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return {
             "messages": {"messages": messages},
             "texts": {"prompt": question, "completion": answer},

@@ -161,7 +161,7 @@ def test_a_run_leaves_an_ordinary_checkpoint(
     chat_recipe: MakeRecipe, tmp_path: Path, train: Train, bundled: Path
 ) -> None:
     recipe = chat_recipe(
-        training={"max_steps": 6, "save_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True},
+        training={"max_steps": 6, "save_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
     )
     assert train(recipe) == 0
     out = tmp_path / "out"

@@ -95,11 +95,7 @@ def test_near_copies_are_left_out(tmp_path: Path) -> None:
     left_out = {
         None: set(),
         0.6: {"copies 70 of 100"},
-        0.3: {
-            "copies 70 of 100",
-            "copies 50 of 100",
-            "copies 60 of 100 of what was left out",
-        },
+        0.3: {"copies 70 of 100", "copies 50 of 100", "copies 60 of 100 of what was left out"},
     }
     for limit, expected in left_out.items():
         split = load_split(recipe.model_copy(update={"max_repeated_lines": limit}), seed=0)

@@ -2,12 +2,7 @@
 
 import pytest
 
-from exitserve.checkpoint.first_layers import (
-    beyond,
-    check_depth,
-    cut_config,
-    layer_of,
-)
+from exitserve.checkpoint.first_layers import beyond, check_depth, cut_config, layer_of
 from exitserve.errors import ExitServeError
 
 

@@ -35,10 +35,7 @@ def test_each_revision_has_its_exits(model: str) -> None:
         block = read_multi_exit(model, revision)
         assert block is not None and block.exit_layers == layers
         rules = check_rules(model, {}, revision)
-        assert (rules.exit_layers, rules.rows_file is not None) == (
-            layers,
-            revision == "frequent",
-        )
+        assert (rules.exit_layers, rules.rows_file is not None) == (layers, revision == "frequent")
         assert engine_options(model, {"exit_layer": layers[0]}, revision)
 
 

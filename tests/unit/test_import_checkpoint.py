@@ -85,10 +85,7 @@ def test_the_aligned_paper_s_gpt2_names_its_exits_itself(
     ],
 )
 def test_heads_of_their_own_are_refused_by_name(
-    elsewhere: Callable[..., Path],
-    tmp_path: Path,
-    name: str,
-    capsys: pytest.CaptureFixture[str],
+    elsewhere: Callable[..., Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = elsewhere("llama", tensors={name: torch.zeros(2, 2)})
     assert imported(model, tmp_path / "out", "--exit-layers", "2") == 2

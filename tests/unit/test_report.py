@@ -8,12 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from exitserve.errors import ExitServeError
-from exitserve.reporting.report import (
-    prepare_out_dir,
-    publish,
-    terminal_table,
-    write_json,
-)
+from exitserve.reporting.report import prepare_out_dir, publish, terminal_table, write_json
 
 
 def test_out_dir_with_content_needs_overwrite_and_keeps_other_files(tmp_path: Path) -> None:

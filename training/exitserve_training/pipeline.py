@@ -13,12 +13,7 @@ from typing import Any, TypeVar
 import datasets
 from accelerate.utils import gather_object
 from torch import Tensor, distributed
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.utils import logging
 

@@ -13,12 +13,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import (
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    default_data_collator,
-    set_seed,
-)
+from transformers import DataCollatorWithPadding, PreTrainedModel, default_data_collator, set_seed
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from exitserve.windows import load_tokenizer

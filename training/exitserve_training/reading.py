@@ -78,10 +78,7 @@ def chat_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _packed(
-    recipe: Recipe,
-    setup: TrainingSetup,
-    tokenizer: PreTrainedTokenizerBase | None,
-    scratch: Path,
+    recipe: Recipe, setup: TrainingSetup, tokenizer: PreTrainedTokenizerBase | None, scratch: Path
 ) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
     """Sequences of the recipe's documents, and the tokenizer, trained if there is none."""
     data = recipe.data

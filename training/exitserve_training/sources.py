@@ -160,9 +160,7 @@ def _telling_lines(text: str) -> list[str]:
 
 
 def within(
-    documents: Iterable[Document],
-    limit: int | None,
-    part: Callable[[Document], str] = lambda _: "",
+    documents: Iterable[Document], limit: int | None, part: Callable[[Document], str] = lambda _: ""
 ) -> Iterator[Document]:
     """Leaves out what goes over so many bytes in all, or of each `part`."""
     used: Counter[str] = Counter()

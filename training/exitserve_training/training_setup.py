@@ -13,13 +13,7 @@ from exitserve.errors import ExitServeError
 from exitserve_training.adapters import with_adapters
 from exitserve_training.growth import grown_config
 from exitserve_training.layer_weights import counted_layers
-from exitserve_training.models import (
-    build_config,
-    build_model,
-    check_model,
-    model_config,
-    task_for,
-)
+from exitserve_training.models import build_config, build_model, check_model, model_config, task_for
 from exitserve_training.objectives.aligned.options import KLToLastOptions
 from exitserve_training.optimizers import check_kahan
 from exitserve_training.parts import Task

@@ -101,11 +101,7 @@ class CacheWriter:
         places = (own + self._offsets).masked_fill_(own < 0, -1)
         attention = self._attentions[0]
         attention.impl.do_kv_cache_update(
-            attention,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            self._together,
-            places.flatten(),
+            attention, keys.flatten(0, 1), values.flatten(0, 1), self._together, places.flatten()
         )
 
 

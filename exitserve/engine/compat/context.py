@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.forward_context import (
-    ForwardContext,
-    get_forward_context,
-    override_forward_context,
-)
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 

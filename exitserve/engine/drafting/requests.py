@@ -251,12 +251,7 @@ class Sampled:
 class SlotRequests(DraftingRequests):
     """The requests of runner V2."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        most_rows: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, state: EngineState, most_rows: int, device: torch.device) -> None:
         """Makes room.
 
         Args:

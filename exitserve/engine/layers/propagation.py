@@ -91,11 +91,7 @@ class Propagation(nn.Module):
             self._above[str(depth)] = _Above(own, projected)
 
     def fill(
-        self,
-        state: Tensor,
-        positions: Tensor,
-        depth: int,
-        tokens: Tensor | None = None,
+        self, state: Tensor, positions: Tensor, depth: int, tokens: Tensor | None = None
     ) -> None:
         """Writes keys and values of every layer above `depth`.
 
@@ -127,10 +123,7 @@ class Projected(nn.Module):
         self.rotary: Rotary | None = None
 
     def take(
-        self,
-        spans: Sequence[nn.Module],
-        layers: Sequence[LayerKV],
-        tables: Sequence[Tensor | None],
+        self, spans: Sequence[nn.Module], layers: Sequence[LayerKV], tables: Sequence[Tensor | None]
     ) -> None:
         """Takes what it needs of S layers: their weights, span by span, and rotation tables [S]."""
         self.spans: Any = nn.ModuleList(spans)

@@ -200,12 +200,7 @@ def _join(
         tl.store(exits + row, sure > threshold)
 
 
-def summarise(
-    rows: Tensor,
-    head: Head,
-    first_token: int,
-    kept: Tensor | None,
-) -> Tensor:
+def summarise(rows: Tensor, head: Head, first_token: int, kept: Tensor | None) -> Tensor:
     """`reference.summarise`; at least one row. `kept` [B, columns] receives the logits."""
     num_rows, width = rows.shape
     columns = head.columns

@@ -66,12 +66,7 @@ def check_shapes(rows: Tensor, head: Head) -> None:
         assert vector is None or vector.shape == (tokens,), "bias and ends are [V]"
 
 
-def summarise(
-    rows: Tensor,
-    head: Head,
-    first_token: int = 0,
-    kept: Tensor | None = None,
-) -> Tensor:
+def summarise(rows: Tensor, head: Head, first_token: int = 0, kept: Tensor | None = None) -> Tensor:
     """The summary [B, 6] of one slice; matrix product in the rows' type, the rest in float32.
 
     `kept` [B, columns] receives the logits.

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ..recording import RecordedGraph
-from .graphs import (
-    SITE,
-    SIZES,
-    LastPass,
-    capture_pieces,
-    let_capture,
-    update_metadata_in_graphs,
-)
+from .graphs import SITE, SIZES, LastPass, capture_pieces, let_capture, update_metadata_in_graphs
 
 pytestmark = pytest.mark.nightly
 

@@ -8,9 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 from exitserve.cli import run
 from exitserve_training.classification.command import build_parser

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from exitserve_training.losses import (
-    OutputHead,
-    aligned_cross_entropy,
-    layer_weights,
-    predictions,
-)
+from exitserve_training.losses import OutputHead, aligned_cross_entropy, layer_weights, predictions
 
 # Both sides are float32 and differ in summation order only (chunks of tokens, then layers): a
 # few rounding errors of 1.2e-7 relative over sums of at most a few hundred terms.

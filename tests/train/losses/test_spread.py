@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from exitserve.errors import ExitServeError
-from exitserve_training.losses import (
-    decorrelation,
-    dispersion,
-    mean_cosine,
-    orthogonalization,
-)
+from exitserve_training.losses import decorrelation, dispersion, mean_cosine, orthogonalization
 
 Loss = Callable[..., Tensor]
 

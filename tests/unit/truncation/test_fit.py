@@ -10,14 +10,7 @@ from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.weights import read_weights
 from exitserve.costs.byte_costs import serving_dtype
 from exitserve.errors import ExitServeError
-from exitserve.truncation.fit import (
-    USABLE,
-    Load,
-    Sizes,
-    deepest_fit,
-    parse_size,
-    sizes_of,
-)
+from exitserve.truncation.fit import USABLE, Load, Sizes, deepest_fit, parse_size, sizes_of
 
 SIZES = st.builds(
     Sizes,

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from exitserve.checkpoint.weights import (
-    INDEX,
-    SINGLE,
-    check_index,
-    read_weights,
-    write_weights,
-)
+from exitserve.checkpoint.weights import INDEX, SINGLE, check_index, read_weights, write_weights
 from exitserve.errors import ExitServeError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool)

@@ -23,13 +23,7 @@ from exitserve_training.inspect.data import (
 from exitserve_training.inspect.generation import generate_texts, sentence_embedder
 from exitserve_training.inspect.measurements import LayerMeasurements, measure_layers
 from exitserve_training.inspect.probe import linear_probe, minimal_depth
-from exitserve_training.inspect.similarity import (
-    centred,
-    cka_matrix,
-    cos_matrix,
-    cosines,
-    nc1,
-)
+from exitserve_training.inspect.similarity import centred, cka_matrix, cos_matrix, cosines, nc1
 from exitserve_training.models import model_to_run, trained_exits
 from exitserve_training.parts import Task
 

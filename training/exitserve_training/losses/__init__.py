@@ -13,12 +13,7 @@ from exitserve_training.losses.headless import balanced_cross_entropy, contrasti
 from exitserve_training.losses.implicit import Projector, nitp
 from exitserve_training.losses.measures import effective_rank, mean_cosine
 from exitserve_training.losses.similarity import simreg
-from exitserve_training.losses.spread import (
-    decorrelation,
-    dispersion,
-    l2_repel,
-    orthogonalization,
-)
+from exitserve_training.losses.spread import decorrelation, dispersion, l2_repel, orthogonalization
 
 __all__ = [
     "OutputHead",

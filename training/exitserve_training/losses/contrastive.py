@@ -49,11 +49,7 @@ def simcse(
 
 
 def cpretrain(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 0.07,
-    mask: Tensor | None = None,
+    embeddings: Tensor, labels: Tensor, *, temperature: float = 0.07, mask: Tensor | None = None
 ) -> Tensor:
     """Contrastive pretraining (Neelakantan et al. 2022, section 2): a pair against all others.
 
@@ -74,11 +70,7 @@ def cpretrain(
 
 
 def creg(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 0.1,
-    mask: Tensor | None = None,
+    embeddings: Tensor, labels: Tensor, *, temperature: float = 0.1, mask: Tensor | None = None
 ) -> Tensor:
     """Representation consistency (CReg, Yin et al. 2023): one contrastive term per positive pair.
 

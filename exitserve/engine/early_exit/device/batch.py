@@ -15,12 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from exitserve.engine.early_exit.device.rows import (
-    DeviceRows,
-    HostRow,
-    Put,
-    Slots,
-)
+from exitserve.engine.early_exit.device.rows import DeviceRows, HostRow, Put, Slots
 from exitserve.engine.request import PreemptedRequests, Request, RunningRequests
 from exitserve.engine.state import EngineState
 from exitserve.engine.transfers import Arrivals
@@ -50,12 +45,7 @@ class DeviceRequests(RunningRequests):
     """All requests of an engine, by slot."""
 
     def __init__(
-        self,
-        state: EngineState,
-        most_rows: int,
-        logits: Tensor,
-        device: torch.device,
-        put: Put,
+        self, state: EngineState, most_rows: int, logits: Tensor, device: torch.device, put: Put
     ) -> None:
         """Makes room.
 
