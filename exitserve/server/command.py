@@ -21,7 +21,7 @@ from exitserve.engine.launch import check_rules, engine_options, prepare_environ
 from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
-from exitserve.server.engine_end import EngineEnd, stop_while_starting
+from exitserve.server.engine_end import EngineEnd
 from exitserve.server.unsupported_features import (
     check_same_config,
     check_shadow_rate,
@@ -155,6 +155,8 @@ def serve(args: argparse.Namespace) -> int:
     if rules.exit_layers and not rules.num_drafts:
         reject_unsupported_quantisation(config)
     from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    from exitserve.engine.compat.starting import stop_while_starting
 
     revision = [] if args.revision is None else ["--revision", args.revision]
     vllm_args = parse_vllm_args(args.model, [*args.rest, *revision])

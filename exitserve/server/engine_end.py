@@ -1,29 +1,10 @@
-"""How a server and its engine end together: while they start, when they are told to, in a failure.
+"""Whether a server's engine ended with the server, or failed under it.
 
 When its engine fails, vLLM 0.32 stops the server as if it had been asked to, with exit code 0: a
 supervisor that restarts on failure would leave it down.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
-
-
-def stop_while_starting() -> None:
-    """Lets SIGTERM end a server that starts: vLLM's `zmq_socket_ctx` swallows the interrupt, and
-    the server waits for ten minutes for an engine that it has stopped listening to."""
-    utils: Any = import_module("vllm.v1.engine.utils")
-    swallowing = utils.zmq_socket_ctx
-
-    @contextmanager
-    def interruptible(*args: Any, **options: Any) -> Iterator[Any]:
-        with swallowing(*args, **options) as socket:
-            yield socket
-            return
-        raise KeyboardInterrupt
-
-    utils.zmq_socket_ctx = interruptible
 
 
 class EngineEnd:
