@@ -30,8 +30,8 @@ from exitserve.bench.rivals import KINDS, check_rivals
 from exitserve.bench.settings import GPU_SHARE, BenchJob, draft_layers
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.hub import local_checkpoint
-from exitserve.engine.launch import check_rules, served_architecture
-from exitserve.errors import ExitServeError
+from exitserve.engine.launch import DIED, check_rules, served_architecture
+from exitserve.errors import ExitServeError, one_line
 from exitserve.policy import AUTO, ExitRules
 from exitserve.settings import PLAIN, Setting, make_settings
 
@@ -196,13 +196,18 @@ def run_job(job: BenchJob, out: str | Path, *, overwrite: bool) -> dict[str, Any
     """Compares, writes and prints a report; returns it.
 
     Raises:
-        ExitServeError: the folder is not empty; or a prompt is longer than the model's context,
-            which is found after the engines were started.
+        ExitServeError: the folder is not empty; an engine failed; or a prompt is longer than the
+            model's context, which is found after the engines were started.
     """
     from exitserve.reporting.report import prepare_out_dir
 
     folder = prepare_out_dir(out, overwrite=overwrite)
-    data = _compare(job, folder / "engines.log")
+    try:
+        data = _compare(job, folder / "engines.log")
+    except RuntimeError as error:
+        if not any(words in str(error) for words in DIED):
+            raise
+        raise ExitServeError(f"{one_line(str(error))} The log above says how.") from error
     _publish(folder, data)
     return data
 

@@ -82,9 +82,11 @@ def index_of(directory: Path) -> list[str]:
     return [INDEX] if has_one else []
 
 
-def check_index(directory: Path) -> None:
-    """Raises `ExitServeError` for an index of shards that are gone, beside a whole file: vLLM goes
-    by the index."""
+def check_weights(directory: Path) -> None:
+    """Raises `ExitServeError` for safetensors files that are not whole or not all there, and for an
+    index of shards that are gone, beside a whole file: vLLM goes by the index."""
+    if any(directory.glob("*.safetensors")):
+        read_weights(directory)
     if (directory / INDEX).is_file() and not index_of(directory):
         raise ExitServeError(
             f"'{directory / INDEX}' names files that are not there, and '{SINGLE}' is whole: "

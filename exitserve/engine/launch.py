@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.checkpoint.block import read_config
-from exitserve.checkpoint.weights import check_index
+from exitserve.checkpoint.weights import check_weights
 from exitserve.engine.hooks.plugin import architectures, class_name
 from exitserve.engine.options import KEY, PROCESSOR, drafts_of, make_rules, rules_from
 from exitserve.errors import ExitServeError, install
@@ -22,6 +22,8 @@ EXPERIMENTAL = (
     "exitserve: on GPUs this is experimental: it has run on one card for minutes. docs/gpu.md says "
     "what is known, and how to check it on yours."
 )
+DIED = (" died ", "See root cause above")
+"""In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""
 
@@ -53,7 +55,7 @@ def check_rules(
     """Checks the checkpoint's exits and server options before anything slow starts; see
     `make_rules`."""
     rules = make_rules(read_config(model_dir, revision), options, transfers=transfers)
-    check_index(Path(model_dir))
+    check_weights(Path(model_dir))
     if rules.rows_file is not None and rules.exit_layers:
         from exitserve.checkpoint.exit_rows import load_exit_rows
 

@@ -82,7 +82,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
-    """Makes the output folder, and refuses one that is not empty.
+    """Makes the output folder, and refuses one with more than the log of a run that failed.
 
     Args:
         path: the folder; its parents are made too.
@@ -94,7 +94,8 @@ def prepare_out_dir(path: Path | str, *, overwrite: bool) -> Path:
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
         raise ExitServeError(f"--out '{directory}' is a file; give a folder.")
-    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+    taken = directory.is_dir() and any(one.suffix != ".log" for one in directory.iterdir())
+    if taken and not overwrite:
         raise ExitServeError(
             f"output folder '{directory}' exists and is not empty; "
             f"give another --out, or --overwrite to replace the report in it."

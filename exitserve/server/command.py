@@ -17,7 +17,13 @@ from exitserve.arguments import (
 )
 from exitserve.checkpoint.block import read_config
 from exitserve.checkpoint.calibration import EXIT_ROWS
-from exitserve.engine.launch import check_rules, engine_options, prepare_environment, suit_runner
+from exitserve.engine.launch import (
+    DIED,
+    check_rules,
+    engine_options,
+    prepare_environment,
+    suit_runner,
+)
 from exitserve.engine.options import KEY, OPTIONS
 from exitserve.errors import ExitServeError, nearest, one_line
 from exitserve.policy import MODES, NUM_DRAFTS
@@ -133,8 +139,6 @@ MAY_LOSE = (
     "exitserve: tokens exit as requests ask, also where many requests run together and full depth "
     "would be faster; `exitserve plan` tells where that is."
 )
-DIED = (" died ", "See root cause above")
-"""In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from exitserve.bench import prompts
-from exitserve.bench.command import add_command, job_of
+from exitserve.bench.command import add_command, job_of, run_job
 from exitserve.bench.settings import rotated
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import OperatingPoint
@@ -191,3 +191,14 @@ def test_without_thresholds_the_calibrated_ones_are_measured(calibrated: Path, i
 def write_uncalibrated(model: Path) -> Path:
     write_multi_exit(model, MultiExit(exit_layers=(2, 4)))
     return model
+
+
+def test_engines_that_fail_are_one_line(
+    model: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setattr("exitserve.bench.command._compare", fails)
+    with pytest.raises(ExitServeError, match=r"initialization failed.*The log above says how"):
+        run_job(job_of(parse(model, "--prompts", ids)), tmp_path / "out", overwrite=False)

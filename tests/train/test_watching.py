@@ -119,3 +119,25 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     weights = [load_file(f / "model.safetensors") for f in (out, tmp_path / "whole")]
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-2, atol=1e-4)
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("exitserve_training.pipeline.train", interrupted)
+    recipe, kept = make_recipe(), tmp_path / "out" / "checkpoint-7"
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    assert capsys.readouterr().err == ""
+    kept.mkdir(parents=True)
+    (kept / "trainer_state.json").touch()
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    assert f"{kept}: the same command with resume=true" in capsys.readouterr().err

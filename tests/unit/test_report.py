@@ -12,6 +12,8 @@ from exitserve.reporting.report import prepare_out_dir, publish, terminal_table,
 
 
 def test_out_dir_with_content_needs_overwrite_and_keeps_other_files(tmp_path: Path) -> None:
+    (tmp_path / "engines.log").touch()  # of a run that failed
+    prepare_out_dir(tmp_path, overwrite=False)
     kept = tmp_path / "notes.txt"
     kept.write_text("mine", encoding="utf-8")
     with pytest.raises(ExitServeError, match="--overwrite"):

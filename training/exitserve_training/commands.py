@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exitserve.errors import ExitServeError, install
@@ -119,6 +121,7 @@ def _train_recipe(args: argparse.Namespace) -> int:
             return _print_estimate(recipe)
         # After the recipe is checked, because this takes seconds to import.
         from exitserve_training.callbacks import RunStoppedError
+        from exitserve_training.folder import newest_checkpoint
         from exitserve_training.pipeline import train
 
         try:
@@ -126,6 +129,12 @@ def _train_recipe(args: argparse.Namespace) -> int:
         except RunStoppedError as stopped:
             print(f"exitserve: {stopped}", file=sys.stderr)
             return _STOPPED
+        except KeyboardInterrupt:
+            with suppress(ExitServeError):  # there is nothing to go on from
+                kept = newest_checkpoint(Path(recipe.output_dir)) or "the chats that are written"
+                resume = f"Interrupted. To go on from {kept}: the same command with resume=true."
+                print(resume, file=sys.stderr)
+            raise
     except ModuleNotFoundError as error:
         raise ExitServeError(
             f"training needs the package {error.name!r}: {install('train')}."

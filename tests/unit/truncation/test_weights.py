@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from exitserve.checkpoint.weights import INDEX, SINGLE, check_index, read_weights, write_weights
+from exitserve.checkpoint.weights import INDEX, SINGLE, check_weights, read_weights, write_weights
 from exitserve.errors import ExitServeError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool)
@@ -101,6 +101,8 @@ def test_a_broken_file_is_named(single: Path, spoil) -> None:
         ExitServeError, match=r"model\.safetensors' is not a complete safetensors file"
     ):
         read_weights(single.parent)
+    with pytest.raises(ExitServeError, match="not a complete"):  # before an engine starts
+        check_weights(single.parent)
 
 
 def test_a_missing_shard_is_named_unless_a_whole_file_replaced_it(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_missing_shard_is_named_unless_a_whole_file_replaced_it(tmp_path: Path
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
     assert [one.file.name for one in read_weights(tmp_path).tensors] == [SINGLE]
     with pytest.raises(ExitServeError, match="remove the index"):  # which vLLM goes by
-        check_index(tmp_path)
+        check_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
