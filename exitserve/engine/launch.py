@@ -215,7 +215,7 @@ def start_engine(
     Args:
         model_dir: the checkpoint.
         exits: server defaults, see `exitserve.engine.options.OPTIONS`.
-        llm: any argument of `vllm.LLM`; mappings are laid over ours key by key.
+        llm: any argument of `vllm.LLM`; mappings are laid over ours key by key, and lists joined.
 
     Returns:
         The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` is
@@ -253,11 +253,13 @@ def stop_engine(engine: Any) -> None:
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments `above` over those `below`; mappings in both are joined."""
+    """Arguments `above` over those `below`; mappings and lists in both are joined."""
     joined = {**below, **above}
     for name, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(name), dict):
             joined[name] = {**below[name], **value}
+        if isinstance(value, list) and isinstance(below.get(name), list):
+            joined[name] = [*value, *below[name]]
     return joined
 
 

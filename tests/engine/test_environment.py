@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from exitserve.engine.launch import engine_options, prepare_environment, stop_engine, suit_runner
+from exitserve.engine.launch import (
+    engine_options,
+    laid_over,
+    prepare_environment,
+    stop_engine,
+    suit_runner,
+)
 from exitserve.errors import ExitServeError
 
 
@@ -44,6 +50,17 @@ def test_a_gpu_is_told_to_be_experimental(monkeypatch, capsys, make_checkpoint) 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     suit_runner(options, model)
     assert "experimental" in capsys.readouterr().err
+
+
+def test_arguments_of_a_user_are_joined_with_ours() -> None:
+    ours = {"logits_processors": ["ours"], "hf_overrides": {"a": 1, "b": 1}, "scheduler_cls": "x"}
+    given = {"logits_processors": ["theirs"], "hf_overrides": {"b": 2}, "dtype": "float32"}
+    assert laid_over(ours, given) == {
+        "logits_processors": ["theirs", "ours"],
+        "hf_overrides": {"a": 1, "b": 2},
+        "scheduler_cls": "x",
+        "dtype": "float32",
+    }
 
 
 def test_kernels_that_cannot_run_here_are_refused_before_anything_starts(monkeypatch) -> None:
