@@ -75,7 +75,7 @@ test: setup
 	"and git diff tests/durations.json, or set NO_TIME_LIMIT=1 on a slower machine."; exit 1; fi
 
 # All families, soak, demo, tutorial, routers, transfers of keys and values, several processes, the
-# browser, recorded graphs, claims of papers, the tiny GPU benchmark.
+# browser, recorded graphs, claims of papers.
 nightly: setup
 	$(MAKE) tests EACH_RUN='-m nightly'
 

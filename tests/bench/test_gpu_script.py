@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from exitserve.checkpoint.exit_rows import save_exit_rows
 from exitserve_training.recipe import load_recipe
 
-pytestmark = pytest.mark.nightly
-
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
 
