@@ -19,6 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from exitserve.calibration.command import _write
 from exitserve.checkpoint.block import MultiExit, read_multi_exit, write_multi_exit
 from exitserve.checkpoint.calibration import Calibration, OperatingPoint
@@ -141,7 +144,7 @@ def left_behind(kind: str, work: Path) -> list[float | None]:
         model = work / f"step-{len(found)}"
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
-        (model / "model.safetensors").write_text("weights")
+        save_file({"weight": np.zeros(1)}, model / "model.safetensors")
         prepare(model)
         target = model
         if kind == "linked":
