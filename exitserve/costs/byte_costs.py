@@ -223,15 +223,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def step_bytes(shape: DecoderShape, step: DecodeStep) -> int:
-    """Least bytes that one decode step reads; the formula is in the module's header.
-
-    Raises:
-        ValueError: depths and contexts differ in length, or a depth lies outside 1..L.
-    """
-    if len(step.depths) != len(step.contexts):
-        raise ValueError(f"{len(step.depths)} depths but {len(step.contexts)} contexts.")
-    if not all(1 <= depth <= shape.num_layers for depth in step.depths):
-        raise ValueError(f"depths {step.depths} must lie in 1..{shape.num_layers}.")
+    """Least bytes that one decode step reads; the formula is in the module's header."""
     deepest = max(step.depths, default=0)
     weights = deepest * shape.layer_bytes
     weights += (shape.num_layers - deepest) * shape.kv_projection_bytes

@@ -102,12 +102,6 @@ def test_no_exits_are_full_depth() -> None:
     assert expected_seconds(SIMPLE, 4, {}, compacts=True) == SIMPLE.full(4)
 
 
-@pytest.mark.parametrize("shares", [{0: 0.5}, {10: 0.5}, {2: 0.7, 4: 0.5}, {3: -0.1}])
-def test_impossible_shares_are_refused(shares: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        speedup(SIMPLE, 1, shares, compacts=True)
-
-
 @pytest.mark.parametrize(
     ("name", "layers", "milliseconds"),
     [
