@@ -16,7 +16,6 @@ from exitserve.calibration.choice import (
     mean_risk,
     passing_choices,
     relative_cost,
-    worth_testing,
 )
 from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import (
@@ -333,7 +332,7 @@ class Calibrator:
     def _promised(self, choices: Sequence[Choice], trial: PromiseTest) -> tuple[TargetResult, ...]:
         found = []
         for target in self._targets:
-            useful = worth_testing(choices, self._cost)
+            useful = [one for one in choices if self._cost(one) < 1.0]  # full depth costs 1
             tried = self._begin(f"testing {target.name}", len(useful))
             keeping = passing_choices(useful, target, trial, tried)
             best = min(keeping, key=self._cost, default=None)
