@@ -11,7 +11,6 @@ class EngineEnd:
     """How the engine of a server ended."""
 
     def __init__(self) -> None:
-        """Knows nothing before `watch`."""
         self.failed = False
         """Whether it had ended before the server told it to."""
         self._told_to_stop = False

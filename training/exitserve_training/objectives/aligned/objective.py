@@ -235,7 +235,6 @@ class FrozenTeacher:
     def __init__(
         self, path: str, dtype: torch.dtype = torch.float32, compile_layers: bool = False
     ) -> None:
-        """Loads the model of a directory or hub id."""
         self.model = load_model(path, dtype=dtype)
         self.model.requires_grad_(False)
         self.model.train(False)
