@@ -159,7 +159,6 @@ def _windows(args: argparse.Namespace, directory: Path, documents: Documents) ->
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    """The sources that pieces come from."""
     text: list[Source] = ["text"] if args.generated_share < 1.0 else []
     return [*text, "generated"] if args.generated_share > 0.0 else text
 
@@ -171,7 +170,6 @@ def _written(
     progress: StepProgress,
     recall: Recall,
 ) -> list[Piece]:
-    """The model's continuations of the prompts."""
     done = 0
 
     def advance(count: int) -> None:

@@ -363,6 +363,5 @@ class Calibrator:
 
 
 def _first_of_each(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The first `count` pieces of each source."""
     by_source = ([one for one in pieces if one.source == source] for source in get_args(Source))
     return [piece for own in by_source for piece in own[:count]]
