@@ -142,15 +142,6 @@ def test_one_exit_of_public_models(
     assert break_even_share(costs, 1, layer, compacts=True) == pytest.approx(even, abs=0.0051)
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"), [(1, 1.56), (2, 1.33), (4, 1.14), (8, 1.03), (16, 1.00), (32, 1.00)]
-)
-def test_larger_batches_of_llama_3_8b(batch: int, expected: float) -> None:
-    """Exit at half of the depth, seven in ten tokens, deep layers run whenever a row needs them."""
-    found = speedup(by_bytes("Llama-3-8B", 32), batch, {16: 0.7}, compacts=False)
-    assert found == pytest.approx(expected, abs=0.0051)
-
-
 names = st.sampled_from(sorted(CONFIGS))
 shares = st.floats(0.0, 1.0)
 
