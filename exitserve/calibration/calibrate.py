@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor, tensor
 
 from exitserve.calibration.bounds import min_pieces
 from exitserve.calibration.choice import Target
@@ -22,11 +19,11 @@ from exitserve.calibration.pieces import (
     model_continuations,
     split_pieces,
 )
+from exitserve.calibration.rows import RowsEntry, compare_rows, count_rows
 from exitserve.calibration.run import CalibrationJob, CalibrationResult, Calibrator
 from exitserve.calibration.unfinished import Recall
 from exitserve.checkpoint.block import MultiExit
 from exitserve.checkpoint.calibration import ALL, FREQUENT, Calibration
-from exitserve.checkpoint.exit_rows import most_frequent
 from exitserve.costs import devices
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
@@ -97,9 +94,12 @@ def calibrate(
     )
     parts = check(_written(args, reference, prompts, progress, recall))
     shape = shape_of(config, serving_dtype(config, args.dtype))
+    table: list[RowsEntry] = []
     if args.exit_rows == FREQUENT and shape.exit_rows is not None:
         # The text of the test has no part in this.
-        rows = count_rows(reference, (*parts.count, *parts.select), shape.exit_rows)
+        counted = (*parts.count, *parts.select)
+        table = compare_rows(reference, parts.count, parts.select, shape)
+        rows = count_rows(reference, counted, shape.exit_rows)
         reference = reference.variant(reference.criterion, rows)
     found = Calibrator(reference, jobs[0], progress, recall).calibrate(parts)
     # One checkpoint has one criterion.
@@ -107,6 +107,7 @@ def calibrate(
         Calibrator(reference, job, progress, recall).calibrate(parts, [found.criterion])
         for job in jobs[1:]
     ]
+    found = replace(found, rows_table=table)
     source = provenance_of(documents, parts, args)
     records: list[Calibration] = []
     reports: dict[str, dict[str, Any]] = {}
@@ -116,14 +117,6 @@ def calibrate(
         reports[folder] = report(args.model_name, block.exit_layers, job, result, record)
         records.append(record)
     return records[0].beside(records[1:]), reports, found
-
-
-def count_rows(reference: Reference, pieces: Sequence[Piece], count: int) -> Tensor:
-    """[K] the most frequent tokens of some text, ascending, and all ends of sequence."""
-    vocab_size = reference.model.config.get_text_config().vocab_size
-    texts = [piece.token_ids for piece in pieces]
-    ends = reference.eos_token_ids.tolist()
-    return tensor(most_frequent(texts, min(count, vocab_size), vocab_size, ends))
 
 
 def _job(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def report(
             str(layer): reliability(scores, found.criterion)
             for layer, scores in found.scores.items()
         },
+        "exit_rows": [asdict(one) for one in found.rows_table],
     }
 
 
@@ -233,9 +235,39 @@ def markdown(data: Mapping[str, Any]) -> str:
         *(f"**Warning**: {line}" for line in warnings(data)),
         "![cost against agreement and perplexity](pareto.png)",
         "![agreement against confidence](reliability.png)",
+        *rows_table(data),
         f"Method: {provenance['method']}.",
         f"Made on {machine_line(data)}.",
     )
+
+
+def rows_table(data: Mapping[str, Any]) -> list[str]:
+    """What a check gives and costs with more rows of the head or fewer; nothing where the
+    vocabulary is small."""
+    if not data["exit_rows"]:
+        return []
+    headers = ("rows", "exit", "threshold", "pass", "agreement", "whole head's", "layers")
+    cells = [
+        (
+            f"{one['rows']:,}" + (" (chosen)" if one["chosen"] else ""),
+            str(one["exit_layer"]),
+            f"{one['threshold']:.3f}",
+            f"{one['passes']:.3f}",
+            *(
+                "" if share is None else f"{share:.3f}"
+                for share in (one["agreement"], one["same_token"])
+            ),
+            f"{one['layers']:.2f}",
+        )
+        for one in data["exit_rows"]
+    ]
+    return [
+        "Rows of the head that a check may read, those of the most frequent tokens: at each exit, "
+        "the share of tokens whose confidence passes, and of these the share that is full depth's "
+        "token and the share that is the token of the exit's whole head; what a check costs, in "
+        "layers.",
+        markdown_table(headers, cells),
+    ]
 
 
 def _tested(provenance: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ from exitserve.calibration.proposals import (
     end_thresholds,
     propose,
 )
+from exitserve.calibration.rows import RowsEntry
 from exitserve.calibration.scores import ExitScores, PieceReading, all_scores, read_exits
 from exitserve.calibration.selection import Selection
 from exitserve.calibration.unfinished import Recall, anew
@@ -96,6 +97,8 @@ class CalibrationResult:
     """By exit layer, on the pieces for selection at full depth."""
     exit_rows: list[int] | None
     """The tokens whose rows of the head were read by checks; None: all."""
+    rows_table: Sequence[RowsEntry] = ()
+    """What more rows would give, or fewer; nothing where all were read."""
 
     @property
     def chosen(self) -> TargetResult | None:

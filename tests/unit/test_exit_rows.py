@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exitserve.calibration.calibrate import count_rows
 from exitserve.calibration.outcomes import Piece
+from exitserve.calibration.rows import compare_rows, count_rows
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.decoder import capture_hidden
 from exitserve.checkpoint.exit_rows import load_exit_rows, most_frequent, save_exit_rows
@@ -136,8 +136,17 @@ def test_tokens_and_confidence_are_those_of_the_rows(model: str) -> None:
     assert (trace.token[exits] != logits.argmax(dim=-1)[exits]).any(), "else nothing is shown"
 
 
-def test_the_most_frequent_tokens_are_counted(model: str) -> None:
+def test_more_rows_say_more(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exitserve.calibration.rows.COMPARED", (32, 64))
     reference = load_reference(model, exit_rows="all")
-    pieces = [Piece((5, 9, 9, 7, 7, 7), 2, "text"), Piece((9, 9, 7, 40), 1, "text")]
-    rows = count_rows(reference, pieces, 4).tolist()
-    assert rows == [*reference.eos_token_ids.tolist(), 5, 7, 9]
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 128, (6, 40), generator=drawn).tolist()
+    pieces = [Piece(tuple(row), 10, "text") for row in ids]
+    shape = shape_of(reference.model.config.to_dict(), "float32")
+    table = compare_rows(reference, pieces[:3], pieces[3:], shape)
+    assert {one.rows for one in table if one.chosen} == {128}, "a small vocabulary is read whole"
+    assert all(one.same_token == 1.0 for one in table if one.rows == 128 and one.passes)
+    passes = [[one.passes for one in table if one.rows == size] for size in (32, 64, 128)]
+    assert sum(passes[0]) > sum(passes[2]) > 0, "confidence is over fewer tokens"
+    rows = count_rows(reference, pieces, 32)
+    assert 1 in rows and rows.tolist() == sorted(set(rows.tolist()))
