@@ -11,7 +11,7 @@ What stays invisible: memory that a graph's pool gives out twice, streams, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -221,10 +221,12 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
 
     from exitserve.engine.layers import branches
 
-    stream = SimpleNamespace()
+    stream = SimpleNamespace(wait_stream=lambda _: None)
     patch.setattr(branches, "is_captured", lambda _: RecordedGraph.captures is not None)
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", capture)
+    patch.setattr(branches, "_BODIES", [stream] * 2)
+    patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     patch.setattr(torch.cuda, "set_stream", lambda _: None)
 
