@@ -11,7 +11,7 @@ What stays invisible: memory that a graph's pool gives out twice, streams, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+FROM_THE_HOST = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` does: on a GPU a copy that waits. A number that is put into a part of a
+tensor is no copy, but looks the same here."""
 ONLY_ALLOCATE = ("aten::empty", "aten::new_empty")
 
 
@@ -138,6 +141,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in READS, "a number is read while a graph is captured"
+        copies = func is FROM_THE_HOST and args[0].dim() > 0
+        assert not copies, "numbers of the host are copied while a graph is captured"
         kwargs = kwargs or {}
         given = tensors(args, kwargs)
         # Not every operation of vLLM's says what it writes; one that returns nothing must write.
@@ -226,7 +231,7 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", capture)
     patch.setattr(branches, "_BODIES", [stream] * 2)
-    patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    patch.setattr(branches, "_is_capturing", lambda _: False)
     patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     patch.setattr(torch.cuda, "set_stream", lambda _: None)
 
