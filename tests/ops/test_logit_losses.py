@@ -179,6 +179,16 @@ def test_the_label_s_gradient_has_all_its_digits(device: torch.device) -> None:
     assert float(logits.double().sum()) == pytest.approx(0.0, abs=1e-5 * -expected)
 
 
+def test_logits_may_lie_further_apart_than_32_bits_count(device: torch.device) -> None:
+    """As a transposed product of many tokens; of the memory between them nothing is touched."""
+    apart = torch.empty(2**31 + 2, dtype=torch.bfloat16, device=device)
+    logits = apart.as_strided((2, 3), (1, 2**30)).copy_(torch.arange(6.0).view(2, 3))
+    given = logits.contiguous(), torch.tensor([2, 0], device=device), torch.ones(2, device=device)
+    expected, _ = logit_losses(*given, None, None, implementation="torch")
+    found, _ = logit_losses(logits, *given[1:], None, None, implementation="triton")
+    torch.testing.assert_close((found, logits), (expected, given[0]))
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0}], ids=str)
 @pytest.mark.parametrize("masked", [slice(0, 2100), slice(40, None, 7), slice(4000, None)])
 def test_a_masked_vocabulary_is_a_smaller_one(

@@ -156,7 +156,7 @@ class ExitHead:
         if self._prepared:
             return
         self._prepared = True
-        self._ends = self._ends.to(device)
+        self._ends, self._nothing = self._ends.to(device), torch.tensor(NOTHING, device=device)
         if self.rows is not None and not len(self.rows):
             return
         found = readable_head(
@@ -279,8 +279,7 @@ class ExitHead:
         """The summary [N, 6] of what is read of this slice, and its logits [N, K]."""
         first = self._first if self.rows is None else 0
         if self.rows is not None and not len(self.rows):  # the exit rows lie in other slices
-            nothing = torch.tensor(NOTHING, device=normed.device)
-            return nothing.repeat(len(normed), 1), normed.new_empty(len(normed), 0)
+            return self._nothing.repeat(len(normed), 1), normed.new_empty(len(normed), 0)
         if self._readable is None:
             logits = self._read(normed)
             return summarise_logits(logits, end_tokens=self._ends, first_token=first), logits
