@@ -281,12 +281,12 @@ class ExitServePlugin:
         """Called when the engine is ready."""
         names = args.served_model_name or [args.model]
         rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
-        if (end := getattr(args, "engine_end", None)) is not None:
-            end.watch(engine_client)
         # One that never looks at roles joins texts, and makes no chat.
         own = str(getattr(engine_client.tokenizer, "chat_template", None))
         chats = bool(args.chat_template) or "role" in own
         state.exitserve = ExitServer(engine_client, names[0], rate, chats=chats)
+        if (end := getattr(args, "engine_end", None)) is not None:
+            end.watch(engine_client, state)
         await state.exitserve.start()
         if getattr(args, "playground", False) and engine_client.engine_core.client_index == 0:
             print(f"exitserve: playground at {address(args)}", file=sys.stderr, flush=True)
