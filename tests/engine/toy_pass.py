@@ -48,7 +48,7 @@ class Head:
 
     def check(self, normed: Tensor, limits: Tensor, ends: Tensor) -> Any:
         logits = torch.cat([normed, -normed], dim=-1)
-        last = torch.tensor([1]).to(normed.device)
+        last = torch.ones(1, dtype=torch.long, device=normed.device)
         return check_logits(logits, limits, end_tokens=last, end_thresholds=ends), logits
 
 
